@@ -1,0 +1,74 @@
+# Two commands matter: `make run` trains the example on two ranks, `make test` passes the tests.
+# Everything lives in .venv and .meshloom below this folder; delete both to begin anew.
+
+PYTHON ?= python3
+# Which torch to install. Any pip requirement: TORCH='torch==2.12.0', a wheel's path, and so on.
+TORCH ?= torch==2.13.0
+# Further options for pip, such as where to find CPU-only or other CUDA builds.
+PIP_OPTIONS ?=
+# Further options for pytest, such as PYTEST_OPTIONS='-k oracle --device cuda'.
+PYTEST_OPTIONS ?=
+# Tests mostly wait for processes: two at a time, those of one file together (they share servers).
+WORKERS ?= 2
+EXAMPLE ?= examples/stdlib-gpt.yaml
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_OPTIONS)
+CHOICE := $(shell printf '%s' '$(TORCH) $(PIP_OPTIONS)' | cksum | cut -d' ' -f1)
+RUNNABLE := .venv/.runnable-$(CHOICE)
+TESTABLE := .venv/.testable-$(CHOICE)
+
+.DEFAULT_GOAL := help
+.PHONY: help run up install test lint types floors tests format dashboard clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(RUNNABLE) ## Train the example on two ranks, from nothing to a committed checkpoint
+	@$(BIN)/python -m services.local run $(EXAMPLE)
+
+up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctrl-C
+	@$(BIN)/python -m services.local up
+
+install: $(RUNNABLE) ## Only set up .venv
+
+test: lint types floors tests ## Lint, types, floors and all tests
+
+lint: $(TESTABLE) ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(TESTABLE) ## mypy --strict
+	$(BIN)/mypy
+
+floors: $(TESTABLE) ## Who may import whom
+	$(BIN)/lint-imports --no-cache
+
+tests: $(TESTABLE) ## The tests alone
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
+
+format: $(TESTABLE) ## Put the code into its style
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+dashboard: ## Rebuild the dashboard's bundle (needs Node)
+	npm --prefix services/controller/dashboard ci --no-audit --no-fund
+	npm --prefix services/controller/dashboard run build
+
+clean: ## Remove what this Makefile made, the jobs' checkpoints included
+	rm -rf .venv .meshloom
+
+$(BIN)/python:
+	@echo "setting up .venv (once; torch is the large part)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Meshloom needs Python 3.11 or newer; say make PYTHON=python3.12")'
+	@$(PYTHON) -m venv .venv
+
+$(RUNNABLE): pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) '$(TORCH)' numpy
+	@$(PIP) --editable '.[all]'
+	@rm -f .venv/.runnable-* .venv/.testable-*
+	@touch $@
+
+$(TESTABLE): $(RUNNABLE)
+	@$(PIP) --editable '.[dev]'
+	@touch $@

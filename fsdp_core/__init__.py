@@ -1,0 +1,53 @@
+"""Fully-sharded data parallelism: parameters live as slices and are whole only while they compute.
+
+The names below are loaded on first use (PEP 562), so that a process without torch may import the
+engine's arithmetic, `fsdp_core.layout` and `fsdp_core.plan.model`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp_core.api import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        Observer,
+        OffloadPolicy,
+        ShardedState,
+        TrainingState,
+        UnshardHandle,
+        fully_shard,
+        get_cls_to_fsdp_cls,
+        observe,
+        register_fsdp_forward_method,
+    )
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Observer",
+    "OffloadPolicy",
+    "ShardedState",
+    "TrainingState",
+    "UnshardHandle",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "observe",
+    "register_fsdp_forward_method",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module("fsdp_core.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

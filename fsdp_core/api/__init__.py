@@ -1,0 +1,32 @@
+"""What users import; the same names at the top of the package."""
+
+from __future__ import annotations
+
+from fsdp_core.api.forward_method import register_fsdp_forward_method
+from fsdp_core.api.observation import observe
+from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.runtime import (
+    FSDPModule,
+    Observer,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    fully_shard,
+    get_cls_to_fsdp_cls,
+)
+from fsdp_core.states import ShardedState, TrainingState
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Observer",
+    "OffloadPolicy",
+    "ShardedState",
+    "TrainingState",
+    "UnshardHandle",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "observe",
+    "register_fsdp_forward_method",
+]

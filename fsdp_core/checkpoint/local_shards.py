@@ -1,0 +1,88 @@
+"""What this rank has to save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_core import torch_private
+from fsdp_core.layout import Box
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """A box of a tensor that this rank saves; over all ranks the boxes tile the tensor.
+
+    Attributes:
+        fqn: Name in the state.
+        global_shape: Of the whole tensor.
+        offsets: Of the box, per dim.
+        dtype: In PyTorch's words without the prefix, for example "float32".
+        tensor: The box's elements, contiguous; shares memory with the live state.
+    """
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    tensor: torch.Tensor
+
+
+def local_shards(state: Mapping[str, torch.Tensor]) -> list[ShardEntry]:
+    """Lists what this rank has to save so that all ranks together save `state` once.
+
+    Of a DTensor it is this rank's elements, without padding, if there are any and no rank
+    earlier on a replicated axis has the same. Of any other tensor, which every rank has, it is
+    the whole on rank 0 and nothing elsewhere.
+
+    Args:
+        state: Name to tensor, the same names on all ranks.
+
+    Returns:
+        Entries in the order of `state`. Their tensors are live: copy or write them before the
+        next update.
+    """
+    entries = []
+    for fqn, tensor in state.items():
+        box, local = local_part(tensor)
+        if box.volume and _saves(tensor):
+            entries.append(
+                ShardEntry(
+                    fqn,
+                    tuple(tensor.shape),
+                    box.offsets,
+                    dtype_word(tensor.dtype),
+                    local.detach().contiguous(),
+                )
+            )
+    return entries
+
+
+def local_part(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """This rank's box of `tensor` and the live local tensor that holds just that box."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape), tensor
+    offsets, shape = torch_private.local_box(tensor)
+    return Box(offsets, shape), torch_private.local_tensor(tensor)
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """The dtype's name without the "torch." prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _saves(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    return all(
+        place == 0
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )

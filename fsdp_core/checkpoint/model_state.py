@@ -1,0 +1,60 @@
+"""A model's parameters and buffers as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
+from fsdp_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIX = "model."
+
+
+def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything in ``model.state_dict()`` as ``model.<fqn>``, without communication.
+
+    Sharded parameters are DTensors. A tied tensor appears once, under its first name. The
+    tensors share memory with the model.
+
+    Raises:
+        CheckpointError: The state dict holds something that is no tensor (extra state).
+    """
+    state: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for fqn, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{fqn!r} in the state dict is a {type(value).__name__}, not a tensor. Keep "
+                "extra state in buffers, or save it beside the checkpoint."
+            )
+        if id(value) not in seen:
+            seen.add(id(value))
+            state[PREFIX + fqn] = value.detach()
+    return state
+
+
+def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
+    """Fills the model from shards named as by `model_state`, saved at any world size.
+
+    Args:
+        model: Sharded or not; on a real device.
+        saved: Shards of all ranks; names outside ``model.`` are ignored.
+
+    Raises:
+        CheckpointError: A tensor was saved that the model does not have, or see
+            `fill_from_shards`.
+    """
+    target = model_state(model)
+    mine = [shard for shard in saved if shard.fqn.startswith(PREFIX)]
+    if unknown := sorted({shard.fqn for shard in mine} - target.keys()):
+        raise CheckpointError(
+            f"The checkpoint has tensors that this model does not: {unknown}. Build the model "
+            "with the configuration it was saved with."
+        )
+    fill_from_shards(target, mine)

@@ -1,0 +1,131 @@
+"""An optimizer's state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
+from fsdp_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+PREFIX = "optim."
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The state of each parameter as ``optim.<fqn>.<key>``, for example ``optim.w.exp_avg``.
+
+    Entries shaped like their parameter are DTensors, steps are plain scalars; numbers become
+    zero-dimensional tensors. Parameters that were never updated have no entries. The tensors
+    share memory with the optimizer. Hyperparameters (learning rate, ...) are not included: they
+    follow from the job's schedule and step.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the model's, or keeps
+            something that is neither tensor nor number.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for fqn, param in _params(model, optimizer).items():
+        for key, value in optimizer.state.get(param, {}).items():
+            name = f"{PREFIX}{fqn}.{key}"
+            if isinstance(value, torch.Tensor):
+                state[name] = value.detach()
+            elif isinstance(value, bool | int | float):
+                state[name] = torch.tensor(value, dtype=_number_dtype(value))
+            elif value is not None:
+                raise CheckpointError(
+                    f"{name!r} is a {type(value).__name__}; only tensors and numbers can be saved."
+                )
+    return state
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: Iterable[SavedShard]
+) -> None:
+    """Fills the optimizer from shards named as by `optimizer_state`, saved at any world size.
+
+    Parameters that have saved entries get their state made first, by the optimizer's own step
+    on a stand-in; neither parameters nor gradients are touched. The others lose theirs, as they
+    had none when the state was saved.
+
+    Args:
+        model: The model whose parameters the optimizer holds.
+        optimizer: Built as the saved one was; it may have taken steps.
+        saved: Shards of all ranks; names outside ``optim.`` are ignored.
+
+    Raises:
+        CheckpointError: State was saved for a parameter or key that the optimizer does not
+            have, or see `fill_from_shards`.
+    """
+    mine = [shard for shard in saved if shard.fqn.startswith(PREFIX)]
+    names = {shard.fqn for shard in mine}
+    for fqn, param in _params(model, optimizer).items():
+        # A name may be a prefix of another's, so only one further segment belongs to it.
+        stem = f"{PREFIX}{fqn}."
+        if not any(n.startswith(stem) and "." not in n.removeprefix(stem) for n in names):
+            optimizer.state.pop(param, None)
+        elif not optimizer.state.get(param):
+            _make_state(optimizer, param)
+    target = optimizer_state(model, optimizer)
+    if unknown := sorted(names - target.keys()):
+        raise CheckpointError(
+            f"The checkpoint has optimizer state that this optimizer does not: {unknown}. Build "
+            "the optimizer with the parameters and options it was saved with."
+        )
+    fill_from_shards(target, mine)
+    _put_numbers_back(model, optimizer, target)
+
+
+def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    model.state_dict(keep_vars=True)  # its hooks hang the slices, which the optimizer holds
+    names = {param: fqn for fqn, param in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param not in names:
+                raise CheckpointError(
+                    f"The optimizer holds a parameter of shape {tuple(param.shape)} that the "
+                    "model does not have. Build it from model.parameters() after fully_shard."
+                )
+            found[names[param]] = param
+    return found
+
+
+def _make_state(optimizer: Optimizer, param: nn.Parameter) -> None:
+    # Lazily made state has no other constructor than a step. On a stand-in of zeros with a
+    # gradient of zeros it cannot move anything the user sees.
+    stand_in = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
+    stand_in.grad = torch.zeros_like(param)
+    groups = optimizer.param_groups
+    before = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            mine = any(param is other for other in group["params"])
+            group["params"] = [stand_in] if mine else []
+        # The class's step: schedulers count calls by replacing the instance's.
+        type(optimizer).step(optimizer)
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params
+    optimizer.state[param] = optimizer.state.pop(stand_in, {})
+
+
+def _put_numbers_back(
+    model: nn.Module, optimizer: Optimizer, filled: dict[str, torch.Tensor]
+) -> None:
+    for fqn, param in _params(model, optimizer).items():
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, bool | int | float):
+                state[key] = filled[f"{PREFIX}{fqn}.{key}"].item()
+
+
+def _number_dtype(value: float) -> torch.dtype:
+    if isinstance(value, bool):
+        return torch.bool
+    return torch.int64 if isinstance(value, int) else torch.float64

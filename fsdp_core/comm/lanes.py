@@ -1,0 +1,109 @@
+"""Ordered places of execution: streams on an accelerator, nothing but the host elsewhere."""
+
+from __future__ import annotations
+
+import enum
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, cast
+
+import torch
+
+
+class Lane(enum.Enum):
+    """One sequence of device work. Lanes run side by side unless one follows another."""
+
+    COMPUTE = enum.auto()
+    """The stream the user computes on."""
+    PACK = enum.auto()
+    """Copies of slices into gather buffers, ahead of the gather that needs them."""
+    GATHER = enum.auto()
+    """All-gathers."""
+    REDUCE = enum.auto()
+    """Reduce-scatters, and what happens to their results."""
+
+
+class Mark(Protocol):
+    """A point in a lane that another lane can follow."""
+
+
+class Lanes(Protocol):
+    """Places work on lanes and orders them."""
+
+    def enter(self, lane: Lane) -> AbstractContextManager[object]:
+        """Work and allocations within belong to `lane`."""
+
+    def mark(self, lane: Lane) -> Mark:
+        """The present end of `lane`."""
+
+    def follow_mark(self, lane: Lane, mark: Mark) -> None:
+        """What is placed on `lane` from now on starts after `mark`."""
+
+    def follow(self, lane: Lane, earlier: Lane) -> None:
+        """What is placed on `lane` from now on starts after all that is on `earlier`."""
+
+
+class _HostMark:
+    """Host work is finished when the call returns: there is nothing to wait for."""
+
+
+class HostLanes:
+    """All lanes are the calling thread."""
+
+    _MARK = _HostMark()
+
+    def enter(self, lane: Lane) -> AbstractContextManager[object]:
+        """Changes nothing."""
+        del lane
+        return nullcontext()
+
+    def mark(self, lane: Lane) -> Mark:
+        """A mark that is always passed."""
+        del lane
+        return self._MARK
+
+    def follow_mark(self, lane: Lane, mark: Mark) -> None:
+        """Already so."""
+
+    def follow(self, lane: Lane, earlier: Lane) -> None:
+        """Already so."""
+
+
+class DeviceLanes:
+    """A stream per lane on one accelerator; COMPUTE is whichever stream is current.
+
+    Communication lanes have high priority: their small copies must not queue behind kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {
+            lane: torch.Stream(device, priority=-1) for lane in Lane if lane is not Lane.COMPUTE
+        }
+
+    def enter(self, lane: Lane) -> AbstractContextManager[object]:
+        """Makes the lane's stream current."""
+        if lane is Lane.COMPUTE:
+            return nullcontext()
+        return cast("AbstractContextManager[object]", self._streams[lane])
+
+    def mark(self, lane: Lane) -> Mark:
+        """Records an event."""
+        return cast("Mark", self._stream(lane).record_event())
+
+    def follow_mark(self, lane: Lane, mark: Mark) -> None:
+        """Makes the lane's stream wait for the event; the host goes on."""
+        self._stream(lane).wait_event(cast("torch.Event", mark))
+
+    def follow(self, lane: Lane, earlier: Lane) -> None:
+        """Makes one stream wait for another; the host goes on."""
+        self._stream(lane).wait_stream(self._stream(earlier))
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        if lane is Lane.COMPUTE:
+            return torch.accelerator.current_stream(self._device)
+        return self._streams[lane]
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes that suit `device`."""
+    return HostLanes() if device.type == "cpu" else DeviceLanes(device)

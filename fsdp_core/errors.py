@@ -1,0 +1,105 @@
+"""Every error the engine raises on purpose.
+
+::
+
+    EngineError
+    ├── AlreadyShardedError       (AssertionError)       fully_shard twice on one module
+    ├── ContainerError            (ValueError)           a container without forward
+    ├── ArgumentError             (ValueError)           an argument outside its range
+    ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
+    ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
+    ├── ScalarParameterError      (ValueError)           nothing to shard on
+    ├── SharedParameterError      (ValueError)           one parameter in two groups
+    ├── MixedDtypeError           (AssertionError)       one collective, several dtypes
+    ├── MetaParameterError        (RuntimeError)         training before materialising
+    ├── RootError                 (RuntimeError)         forward outside the root, or two roots
+    ├── StateError                (AssertionError)       an operation in the wrong state
+    ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
+    ├── TicketError               (RuntimeError)         a collective waited for twice
+    ├── PlanError                 (ValueError)           a plan that does not fit the model or mesh
+    └── CheckpointError           (RuntimeError)         state that cannot be saved or filled
+        ├── MissingShardError                            part of a tensor is in no saved shard
+        ├── OverlappingShardsError                       part of a tensor is in two saved shards
+        └── ShardMismatchError                           another shape or dtype than the target
+
+Each also derives from the type that the reference raises in its place, so a script's
+``except`` clauses keep working.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Root of the tree: whatever the engine refuses."""
+
+
+class AlreadyShardedError(EngineError, AssertionError):
+    """`fully_shard` was applied twice to one module."""
+
+
+class ContainerError(EngineError, ValueError):
+    """The module is a container that never runs forward, so nothing would unshard it."""
+
+
+class ArgumentError(EngineError, ValueError):
+    """An argument has the right kind but a value outside its range."""
+
+
+class ArgumentTypeError(EngineError, TypeError):
+    """An argument has the wrong kind."""
+
+
+class UnsupportedError(EngineError, NotImplementedError):
+    """The request is understood, and this version cannot serve it."""
+
+
+class ScalarParameterError(EngineError, ValueError):
+    """A zero-dimensional parameter has no dim to shard."""
+
+
+class SharedParameterError(EngineError, ValueError):
+    """One parameter would be managed by two groups."""
+
+
+class MixedDtypeError(EngineError, AssertionError):
+    """Tensors of several dtypes meet in one reduction."""
+
+
+class MetaParameterError(EngineError, RuntimeError):
+    """Parameters still live on the meta device when their values are needed."""
+
+
+class RootError(EngineError, RuntimeError):
+    """The order of first forwards leaves no single root."""
+
+
+class StateError(EngineError, AssertionError):
+    """An operation was asked of an object in the wrong state."""
+
+
+class NoDeepcopyError(EngineError, AssertionError):
+    """A module with live communication groups cannot be copied."""
+
+
+class TicketError(EngineError, RuntimeError):
+    """A ticket's result was asked for twice."""
+
+
+class PlanError(EngineError, ValueError):
+    """A sharding plan does not fit the model or the mesh."""
+
+
+class CheckpointError(EngineError, RuntimeError):
+    """State cannot be listed for saving, or cannot be filled from what was saved."""
+
+
+class MissingShardError(CheckpointError):
+    """Some elements of a tensor are in no saved shard."""
+
+
+class OverlappingShardsError(CheckpointError):
+    """Some elements of a tensor are in more than one saved shard."""
+
+
+class ShardMismatchError(CheckpointError):
+    """A saved shard has another shape or dtype than the tensor to fill."""

@@ -1,0 +1,18 @@
+"""Parameters: as a slice, as a whole, and the group that communicates together."""
+
+from __future__ import annotations
+
+from fsdp_core.param.fsdp_param import FSDPParam
+from fsdp_core.param.naming import name_from_root
+from fsdp_core.param.param_group import FSDPParamGroup
+from fsdp_core.param.pending_reduce import PendingReduce
+from fsdp_core.param.slot import ParamSlot, find_slots
+
+__all__ = [
+    "FSDPParam",
+    "FSDPParamGroup",
+    "ParamSlot",
+    "PendingReduce",
+    "find_slots",
+    "name_from_root",
+]

@@ -1,0 +1,119 @@
+"""A sharding plan as plain, versioned data. Imports no torch.
+
+The dataclasses hold only JSON's types (tuples become lists), so pydantic's TypeAdapter and
+``dataclasses.asdict`` can carry them over any wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fsdp_core.errors import PlanError
+
+PLAN_VERSION = 1
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Ranks along each mesh axis, each at least 1.
+
+    Attributes:
+        dp_replicate: Copies of the sharded model.
+        dp_shard: Ranks that share one copy's parameters.
+        tp: Ranks that share one matrix multiplication.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("dp_replicate", "dp_shard", "tp"):
+            if getattr(self, axis) < 1:
+                raise PlanError(f"mesh.{axis} is {getattr(self, axis)}; it must be at least 1.")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Modules that become units.
+
+    A pattern is a module's name from the root, segments joined by dots, in which a whole
+    segment may be ``*`` for any one name. ``"blocks.*"`` is each direct child of ``blocks``,
+    ``"*"`` each direct child of the root, ``""`` the root itself.
+
+    A pattern with ``*`` stands alone and makes *each* match a unit. Names without it may stand
+    together and make *one* unit of all.
+
+    Attributes:
+        modules: Patterns, at least one.
+        reshard_after_forward: None means yes, except for the root.
+    """
+
+    modules: tuple[str, ...]
+    reshard_after_forward: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise PlanError("A unit needs at least one module pattern.")
+        if len(self.modules) > 1 and any(is_pattern(name) for name in self.modules):
+            raise PlanError(
+                f"A pattern with {ANY!r} makes one unit per match, so it stands alone; "
+                f"split {list(self.modules)} into several units."
+            )
+        if len(self.modules) > 1 and "" in self.modules:
+            raise PlanError("The root ('') is a unit of its own.")
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a model is sharded.
+
+    The root is always a unit, the last one, whether or not `units` names it; naming it ("")
+    sets its options. Units may be given in any order; they are applied bottom-up.
+
+    Attributes:
+        mesh: Ranks per axis.
+        units: Modules that communicate together, besides the root.
+        param_dtype: Of computation and gathers; None means each parameter's own.
+        reduce_dtype: Of gradient reduction; None means `param_dtype`.
+        output_dtype: To which the root's floating-point outputs are cast; None leaves them.
+        version: Of this schema.
+    """
+
+    mesh: MeshPlan
+    units: tuple[UnitPlan, ...] = field(default=())
+    param_dtype: Precision | None = None
+    reduce_dtype: Precision | None = None
+    output_dtype: Precision | None = None
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise PlanError(
+                f"This plan has version {self.version}, and this engine reads {PLAN_VERSION}."
+            )
+
+
+def is_pattern(name: str) -> bool:
+    """Whether `name` has a ``*`` segment."""
+    return ANY in name.split(".")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether module `name` is meant by `pattern`; segments are compared one by one."""
+    wanted, given = pattern.split("."), name.split(".")
+    if name == "" or pattern == "":
+        return name == pattern
+    return len(wanted) == len(given) and all(
+        w in (ANY, g) for w, g in zip(wanted, given, strict=True)
+    )

@@ -1,0 +1,24 @@
+"""What happens when: hooks, the autograd boundary, and what all units of one root share."""
+
+from __future__ import annotations
+
+from fsdp_core.runtime.fsdp_module import (
+    FSDPModule,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+)
+from fsdp_core.runtime.fsdp_state import FSDPState
+from fsdp_core.runtime.observer import NullObserver, Observer
+from fsdp_core.runtime.sharding import fully_shard
+from fsdp_core.runtime.unshard_handle import UnshardHandle
+
+__all__ = [
+    "FSDPModule",
+    "FSDPState",
+    "NullObserver",
+    "Observer",
+    "UnshardHandle",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+]

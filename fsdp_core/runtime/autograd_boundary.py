@@ -1,0 +1,92 @@
+"""Where autograd tells a unit that its backward begins and ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from fsdp_core import torch_private
+from fsdp_core.runtime.tensor_tree import grad_tensors, map_tensors
+
+T = TypeVar("T")
+
+
+def call_before_backward(
+    tree: T, callback: Callable[[torch.Tensor], torch.Tensor], modules: Sequence[nn.Module]
+) -> T:
+    """Calls `callback` with the gradient of each output tensor in `tree`, as it arrives.
+
+    Args:
+        tree: What forward returned.
+        callback: Returns the gradient to go on with.
+        modules: The unit's, for the warning.
+    """
+    if torch.is_grad_enabled():
+        for tensor in grad_tensors(tree):
+            if torch_private.is_view(tensor):
+                _warn_of_view(modules)
+            tensor.register_hook(callback)  # type: ignore[no-untyped-call]  # PyTorch's
+    return tree
+
+
+def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
+    """Calls `callback` once the gradients of all input tensors in `tree` are known.
+
+    Returns:
+        `tree` with its gradient-requiring tensors passed through one autograd node. Without
+        such tensors no node exists, and the root's final callback stands in for it.
+    """
+    if not torch.is_grad_enabled():
+        return tree
+    tensors = grad_tensors(tree)
+    if not tensors:
+        return tree
+    passed = iter(_Boundary.pass_through(callback, tensors))
+    return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
+
+
+class _Boundary(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @classmethod
+    def pass_through(
+        cls, callback: Callable[[], None], tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        apply = cast("Callable[..., tuple[torch.Tensor, ...]]", cls.apply)
+        return apply(callback, *tensors)
+
+    @staticmethod
+    def forward(callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del callback
+        return tensors
+
+    @staticmethod
+    def setup_context(
+        ctx: torch.autograd.function.FunctionCtx,
+        inputs: tuple[object, ...],
+        output: tuple[torch.Tensor, ...],
+    ) -> None:
+        del output
+        ctx.callback = inputs[0]  # type: ignore[attr-defined]  # how a Function keeps values
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.callback()  # type: ignore[attr-defined]  # set above
+        return (None, *grads)
+
+
+def _warn_of_view(modules: Sequence[nn.Module]) -> None:
+    names = ", ".join(type(module).__name__ for module in modules)
+    warnings.warn(
+        f"FSDP2-wrapped module ({names}) returned a view tensor. An in-place operation on it "
+        "replaces its gradient function and with it the hook that unshards the module before "
+        "backward. Write `out = out + y` instead of `out += y`, or return a clone.",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,187 @@
+"""The class that a sharded module gets: its own, with these methods added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, Self, cast
+
+from torch import nn
+
+from fsdp_core.errors import ArgumentError, NoDeepcopyError, StateError
+from fsdp_core.runtime.fsdp_state import FSDPState, state_of, states_in
+from fsdp_core.runtime.unshard_handle import UnshardHandle
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class _Construction:
+    """Whether building an FSDP class also runs the original's ``__init__``."""
+
+    runs_init = True
+
+
+class FSDPModule:
+    """Mixed into the class of every module that was given to `fully_shard`.
+
+    The setters write the unit's one configuration object, which is read at the next phase.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Constructs the original class, so that slicing a sharded `Sequential` works."""
+        original = cast("type[Self]", cls.__mro__[2])
+        made = original.__new__(original)
+        if _Construction.runs_init:
+            cast("Callable[..., None]", made.__init__)(*args, **kwargs)  # type: ignore[misc]  # the original's signature is unknown here
+        return made
+
+    # -- Whole and sliced parameters
+
+    def reshard(self) -> None:
+        """Registers the slices and frees the whole parameters of this unit; not recursive."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002 - the reference's signature
+        """Gathers the parameters of this unit; not recursive.
+
+        Args:
+            async_op: Return at once with a handle. Forward waits by itself.
+        """
+        state = self._get_fsdp_state()
+        state.unshard()
+        if async_op:
+            return UnshardHandle(state.finish_unshard)
+        state.finish_unshard()
+        return None
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
+        """Sets whether forward ends with the parameters sliced; overrides the root's rule.
+
+        Raises:
+            ArgumentError: Not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ArgumentError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._states(recurse=recurse):
+            state.options.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self,
+        reshard_after_backward: bool,  # noqa: FBT001 - the reference's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Sets whether backward ends with the parameters sliced.
+
+        False saves the gathers of the following microbatches.
+        """
+        for state in self._states(recurse=recurse):
+            state.options.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
+        self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
+
+    # -- Gradients
+
+    def set_requires_gradient_sync(
+        self,
+        requires_gradient_sync: bool,  # noqa: FBT001 - the reference's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Sets whether backward reduces gradients; False accumulates them whole, silently."""
+        for state in self._states(recurse=recurse):
+            state.options.reduce_grads = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets, on the root, whether the next backward is the last before the optimizer.
+
+        Only the last one waits for the reductions; before it, gradients may be incomplete.
+        """
+        root = self._get_fsdp_state().context.units[0]
+        root.options.is_last_backward = is_last_backward
+
+    # -- Prefetch
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Sets the units to gather while this one's forward runs, in order.
+
+        Raises:
+            ArgumentError: Some module is not sharded.
+        """
+        self._get_fsdp_state().prefetch_after_forward = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Sets the units to gather while this one's backward runs, in order.
+
+        Raises:
+            ArgumentError: Some module is not sharded.
+        """
+        self._get_fsdp_state().prefetch_after_backward = _states_of(modules)
+
+    # -- Inside
+
+    def _get_fsdp_state(self) -> FSDPState:
+        state = state_of(cast("nn.Module", self))
+        if state is None:
+            raise StateError(f"No FSDP state found on {self}")
+        return state
+
+    def _states(self, *, recurse: bool) -> Iterator[FSDPState]:
+        if recurse:
+            yield from states_in(cast("nn.Module", self))
+        else:
+            yield self._get_fsdp_state()
+
+    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - nn.Module's signature
+        """`to`, `cuda`, `half`, `to_empty`: apply to the slices, then pad them again."""
+        state = self._get_fsdp_state()
+        state.drop_gathers()
+        state.reshard()
+        apply = cast("Callable[..., Self]", super()._apply)  # type: ignore[misc]  # nn.Module's, next in the order
+        result = apply(fn, recurse)
+        state.refresh()
+        return result
+
+
+def fsdp_class_of(original: type[nn.Module]) -> type[nn.Module]:
+    """The class `FSDP<Original>`, made once per original class."""
+    if original not in _classes:
+        _classes[original] = cast(
+            "type[nn.Module]",
+            type(f"FSDP{original.__name__}", (FSDPModule, original), {"__deepcopy__": _no_copy}),
+        )
+    return _classes[original]
+
+
+def get_cls_to_fsdp_cls() -> dict[type[nn.Module], type[nn.Module]]:
+    """Original class to its sharded class, for all made so far."""
+    return _classes
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Within, constructing a sharded class does not run the original's ``__init__``."""
+    before, _Construction.runs_init = _Construction.runs_init, False
+    try:
+        yield
+    finally:
+        _Construction.runs_init = before
+
+
+def _no_copy(*_: object) -> NoReturn:
+    raise NoDeepcopyError(
+        "FSDP does not support deepcopy. Please use state dict for serialization."
+    )
+
+
+def _states_of(modules: Iterable[object]) -> tuple[FSDPState, ...]:
+    states = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ArgumentError(f"Expects FSDPModule but got {type(module)}: {module}")
+        states.append(module._get_fsdp_state())  # noqa: SLF001 - a function of this class
+    return tuple(states)

@@ -1,0 +1,76 @@
+"""Which parameters a call of `fully_shard` takes charge of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_core import torch_private
+from fsdp_core.errors import ScalarParameterError
+from fsdp_core.runtime.fsdp_state import state_of
+
+
+def root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` that are not below another of them, in order, each once."""
+    distinct = list(dict.fromkeys(modules))
+    below = {child for module in distinct for child in module.modules() if child is not module}
+    return [module for module in distinct if module not in below]
+
+
+def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules below `modules`, themselves included, that no nested unit has taken.
+
+    In post-order, children first: it decides the packing order, which must equal the
+    reference's for equal sums.
+    """
+    visited: set[nn.Module] = set()
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module, *, is_root: bool) -> None:
+        taken = not is_root and state_of(module) is not None
+        if taken or "replicate" in torch_private.composable_names(module):
+            return
+        visited.add(module)
+        for child in module.children():
+            if child not in visited:
+                walk(child, is_root=child in modules)
+        found.append(module)
+
+    for module in modules:
+        walk(module, is_root=True)
+    return found
+
+
+def managed_params(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> list[nn.Parameter]:
+    """The parameters that hang directly on `modules`, each once, without the ignored.
+
+    Raises:
+        ScalarParameterError: One has no dim to shard.
+    """
+    params: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for name, param in module.named_parameters(recurse=False):
+            if param in ignored:
+                continue
+            if param.ndim == 0:
+                raise ScalarParameterError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {name} to a 1D tensor with numel equal to 1."
+                )
+            params[param] = None
+    return list(params)
+
+
+def move_to(
+    device: torch.device, params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
+) -> None:
+    """Moves parameters and the modules' buffers to `device`; those on meta stay there."""
+    buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+    for tensor in dict.fromkeys(itertools.chain(params, buffers)):
+        if tensor.device not in (device, torch.device("meta")):
+            tensor.data = tensor.to(device)

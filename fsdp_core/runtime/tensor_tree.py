@@ -1,0 +1,86 @@
+"""Tensors within the nested values that forward takes and returns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+    """Applies `fn` to every tensor in `tree`; what does not change keeps its identity.
+
+    Descends into dicts, lists, tuples, sets, named tuples and dataclasses, subclasses included.
+    """
+    return cast("T", _map(fn, tree))
+
+
+def grad_tensors(tree: object) -> list[torch.Tensor]:
+    """The tensors in `tree` that require a gradient, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(look, tree)
+    return found
+
+
+def _map(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _map_dataclass(fn, tree)
+    if isinstance(tree, dict):
+        return _map_dict(fn, tree)
+    if isinstance(tree, list | tuple | set | frozenset):
+        return _map_items(fn, tree)
+    return tree
+
+
+def _map_items(
+    fn: Callable[[torch.Tensor], torch.Tensor], tree: Collection[object]
+) -> Collection[object]:
+    items = [_map(fn, item) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    make = cast("Callable[..., Collection[object]]", type(tree))
+    # A named tuple takes its items one by one.
+    return make(*items) if hasattr(tree, "_fields") else make(items)
+
+
+def _map_dict(
+    fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[object, object]
+) -> dict[object, object]:
+    changed = {key: new for key, old in tree.items() if (new := _map(fn, old)) is not old}
+    if not changed:
+        return tree
+    result = copy.copy(tree)
+    for key, value in changed.items():
+        result[key] = value
+    return result
+
+
+def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
+    changed: dict[str, object] = {}
+    for field in dataclasses.fields(tree):  # type: ignore[arg-type]  # checked by the caller
+        old = getattr(tree, field.name)
+        if (new := _map(fn, old)) is not old:
+            changed[field.name] = new
+    if not changed:
+        return tree
+    # A copy instead of a new construction: __init__ and __post_init__ may have effects.
+    result = copy.copy(tree)
+    for name, value in changed.items():
+        try:
+            setattr(result, name, value)
+        except dataclasses.FrozenInstanceError:
+            object.__setattr__(result, name, value)
+    return result

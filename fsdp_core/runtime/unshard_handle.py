@@ -1,0 +1,19 @@
+"""Waiting for an unshard that was started early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
+
+    The module's forward waits by itself; call `wait` to use the parameters before that.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Returns when the current stream may use the whole parameters, now registered."""
+        self._finish()

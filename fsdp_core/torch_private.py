@@ -1,0 +1,170 @@
+# ruff: noqa: SLF001 - private names are what this module is for
+"""The one door to names that PyTorch keeps private.
+
+Whoever upgrades PyTorch reads this file. Each function says why the public way does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def new_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int],
+) -> DTensor:
+    """A DTensor of global `shape` whose local tensor is `local` itself, not a view of it.
+
+    `DTensor.from_local` returns a view under autograd's eyes; a parameter must own its slice.
+    """
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    spec = DTensorSpec(
+        mesh,
+        tuple(placements),
+        tensor_meta=TensorMeta(torch.Size(shape), strides, local.dtype),
+    )
+    return _dtensor(local, spec)
+
+
+def dtensor_like(local: torch.Tensor, template: DTensor) -> DTensor:
+    """A DTensor of `local` that lies as `template` does; the cheap way, once per gradient."""
+    return _dtensor(local, template._spec)
+
+
+def _dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # DTensor.__new__ is a C function that the type checker reads with the wrong signature.
+    make = cast("Callable[..., DTensor]", DTensor)
+    return make(local, spec, requires_grad=False)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself; `to_local` returns a differentiable view."""
+    return tensor._local_tensor
+
+
+def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Puts another local tensor of the same shape under a DTensor that others hold."""
+    tensor._local_tensor = local
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, shape) of this rank's elements in the global tensor, padding excluded."""
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offsets), tuple(shape)
+
+
+def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Writes within do not count as modifications of what autograd saved.
+
+    The unsharded parameter is refilled with the same values between forward and backward.
+    """
+    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    return cast("AbstractContextManager[None]", guard)
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` once, when the running backward has finished all its work."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread executes a backward; true in activation recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd treats the tensor as a view of another."""
+    return tensor._base is not None
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Hooks that `register_post_accumulate_grad_hook` put on a leaf.
+
+    Autograd never accumulates into a sharded parameter, so the engine calls them.
+    """
+    hooks = tensor._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each source into its target, casting on the way, in as few kernels as possible."""
+    torch._foreach_copy_(targets, sources)
+
+
+def chunk_cat(tensors: list[torch.Tensor], parts: int, out: torch.Tensor) -> None:
+    """Pads dim 0 of each tensor to `parts` chunks and lays chunk i of all into row i of `out`."""
+    torch._chunk_cat(tensors, 0, parts, out=out)
+
+
+def composable_state(module: nn.Module, key: str) -> object | None:
+    """What `set_composable` put on the module under `key`."""
+    states: dict[object, object] = module.__dict__.get(STATE_KEY, {})
+    return states.get(key)
+
+
+def composable_names(module: nn.Module) -> frozenset[str]:
+    """Names of the composable functions, PyTorch's and ours, applied to the module."""
+    return frozenset(module.__dict__.get(REGISTRY_KEY, ()))
+
+
+def set_composable(module: nn.Module, key: str, state: object, *, name: str) -> None:
+    """Notes in the tables of PyTorch's composable functions that `name` was applied.
+
+    So PyTorch's own functions refuse what does not go together with it.
+    """
+    module.__dict__.setdefault(STATE_KEY, {})[key] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+
+
+def register_load_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Runs `hook` before the module's own entries are loaded from a state dict."""
+    module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made within are ordinary ones, usable by a later training step."""
+    with torch.inference_mode(mode=False):
+        yield
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Registers `parameter` as `name`, past the checks of `nn.Module.__setattr__`.
+
+    They cost tens of microseconds and twice per parameter and step. A module that overrides
+    `__setattr__` gets the ordinary assignment.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The module's direct parameters with every name, tied ones repeated."""
+    return [(name, param) for name, param in module._parameters.items() if param is not None]
+
+
+def mark_for_dynamo(module: nn.Module) -> None:
+    """Tells Dynamo that parameters of this module change identity between calls."""
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True

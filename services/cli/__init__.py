@@ -1,0 +1,1 @@
+"""The ``meshloom`` command and the Python client: REST and nothing else."""

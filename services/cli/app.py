@@ -1,0 +1,305 @@
+"""The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from services.cli import tables
+from services.cli.client import Client
+from services.cli.doctor import examine
+from services.cli.errors import CliError
+from services.cli.follow import follow as follow_job
+from services.cli.settings import CliSettings
+from services.cli.spec_file import read_spec
+from services.contract.ids import JobId
+from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
+from services.contract.views import JobView, ResumeRequest, StopRequest
+
+_EXIT_JOB_FAILED: Final = 1
+_EXIT_INTERRUPTED: Final = 130
+_JOBS_LOOKED_AT: Final = 200
+_PATIENCE_S: Final = 1.0
+_WATCHING_PATIENCE_S: Final = 120.0
+
+_JOB_ID: Final = TypeAdapter(JobId)
+
+app = typer.Typer(
+    help="Launch sharded training, watch every rank, never lose a committed step.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog="The controller is found by MESHLOOM_URL (else 127.0.0.1 and MESHLOOM_PORT, 8400); "
+    "MESHLOOM_TOKEN is sent where it is set. JOB is a job's id, or 'last' for the newest.",
+)
+console = Console(highlight=False)
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
+Keep = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint", help="Before stopping: required, best_effort or none.", metavar="WHEN"
+    ),
+]
+Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are killed.", min=0)]
+
+
+@contextmanager
+def _connect(patience_s: float = _PATIENCE_S) -> Iterator[Client]:
+    settings = CliSettings()
+    with Client(settings.base_url, settings.token, patience_s=patience_s) as client:
+        yield client
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
+    *,
+    follow: Follow = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say whether it would be accepted.")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", help="The same key submits the same job only once."),
+    ] = None,
+    rejoin: Annotated[
+        bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
+    ] = False,
+) -> None:
+    """Submit the job in FILE."""
+    spec = read_spec(file)
+    with _connect() as client:
+        unfinished = _unfinished(client, spec) if rejoin and not dry_run else None
+        job = unfinished or client.submit(spec, idempotency_key=key, dry_run=dry_run)
+        if dry_run:
+            console.print(f"{file} is a valid spec; nothing was submitted")
+            return
+        verb = "submitted" if unfinished is None else "going on with"
+        console.print(f"{verb} {job.id}  {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
+        if follow:
+            _watch(job.id)
+
+
+@app.command()
+def ls(
+    state: Annotated[
+        JobState | None, typer.Option(help="Only jobs in this state.", case_sensitive=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(help="How many.", min=1, max=200)] = 20,
+) -> None:
+    """List the newest jobs."""
+    with _connect() as client:
+        console.print(tables.jobs_table(client.jobs(state=state, limit=limit)))
+
+
+@app.command()
+def status(
+    job: Job,
+    *,
+    follow: Follow = False,
+    json: Annotated[bool, typer.Option("--json", help="The job as the API answers it.")] = False,
+) -> None:
+    """Show where a job stands, rank by rank."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        if follow:
+            _watch(job_id)
+            return
+        view = client.job(job_id)
+        if json:
+            sys.stdout.write(view.model_dump_json(indent=2) + "\n")
+            return
+        console.print(tables.job_details(view))
+        ranks = client.ranks(job_id)
+        if ranks.items:
+            console.print(tables.ranks_table(ranks))
+        _print_failure(view)
+
+
+@app.command()
+def logs(
+    job: Job,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.", min=0)] = None,
+    stream: Annotated[str | None, typer.Option(help="Only stdout or stderr.")] = None,
+) -> None:
+    """Print what a job's ranks wrote."""
+    filters: dict[str, str | int] = {}
+    if rank is not None:
+        filters["rank"] = rank
+    if stream is not None:
+        filters["stream"] = stream
+    with _connect() as client:
+        job_id = _resolve(client, job)
+    # Patient: a controller that restarts does not end the following.
+    with _connect(_WATCHING_PATIENCE_S if follow else _PATIENCE_S) as client:
+        read = client.follow_logs if follow else client.logs
+        for line in read(job_id, **filters):
+            console.print(f"[{line.rank}] {line.text}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def events(job: Job) -> None:
+    """List what happened to a job."""
+    with _connect() as client:
+        console.print(tables.events_table(client.events(_resolve(client, job))))
+
+
+@app.command()
+def cancel(job: Job, *, checkpoint: Keep = "best_effort", grace: Grace = 60.0) -> None:
+    """Stop a job for good, after a checkpoint."""
+    with _connect() as client:
+        _say(client.cancel(_resolve(client, job), _stop(checkpoint, grace)))
+
+
+@app.command()
+def pause(job: Job, *, checkpoint: Keep = "required", grace: Grace = 60.0) -> None:
+    """Stop a job after a checkpoint, to go on later."""
+    with _connect() as client:
+        _say(client.pause(_resolve(client, job), _stop(checkpoint, grace)))
+
+
+@app.command()
+def kill(job: Job) -> None:
+    """Stop a job at once, without a checkpoint."""
+    with _connect() as client:
+        _say(client.kill(_resolve(client, job)))
+
+
+@app.command()
+def resume(
+    job: Job,
+    *,
+    from_checkpoint: Annotated[
+        str | None, typer.Option("--from", help="A committed checkpoint; else the latest.")
+    ] = None,
+    follow: Follow = False,
+) -> None:
+    """Go on with a paused, cancelled or failed job from a checkpoint."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        _say(client.resume(job_id, ResumeRequest(from_checkpoint=from_checkpoint)))
+        if follow:
+            _watch(job_id)
+
+
+@app.command()
+def checkpoints(
+    job: Job,
+    *,
+    take: Annotated[bool, typer.Option("--take", help="Ask for one at the next step.")] = False,
+) -> None:
+    """List a job's checkpoints."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        if take:
+            client.take_checkpoint(job_id)
+            console.print("asked for a checkpoint at the next agreed step")
+            return
+        console.print(tables.checkpoints_table(client.checkpoints(job_id)))
+
+
+@app.command()
+def nodes() -> None:
+    """List the nodes and what runs there."""
+    with _connect() as client:
+        console.print(tables.nodes_table(client.nodes()))
+
+
+@app.command()
+def doctor() -> None:
+    """Check, from here, all that a job needs."""
+    settings = CliSettings()
+    with _connect() as client:
+        findings = list(examine(client, settings))
+    for finding in findings:
+        console.print(finding.line())
+    if not all(finding.healthy for finding in findings):
+        raise typer.Exit(_EXIT_JOB_FAILED)
+
+
+def _resolve(client: Client, job: str) -> str:
+    if job != "last":
+        try:
+            return _JOB_ID.validate_python(job)
+        except ValidationError:
+            raise CliError(f"{job!r} is no job id; `meshloom ls` lists them") from None
+    newest = client.jobs(limit=1).items
+    if not newest:
+        raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
+    return newest[0].id
+
+
+def _unfinished(client: Client, spec: dict[str, Any]) -> JobView | None:
+    for job in client.jobs(limit=_JOBS_LOOKED_AT).items:
+        asked = job.spec.model_dump(mode="json", include=set(spec))
+        if job.state not in TERMINAL_STATES | {JobState.PAUSED} and _covers(asked, spec):
+            return job
+    return None
+
+
+def _covers(whole: object, part: object) -> bool:
+    """Whether all that ``part`` says is in ``whole``, which has the defaults too."""
+    if isinstance(whole, dict) and isinstance(part, dict):
+        return all(key in whole and _covers(whole[key], value) for key, value in part.items())
+    return whole == part
+
+
+def _stop(checkpoint: str, grace: float) -> StopRequest:
+    if checkpoint not in {"required", "best_effort", "none"}:
+        raise CliError(f"--checkpoint is required, best_effort or none, not {checkpoint}")
+    return StopRequest.model_validate({"checkpoint": checkpoint, "grace_s": grace})
+
+
+def _say(job: JobView) -> None:
+    console.print(f"{job.id} is {job.state}" + (f": {job.reason}" if job.reason else ""))
+
+
+def _watch(job_id: str) -> None:
+    # Patient: a controller that restarts does not end the watching.
+    with _connect(_WATCHING_PATIENCE_S) as client:
+        try:
+            job = follow_job(client, job_id, console)
+        except KeyboardInterrupt:
+            console.print(f"\nno longer watching; the job goes on: meshloom status -f {job_id}")
+            raise typer.Exit(_EXIT_INTERRUPTED) from None
+        _print_summary(client, job)
+    if job.state is not JobState.SUCCEEDED:
+        raise typer.Exit(_EXIT_JOB_FAILED)
+
+
+def _print_summary(client: Client, job: JobView) -> None:
+    committed = [
+        checkpoint
+        for checkpoint in client.checkpoints(job.id).items
+        if checkpoint.state is CheckpointState.COMMITTED
+    ]
+    console.print(tables.job_details(job))
+    if committed:
+        newest = max(committed, key=lambda checkpoint: checkpoint.step)
+        console.print(
+            f"committed checkpoint {newest.id}: step {newest.step}, {len(newest.shards)} shards, "
+            f"{newest.bytes:,} bytes",
+            soft_wrap=True,
+        )
+    console.print(f"dashboard {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
+    _print_failure(job)
+
+
+def _print_failure(job: JobView) -> None:
+    failure = job.failure
+    if failure is None or job.state is not JobState.FAILED:
+        return
+    where = "" if failure.rank is None else f"rank {failure.rank} failed first"
+    at = "" if failure.step is None else f" at step {failure.step}"
+    console.print(f"{where}{at}: {failure.error or failure.signal or failure.exit_code}")
+    if failure.traceback:
+        console.print(failure.traceback, markup=False)

@@ -1,0 +1,65 @@
+"""What must be well before a job can run, looked at from the client's side, one finding each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from services.cli.client import Client
+from services.cli.errors import CliError
+from services.cli.settings import CliSettings
+from services.contract.states import NodeState
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; ``advice`` says what to do where it is not well."""
+
+    what: str
+    healthy: bool
+    detail: str
+    advice: str = ""
+
+    def line(self) -> Text:
+        """The finding as a line for people."""
+        mark = ("ok  ", "green") if self.healthy else ("FAIL", "bold red")
+        advice = f"; {self.advice}" if self.advice and not self.healthy else ""
+        return Text.assemble(mark, f" {self.what}: {self.detail}{advice}")
+
+
+def examine(client: Client, settings: CliSettings) -> Iterator[Finding]:
+    """Look at the controller, its Redis, the token and the nodes, in the order of need."""
+    try:
+        version = client.version()
+    except CliError as error:
+        yield Finding("controller", healthy=False, detail=str(error))
+        return
+    yield Finding("controller", healthy=True, detail=f"{settings.base_url}, {version.version}")
+    health = client.readiness()
+    for part, state in health.checks.items():
+        yield Finding(
+            part,
+            healthy=health.status == "ok" or state == "ok",
+            detail=state,
+            advice="see the controller's log",
+        )
+    try:
+        nodes = client.nodes()
+    except CliError as error:
+        yield Finding("access", healthy=False, detail=str(error), advice="set MESHLOOM_TOKEN")
+        return
+    ready = [node for node in nodes.items if node.state is NodeState.READY]
+    yield Finding(
+        "nodes",
+        healthy=bool(ready),
+        detail=f"{len(ready)} of {len(nodes.items)} ready",
+        advice="start an agent: python -m services.worker.agent",
+    )
+    for node in ready:
+        accelerators = len(node.inventory.accelerators)
+        yield Finding(
+            f"node {node.id}",
+            healthy=True,
+            detail=f"{node.inventory.cpu_slots} CPU slots, {accelerators} GPUs, "
+            f"{len(node.jobs)} jobs",
+        )

@@ -1,0 +1,182 @@
+"""Jobs, ranks, checkpoints and nodes as tables for a terminal."""
+
+from datetime import UTC, datetime
+from typing import Final
+
+import humanize
+from rich.table import Table
+from rich.text import Text
+
+from services.contract.states import CheckpointState, JobState, NodeState
+from services.contract.views import (
+    CheckpointList,
+    EventPage,
+    JobPage,
+    JobView,
+    NodeList,
+    RankList,
+)
+
+_STATE_STYLES: Final = {
+    JobState.RUNNING: "cyan",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "bold red",
+    JobState.CANCELLED: "yellow",
+    JobState.PAUSED: "yellow",
+    CheckpointState.COMMITTED: "green",
+    CheckpointState.ABORTED: "red",
+    CheckpointState.CORRUPT: "bold red",
+    NodeState.READY: "green",
+    NodeState.LOST: "bold red",
+}
+
+
+def state_text(state: JobState | CheckpointState | NodeState) -> Text:
+    """The state's word in its colour."""
+    return Text(state, style=_STATE_STYLES.get(state, "blue"))
+
+
+def jobs_table(page: JobPage) -> Table:
+    """One row a job, newest first."""
+    table = _table("job", "name", "state", "step", "loss", "tokens/s", "eta", "age")
+    for job in page.items:
+        table.add_row(
+            job.id,
+            job.name,
+            state_text(job.state),
+            f"{job.progress.step}/{job.progress.of}",
+            number(job.progress.loss, "{:.4f}"),
+            number(job.progress.tokens_per_s, "{:,.0f}"),
+            duration(job.progress.eta_s),
+            age(job.created_at),
+        )
+    return table
+
+
+def job_details(job: JobView) -> Table:
+    """What one wants to know of a job, as a list."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    rows: list[tuple[str, str | Text | None]] = [
+        ("job", job.id),
+        ("name", job.name),
+        ("state", state_text(job.state)),
+        ("why", job.reason),
+        ("exit reason", job.exit_reason),
+        ("step", f"{job.progress.step} of {job.progress.of}"),
+        ("loss", number(job.progress.loss, "{:.5f}")),
+        ("validation", _evaluation(job)),
+        ("tokens/s", number(job.progress.tokens_per_s, "{:,.0f}")),
+        ("eta", duration(job.progress.eta_s)),
+        ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
+        ("mesh", _mesh(job)),
+        ("checkpoint", job.latest_checkpoint),
+        ("submitted", f"{job.created_at:%Y-%m-%d %H:%M:%S} UTC ({age(job.created_at)} ago)"),
+    ]
+    for name, value in rows:
+        if value is not None and str(value) != "-":
+            table.add_row(name, value)
+    return table
+
+
+def ranks_table(ranks: RankList) -> Table:
+    """One row a rank."""
+    table = _table("rank", "node", "device", "phase", "unit", "step", "step time", "memory", "seen")
+    for rank in ranks.items:
+        table.add_row(
+            str(rank.rank),
+            rank.node_id,
+            rank.device,
+            rank.phase,
+            rank.unit or "",
+            str(rank.step),
+            number(rank.step_time_s, "{:.3f} s"),
+            humanize.naturalsize(rank.memory_bytes, binary=True),
+            f"{age(rank.last_seen_at)} ago" if rank.last_seen_at else "never",
+        )
+    return table
+
+
+def checkpoints_table(checkpoints: CheckpointList) -> Table:
+    """One row a checkpoint, newest first."""
+    table = _table("checkpoint", "state", "step", "loss", "size", "world", "age")
+    for checkpoint in checkpoints.items:
+        table.add_row(
+            checkpoint.id,
+            state_text(checkpoint.state),
+            str(checkpoint.step),
+            number(checkpoint.loss, "{:.4f}"),
+            humanize.naturalsize(checkpoint.bytes, binary=True),
+            str(checkpoint.world_size),
+            age(checkpoint.created_at),
+        )
+    return table
+
+
+def nodes_table(nodes: NodeList) -> Table:
+    """One row a node."""
+    table = _table("node", "state", "CPU slots", "GPUs", "memory", "jobs")
+    for node in nodes.items:
+        table.add_row(
+            node.id,
+            state_text(node.state),
+            f"{node.cpu_slots_used}/{node.inventory.cpu_slots}",
+            f"{node.accelerators_used}/{len(node.inventory.accelerators)}",
+            humanize.naturalsize(node.inventory.memory_bytes, binary=True),
+            ", ".join(node.jobs),
+        )
+    return table
+
+
+def events_table(events: EventPage) -> Table:
+    """One row an event, oldest first."""
+    table = _table("time (UTC)", "event", "what happened")
+    for event in events.items:
+        table.add_row(f"{event.at:%H:%M:%S}", event.kind, event.message)
+    return table
+
+
+def number(value: float | None, pattern: str) -> str:
+    """The value in its pattern, or a dash where there is none."""
+    return "-" if value is None else pattern.format(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as ``4m 03s``, or a dash."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
+
+
+def age(moment: datetime) -> str:
+    """How long ago a moment was."""
+    return humanize.naturaldelta(datetime.now(UTC) - moment)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold dim", pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column in {"job", "checkpoint", "state"})
+    return table
+
+
+def _evaluation(job: JobView) -> str | None:
+    if job.evaluation is None:
+        return None
+    beside = ", ".join(f"{name} {loss:.3f}" for name, loss in job.evaluation.baselines.items())
+    loss = job.evaluation.loss
+    told = "not finite" if loss is None else f"{loss:.4f} nats"
+    return told + (f" ({beside})" if beside else "")
+
+
+def _mesh(job: JobView) -> str | None:
+    if job.plan is None:
+        return None
+    mesh = job.plan.sharding.mesh
+    return (
+        f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} "
+        f"on {job.plan.device_type}"
+    )

@@ -1,0 +1,1 @@
+"""What the services agree on: words, shapes, keys and channels, and nothing that acts."""

@@ -1,0 +1,17 @@
+"""The short names that a spec may say instead of ``package.module:callable``, by field.
+
+The ranks' registry must have exactly these; the controller refuses all others when it is asked.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+BUILT_IN_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "model": frozenset({"decoder"}),
+        "data": frozenset({"stdlib_bytes"}),
+        "optimizer": frozenset({"adamw", "sgd"}),
+        "schedule": frozenset({"constant", "warmup_cosine"}),
+    }
+)

@@ -1,0 +1,18 @@
+"""What all messages have in common: frozen, closed shapes, and the attempt that they speak of."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.contract.ids import JobId
+
+
+class Message(BaseModel):
+    """A value that is never changed and has no field beyond its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OfAttempt(Message):
+    """Speaks of one attempt of a job; ``fence`` is the attempt's number."""
+
+    job_id: JobId
+    fence: int = Field(ge=1)

@@ -1,0 +1,185 @@
+"""What an agent tells the controller: entries of the stream of facts."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from services.contract.ids import CheckpointId, NodeId
+from services.contract.manifests import Manifest, ShardFile
+from services.contract.messages.base import Message, OfAttempt
+
+
+class Device(Message):
+    """One accelerator of a node."""
+
+    index: int = Field(ge=0)
+    name: str
+    memory_bytes: int = Field(ge=0)
+
+
+class Inventory(Message):
+    """What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time."""
+
+    hostname: str
+    cpu_slots: int = Field(ge=0)
+    cpu_count: int = Field(ge=1)
+    memory_bytes: int = Field(ge=0)
+    accelerators: tuple[Device, ...] = ()
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class RunningGang(OfAttempt):
+    """A gang of which an agent has live ranks, named when the agent (re)joins."""
+
+    ranks: tuple[int, ...]
+
+
+class NodeJoined(Message):
+    """An agent is there, with this inventory and these gangs.
+
+    ``incarnation`` differs in each life of an agent; every gang of an earlier life is gone.
+    """
+
+    kind: Literal["node_joined"] = "node_joined"
+    node_id: NodeId
+    incarnation: str
+    inventory: Inventory
+    gangs: tuple[RunningGang, ...] = ()
+
+
+class NodeLeft(Message):
+    """An agent stops of its own will: it takes no more commands and is ending its ranks."""
+
+    kind: Literal["node_left"] = "node_left"
+    node_id: NodeId
+    incarnation: str
+
+
+class _GangFact(OfAttempt):
+    node_id: NodeId
+
+
+class GangLaunched(_GangFact):
+    """All ranks of the attempt on this node are spawned: ``pids`` by rank."""
+
+    kind: Literal["gang_launched"] = "gang_launched"
+    pids: dict[int, int]
+
+
+class LaunchRefused(_GangFact):
+    """The attempt could not be started on this node; no rank of it lives here."""
+
+    kind: Literal["launch_refused"] = "launch_refused"
+    reason: str
+
+
+class GangProgressed(_GangFact):
+    """The ranks on this node finished their first step in this attempt (``step`` counts from 1)."""
+
+    kind: Literal["gang_progressed"] = "gang_progressed"
+    step: int = Field(ge=1)
+
+
+class CheckpointBegan(_GangFact):
+    """Ranks began to write a checkpoint of the state after ``step`` steps."""
+
+    kind: Literal["checkpoint_began"] = "checkpoint_began"
+    checkpoint_id: CheckpointId
+    step: int = Field(ge=0)
+
+
+class CheckpointVoted(_GangFact):
+    """One rank's shard is written, synced and digested: it votes for the commit."""
+
+    kind: Literal["checkpoint_voted"] = "checkpoint_voted"
+    checkpoint_id: CheckpointId
+    step: int = Field(ge=0)
+    shard: ShardFile
+    loss: float | None = None
+    data_digest: str = ""
+
+
+class CheckpointLinked(_GangFact):
+    """The manifest stands in the commit chain at ``number``: the checkpoint is committed."""
+
+    kind: Literal["checkpoint_linked"] = "checkpoint_linked"
+    number: int = Field(ge=1)
+    manifest: Manifest
+
+
+class CheckpointLost(_GangFact):
+    """A checkpoint will not be committed: a shard was not written, or the chain refused."""
+
+    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class CheckpointRetired(_GangFact):
+    """A checkpoint's deletion stands in the chain and its files are removed."""
+
+    kind: Literal["checkpoint_retired"] = "checkpoint_retired"
+    checkpoint_id: CheckpointId
+
+
+class Evaluated(_GangFact):
+    """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
+
+    ``baselines`` are losses of simple models on the same tokens, by name (such as ``bigram``).
+    A loss that is no finite number is null, for JSON has no word for it.
+    """
+
+    kind: Literal["evaluated"] = "evaluated"
+    step: int = Field(ge=0)
+    loss: float | None
+    tokens: int = Field(ge=1)
+    baselines: dict[str, float] = Field(default_factory=dict)
+
+
+class RankExit(Message):
+    """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
+
+    ``error`` and ``traceback`` are those of the exception that ended it, where there was one.
+    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``phase`` and
+    ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
+    """
+
+    rank: int = Field(ge=0)
+    pid: int
+    exit_code: int | None = None
+    signal: int | None = None
+    order: int = Field(ge=0)
+    step: int = Field(ge=0)
+    phase: str
+    finished: bool = False
+    drained: bool = False
+    error: str | None = None
+    traceback: str | None = None
+
+
+class GangEnded(_GangFact):
+    """No rank of the attempt lives on this node any more. Follows all other facts of it."""
+
+    kind: Literal["gang_ended"] = "gang_ended"
+    exits: tuple[RankExit, ...]
+    last_step: int = Field(ge=0)
+
+
+Fact = Annotated[
+    NodeJoined
+    | NodeLeft
+    | GangLaunched
+    | LaunchRefused
+    | GangProgressed
+    | CheckpointBegan
+    | CheckpointVoted
+    | CheckpointLinked
+    | CheckpointLost
+    | CheckpointRetired
+    | Evaluated
+    | GangEnded,
+    Field(discriminator="kind"),
+]
+
+
+FACT: TypeAdapter[Fact] = TypeAdapter(Fact)

@@ -1,0 +1,60 @@
+"""What an agent shows of its ranks: overwritten or trimmed, never decided upon."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.contract.ids import NodeId
+from services.contract.messages.base import Message
+
+
+class RankSample(Message):
+    """What an agent read last from a rank's board.
+
+    ``issued`` and ``completed`` are collective sequence numbers by process group. Times in
+    seconds, memory in bytes. ``beat_age_s`` is the age of the board's last store when sampled.
+    """
+
+    rank: int = Field(ge=0)
+    local_rank: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    node_id: NodeId
+    device: str
+    pid: int
+    phase: str
+    unit: str | None = None
+    step: int = Field(ge=0)
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    memory_bytes: int = Field(default=0, ge=0)
+    issued: dict[str, int] = Field(default_factory=dict)
+    completed: dict[str, int] = Field(default_factory=dict)
+    beat_age_s: float = Field(default=0.0, ge=0)
+    seen_ms: int = Field(default=0, ge=0, description="Redis TIME of the beat, milliseconds")
+
+
+class StepRecord(Message):
+    """One training step of a job: the loss is the mean over the global batch, in nats a token.
+
+    A loss that is no finite number is null, for JSON has no word for it.
+    """
+
+    step: int = Field(ge=1)
+    fence: int = Field(ge=1)
+    loss: float | None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    tokens_per_s: float
+    step_time_s: float
+
+
+class LogLine(Message):
+    """One line that a rank wrote. ``time_ms`` is the node's wall clock when the agent read it."""
+
+    rank: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    stream: Literal["stdout", "stderr"]
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    time_ms: int = Field(ge=0)
+    text: str

@@ -1,0 +1,228 @@
+"""The board: where a rank writes where it stands, and its agent reads it from outside.
+
+A file of 64 KiB, memory-mapped by both. The rank stores plainly, without a system call::
+
+    0      magic, version                                       two 8-byte slots
+    64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
+    1088   snapshot B: the same
+    4096   ring of the last 256 steps, each 64 bytes: step, five figures, spare, checksum
+
+Snapshots alternate between A and B, so that whichever store a kill or a stop interrupts, the
+other one is whole: the reader takes the valid one with the higher sequence number. A board
+outlives its rank and tells where it was when it died.
+"""
+
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Self
+
+from services.contract.states import RankPhase
+
+BOARD_BYTES: Final = 65_536
+MAX_GROUPS: Final = 8
+_MAGIC: Final = 0x4D4C424F41524431
+_VERSION: Final = 1
+_SLOTS: Final = (64, 1088)
+_RING: Final = 4096
+_RING_LENGTH: Final = 256
+_NO_UNIT: Final = -1
+
+_HEADER: Final = struct.Struct("<QQ")
+_SNAPSHOT: Final = struct.Struct("<Qqqqqqqddd" + "qq" * MAX_GROUPS)
+_STEP: Final = struct.Struct("<qdddddq")
+_CHECKSUM: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class BoardStep:
+    """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class BoardSnapshot:
+    """Where a rank stands.
+
+    ``unit_index`` counts the engine's units as ``RankReady.units`` names them, None outside all.
+    ``stored_ns`` is the node's monotonic clock at the store. ``issued`` and ``completed`` are the
+    collective sequence numbers of the groups that ``RankReady.groups`` names, in that order.
+    """
+
+    fence: int
+    phase: RankPhase = RankPhase.SPAWNED
+    unit_index: int | None = None
+    step: int = 0
+    memory_bytes: int = 0
+    stored_ns: int = 0
+    loss: float = math.nan
+    tokens_per_s: float = math.nan
+    step_time_s: float = math.nan
+    issued: Sequence[int] = field(default=(0,) * MAX_GROUPS)
+    completed: Sequence[int] = field(default=(0,) * MAX_GROUPS)
+
+
+class BoardWriter:
+    """The rank's side. Not thread-safe: one thread writes.
+
+    Args:
+        memory: The mapped file, as ``create`` makes it.
+        fence: The attempt of which this rank is part.
+    """
+
+    def __init__(self, memory: mmap.mmap, fence: int) -> None:
+        self._memory = memory
+        self._sequence = 0
+        self._snapshot = BoardSnapshot(fence=fence)
+
+    @classmethod
+    def create(cls, path: Path, fence: int) -> Self:
+        """Make (or begin anew) the board at ``path`` and map it."""
+        with path.open("w+b") as file:
+            file.truncate(BOARD_BYTES)
+            memory = mmap.mmap(file.fileno(), BOARD_BYTES)
+        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION)
+        return cls(memory, fence)
+
+    @property
+    def snapshot(self) -> BoardSnapshot:
+        """What was stored last."""
+        return self._snapshot
+
+    def store(self, snapshot: BoardSnapshot) -> None:
+        """Publish ``snapshot``."""
+        self._snapshot = snapshot
+        self._sequence += 1
+        offset = _SLOTS[self._sequence % 2]
+        counters = [
+            n for pair in zip(snapshot.issued, snapshot.completed, strict=True) for n in pair
+        ]
+        record = _SNAPSHOT.pack(
+            self._sequence,
+            snapshot.fence,
+            snapshot.phase,
+            _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
+            snapshot.step,
+            snapshot.memory_bytes,
+            snapshot.stored_ns,
+            snapshot.loss,
+            snapshot.tokens_per_s,
+            snapshot.step_time_s,
+            *counters,
+        )
+        _store(self._memory, offset, record)
+
+    def finish_step(self, step: BoardStep, *, memory_bytes: int, now_ns: int) -> None:
+        """Publish a finished step: in the ring, and in the snapshot."""
+        record = _STEP.pack(
+            step.step,
+            step.loss,
+            step.grad_norm,
+            step.learning_rate,
+            step.tokens_per_s,
+            step.step_time_s,
+            0,
+        )
+        _store(self._memory, _ring_offset(step.step), record)
+        self.store(
+            replace(
+                self._snapshot,
+                step=step.step,
+                loss=step.loss,
+                tokens_per_s=step.tokens_per_s,
+                step_time_s=step.step_time_s,
+                memory_bytes=memory_bytes,
+                stored_ns=now_ns,
+            )
+        )
+
+
+class BoardReader:
+    """The agent's side: reads whole records only, at any time, its rank alive or not."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Map the board at ``path``.
+
+        Raises:
+            OSError: There is no such file.
+            ValueError: It is not a board of this version.
+        """
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), BOARD_BYTES, access=mmap.ACCESS_READ)
+        if _HEADER.unpack_from(memory, 0) != (_MAGIC, _VERSION):
+            memory.close()
+            raise ValueError(f"{path} is not a board of version {_VERSION}")
+        return cls(memory)
+
+    def read(self) -> BoardSnapshot | None:
+        """The newest whole snapshot; None before the first."""
+        best: tuple[int, ...] | None = None
+        for offset in _SLOTS:
+            record = _load(self._memory, offset, _SNAPSHOT.size)
+            if record is not None:
+                fields = _SNAPSHOT.unpack(record)
+                if fields[0] and (best is None or fields[0] > best[0]):
+                    best = fields
+        return None if best is None else _snapshot(best)
+
+    def steps_after(self, step: int) -> list[BoardStep]:
+        """The finished steps above ``step`` that the ring still holds, in order."""
+        found = []
+        for index in range(_RING_LENGTH):
+            record = _load(self._memory, _ring_offset(index), _STEP.size)
+            if record is not None:
+                fields = _STEP.unpack(record)
+                if fields[0] > step:
+                    found.append(BoardStep(*fields[:6]))
+        return sorted(found, key=lambda entry: entry.step)
+
+    def close(self) -> None:
+        """Unmap the board."""
+        self._memory.close()
+
+
+def _snapshot(fields: tuple[int, ...]) -> BoardSnapshot:
+    _, fence, phase, unit, step, memory, stored, loss, tokens, step_time, *counters = fields
+    return BoardSnapshot(
+        fence=fence,
+        phase=RankPhase(phase),
+        unit_index=None if unit == _NO_UNIT else unit,
+        step=step,
+        memory_bytes=memory,
+        stored_ns=stored,
+        loss=loss,
+        tokens_per_s=tokens,
+        step_time_s=step_time,
+        issued=tuple(counters[0::2]),
+        completed=tuple(counters[1::2]),
+    )
+
+
+def _ring_offset(step: int) -> int:
+    return _RING + (step % _RING_LENGTH) * (_STEP.size + _CHECKSUM.size)
+
+
+def _store(memory: mmap.mmap, offset: int, record: bytes) -> None:
+    memory[offset : offset + len(record)] = record
+    _CHECKSUM.pack_into(memory, offset + len(record), zlib.crc32(record))
+
+
+def _load(memory: mmap.mmap, offset: int, size: int) -> bytes | None:
+    record = memory[offset : offset + size]
+    (checksum,) = _CHECKSUM.unpack_from(memory, offset + size)
+    # An untouched slot is all zeros, whose CRC-32 is not zero: it never passes for a record.
+    return record if checksum == zlib.crc32(record) else None

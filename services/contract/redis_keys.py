@@ -1,0 +1,91 @@
+"""Every Redis key of Meshloom, built here and nowhere else.
+
+| key | type | life |
+| --- | --- | --- |
+| ``ml:jobs`` | zset: job id by creation time in ms | permanent |
+| ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
+| ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
+| ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
+| ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
+| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
+| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
+| ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
+| ``ml:nodes`` | hash: node id to JSON | permanent |
+| ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
+| ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
+| ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
+| ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
+| ``ml:idempotency:<key>`` | string | TTL 24 h |
+| ``ml:leader`` | string: controller id | TTL, renewed by the leader |
+| ``ml:epoch`` | integer: leaderships so far | permanent |
+| ``ml:wake`` | pub/sub channel | never stored; only wakes |
+"""
+
+from typing import Final
+
+JOBS: Final = "ml:jobs"
+ACTIVE_JOBS: Final = "ml:jobs:active"
+NODES: Final = "ml:nodes"
+FACTS: Final = "ml:facts"
+FACTS_GROUP: Final = "controllers"
+INBOX_GROUP: Final = "agents"
+LEADER: Final = "ml:leader"
+EPOCH: Final = "ml:epoch"
+WAKE: Final = "ml:wake"
+MESSAGE_FIELD: Final = "m"
+NODE_LEASE_MS: Final = 6_000
+LEADER_LEASE_MS: Final = 4_000
+IDEMPOTENCY_TTL_S: Final = 86_400
+LOGS_KEPT: Final = 20_000
+STEPS_KEPT: Final = 200_000
+EVENTS_KEPT: Final = 10_000
+
+
+def job(job_id: str) -> str:
+    """The job's record."""
+    return f"ml:job:{job_id}"
+
+
+def job_events(job_id: str) -> str:
+    """What happened to the job."""
+    return f"ml:job:{job_id}:events"
+
+
+def job_ranks(job_id: str) -> str:
+    """The last sample of each rank."""
+    return f"ml:job:{job_id}:ranks"
+
+
+def job_steps(job_id: str) -> str:
+    """One record a training step."""
+    return f"ml:job:{job_id}:steps"
+
+
+def job_logs(job_id: str) -> str:
+    """The ranks' output."""
+    return f"ml:job:{job_id}:logs"
+
+
+def job_checkpoints(job_id: str) -> str:
+    """The index of the job's checkpoints."""
+    return f"ml:job:{job_id}:checkpoints"
+
+
+def node_lease(node_id: str) -> str:
+    """The node's lease."""
+    return f"ml:node:{node_id}:lease"
+
+
+def node_beat(node_id: str) -> str:
+    """The last beat whose records were written: a repeated one writes none twice."""
+    return f"ml:node:{node_id}:beat"
+
+
+def node_inbox(node_id: str) -> str:
+    """The commands to the node's agent."""
+    return f"ml:node:{node_id}:inbox"
+
+
+def idempotency(key: str) -> str:
+    """The answer that an ``Idempotency-Key`` was given."""
+    return f"ml:idempotency:{key}"

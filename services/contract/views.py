@@ -1,0 +1,261 @@
+"""The resources of the REST API as they travel: what the controller answers and clients read."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.contract.ids import CheckpointId, JobId, NodeId
+from services.contract.messages.facts import Inventory
+from services.contract.messages.telemetry import LogLine, StepRecord
+from services.contract.plans import GangPlan
+from services.contract.specs import JobSpec
+from services.contract.states import CheckpointState, ExitReason, JobState, NodeState
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Progress(_View):
+    """How far a job is. ``eta_s`` from the median of the last step times."""
+
+    step: int = 0
+    of: int
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    eta_s: float | None = None
+
+
+class Evaluation(_View):
+    """A validation pass: mean loss in nats a token, and simple models' losses beside it.
+
+    A loss that is no finite number is null.
+    """
+
+    step: int
+    loss: float | None
+    tokens: int
+    baselines: dict[str, float] = {}
+
+
+class FailureView(_View):
+    """What ended an attempt: the first rank to fail, and its own words."""
+
+    rank: int | None = None
+    node_id: NodeId | None = None
+    phase: str | None = None
+    step: int | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    error: str | None = None
+    traceback: str | None = None
+
+
+class AttemptView(_View):
+    """One numbered try of a job."""
+
+    fence: int
+    world_size: int
+    node_ids: tuple[NodeId, ...]
+    resumed_from: CheckpointId | None = None
+    started_at: datetime
+    first_step_at: datetime | None = None
+    ended_at: datetime | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    lost_steps: int | None = None
+    exit_reason: ExitReason | None = None
+    failure: FailureView | None = None
+
+
+class JobView(_View):
+    """A job: what was asked, where it stands and why, how far it is."""
+
+    id: JobId
+    name: str
+    state: JobState
+    reason: str | None = Field(None, description="why it stands there, in a sentence")
+    exit_reason: ExitReason | None = None
+    failure: FailureView | None = None
+    progress: Progress
+    evaluation: Evaluation | None = None
+    attempt: int = Field(0, description="number of the newest attempt, its fence; 0 before")
+    restarts: int = 0
+    plan: GangPlan | None = None
+    latest_checkpoint: CheckpointId | None = None
+    priority: int = 0
+    labels: dict[str, str] = {}
+    owner: str = "local"
+    created_at: datetime
+    updated_at: datetime
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    spec: JobSpec
+
+
+class JobPage(_View):
+    """A page of jobs, newest first."""
+
+    items: tuple[JobView, ...]
+    next_cursor: str | None = None
+
+
+class RankView(_View):
+    """One rank of the newest attempt as its board told last. Memory in bytes, times in seconds."""
+
+    rank: int
+    local_rank: int
+    node_id: NodeId
+    device: str
+    pid: int | None = None
+    phase: str
+    unit: str | None = None
+    step: int = 0
+    step_time_s: float | None = None
+    arrival_lag: int = Field(0, description="collectives behind the foremost rank of its groups")
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    memory_bytes: int = 0
+    issued: dict[str, int] = {}
+    completed: dict[str, int] = {}
+    last_seen_at: datetime | None = None
+    beat_age_s: float | None = None
+
+
+class RankList(_View):
+    """All ranks of the newest attempt, by number."""
+
+    attempt: int
+    items: tuple[RankView, ...]
+
+
+class EventView(_View):
+    """Something that happened to a job. ``id`` resumes a stream (``Last-Event-ID``)."""
+
+    id: str
+    at: datetime
+    job_id: JobId
+    kind: str = Field(description="such as job.queued, attempt.started, checkpoint.committed")
+    message: str
+    actor: str
+    request_id: str | None = None
+    data: dict[str, Any] = {}
+
+
+class EventPage(_View):
+    """Events, oldest first."""
+
+    items: tuple[EventView, ...]
+    next_cursor: str | None = None
+
+
+class LogView(LogLine):
+    """A line of output. ``id`` resumes a stream (``Last-Event-ID``)."""
+
+    id: str
+
+
+class LogPage(_View):
+    """Log lines, oldest first."""
+
+    items: tuple[LogView, ...]
+    next_cursor: str | None = None
+
+
+class MetricsView(_View):
+    """Training steps, oldest first, at most ``max_points`` of them, the first and last kept."""
+
+    items: tuple[StepRecord, ...]
+    evaluations: tuple[Evaluation, ...] = ()
+    total: int = Field(description="how many records the range has before downsampling")
+
+
+class ShardView(_View):
+    """One rank's file of a checkpoint."""
+
+    rank: int
+    name: str
+    bytes: int
+    sha256: str
+
+
+class CheckpointView(_View):
+    """A checkpoint: only COMMITTED ones are resumed from."""
+
+    id: CheckpointId
+    job_id: JobId
+    state: CheckpointState
+    step: int
+    fence: int
+    world_size: int
+    bytes: int = 0
+    loss: float | None = None
+    reason: str | None = None
+    votes: int = 0
+    shards: tuple[ShardView, ...] = ()
+    created_at: datetime
+    committed_at: datetime | None = None
+
+
+class CheckpointList(_View):
+    """A job's checkpoints, newest first."""
+
+    items: tuple[CheckpointView, ...]
+
+
+class NodeView(_View):
+    """A node: what it has, whether its lease lives, what runs there."""
+
+    id: NodeId
+    state: NodeState
+    inventory: Inventory
+    cpu_slots_used: int = 0
+    accelerators_used: int = 0
+    jobs: tuple[JobId, ...] = ()
+    joined_at: datetime
+    lease_s: float | None = Field(None, description="seconds that the lease still has")
+
+
+class NodeList(_View):
+    """All nodes that ever joined."""
+
+    items: tuple[NodeView, ...]
+
+
+class AttemptList(_View):
+    """All tries of a job, oldest first."""
+
+    items: tuple[AttemptView, ...]
+
+
+class StopRequest(_View):
+    """How to stop: the body of pause and cancel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
+    grace_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+
+
+class ResumeRequest(_View):
+    """From where to go on: a checkpoint of the job, or its latest committed one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    from_checkpoint: CheckpointId | None = None
+
+
+class Health(_View):
+    """Liveness or readiness. ``checks`` names each part and how it is."""
+
+    status: Literal["ok", "unavailable"]
+    checks: dict[str, str] = {}
+
+
+class Version(_View):
+    """Which build answers."""
+
+    version: str
+    api: str = "v1"

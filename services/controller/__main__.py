@@ -1,0 +1,168 @@
+"""The controller's process: ``python -m services.controller``.
+
+Ends with code 2 if its settings are wrong, with 1 if its port is taken, with 0 when it is asked to.
+"""
+
+import asyncio
+import functools
+import logging
+import secrets
+import signal
+import socket
+import sys
+from types import FrameType
+
+import structlog
+import uvicorn
+from pydantic import ValidationError
+
+from services.controller.adapters.redis import redis_ports
+from services.controller.api.app import create_app
+from services.controller.api.context import Context
+from services.controller.api.guard import AccessPolicy
+from services.controller.api.monitoring import Monitor
+from services.controller.api.sse import StreamSlots
+from services.controller.loops.leader import Leader
+from services.controller.loops.reign import reign
+from services.controller.settings import Settings
+
+_log = structlog.get_logger()
+_GRACE_S = 1
+
+
+class ControllerServer(uvicorn.Server):
+    """A server that tells its open streams when it is about to end.
+
+    Args:
+        config: As uvicorn wants it.
+        stopping: Set at the first signal.
+    """
+
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End: the streams first, for uvicorn waits for them."""
+        self._stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def main() -> None:
+    """Run until a signal comes."""
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        sys.stderr.write(f"meshloom-controller: {one_line(error)}\n")
+        sys.exit(2)
+    _set_up_logging(settings.log_level)
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        sys.stderr.write(
+            f"meshloom-controller: cannot listen on {settings.host}:{settings.port} "
+            f"({error.strerror}); set MESHLOOM_PORT to a free port, or to 0 for any\n"
+        )
+        sys.exit(1)
+    asyncio.run(_serve_until_signalled(settings, listener))
+
+
+async def _serve_until_signalled(settings: Settings, listener: socket.socket) -> None:
+    # uvicorn raises the signal again once it has shut down; without a handler of ours that would
+    # end the process before the lead is given back.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    await serve(settings, listener)
+
+
+async def serve(settings: Settings, listener: socket.socket) -> None:
+    """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
+    stopping = asyncio.Event()
+    async with redis_ports(settings.redis_url, settings.max_streams) as ports:
+        holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
+        leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
+        slots = StreamSlots(settings.max_streams)
+        context = Context(ports, Monitor(), stopping, lambda: leader.epoch, slots)
+        config = uvicorn.Config(
+            create_app(context, _policy(settings)),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        leading = asyncio.create_task(leader.lead())
+        leading.add_done_callback(_die_with_the_leader)
+        host, port = listener.getsockname()[:2]
+        _log.info("listening", url=f"http://{_bracketed(host)}:{port}", holder=holder)
+        try:
+            await ControllerServer(config, stopping).serve(sockets=[listener])
+        finally:
+            leading.cancel()
+            await asyncio.wait([leading])
+            _log.info("stopped")
+
+
+def _die_with_the_leader(leading: "asyncio.Task[None]") -> None:
+    """A controller whose loops have died must not look alive: it ends, and is started anew."""
+    if not leading.cancelled() and leading.exception() is not None:
+        _log.critical("leader_died", exc_info=leading.exception())
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _policy(settings: Settings) -> AccessPolicy:
+    token = None if settings.token is None else settings.token.get_secret_value()
+    return AccessPolicy(token=token, loopback_only=token is None)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=512)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def one_line(error: ValidationError) -> str:
+    """What is wrong with the settings, each by the name of its variable."""
+    faults = []
+    for fault in error.errors(include_url=False, include_input=False):
+        name = "_".join(["MESHLOOM", *map(str, fault["loc"])]).upper()
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        faults.append(f"{name}: {text}" if fault["loc"] else text)
+    return "; ".join(faults)
+
+
+def _set_up_logging(level: str) -> None:
+    """One JSON object a line on stderr, from our loggers and from the libraries'."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.JSONRenderer(),
+        ],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

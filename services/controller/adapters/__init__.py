@@ -1,0 +1,1 @@
+"""The residents of the ports: Redis, and a twin in memory."""

@@ -1,0 +1,24 @@
+"""The ports in one process's memory: a twin of Redis for tests and for trying things out."""
+
+import functools
+import os
+
+from services.controller.adapters.memory.jobs import MemoryJobs
+from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
+from services.controller.adapters.memory.office import MemoryClock, MemoryLeadership, listening
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.ports.office import Ports
+
+
+def memory_ports(server: MemoryServer) -> Ports:
+    """All ports on ``server``."""
+    return Ports(
+        jobs=MemoryJobs(server),
+        nodes=MemoryNodes(server),
+        facts=MemoryFacts(server),
+        telemetry=MemoryTelemetry(server),
+        leadership=MemoryLeadership(server),
+        clock=MemoryClock(server),
+        listen=functools.partial(listening, server),
+        entropy=os.urandom,
+    )

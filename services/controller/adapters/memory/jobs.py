@@ -1,0 +1,113 @@
+"""Jobs in memory. No method awaits between its look and its write: each is one transaction."""
+
+from services.contract.states import JobState
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.effects import Decision, Send
+from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
+from services.controller.domain.job import Job
+from services.controller.ports.jobs import (
+    Actor,
+    Change,
+    Claim,
+    EventRecord,
+    Place,
+    Stored,
+    event_records,
+)
+from services.controller.ports.machines import Log
+
+
+class MemoryJobs:
+    """The port ``JobStore``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
+        """See ``JobStore.create``."""
+        if claim is not None:
+            earlier = await self.claimed(claim)
+            if earlier is not None:
+                return earlier
+        stored = Stored(decision.job, 1)
+        self._server.jobs[decision.job.id] = stored
+        if claim is not None:
+            self._server.claims[claim.key] = (claim, stored)
+        self._log(decision.job, event_records(decision, actor))
+        await self._server.wake()
+        return stored
+
+    async def claimed(self, claim: Claim) -> Stored | None:
+        """See ``JobStore.claimed``."""
+        known = self._server.claims.get(claim.key)
+        if known is None:
+            return None
+        if known[0].digest != claim.digest:
+            raise KeyReusedError(f"Idempotency-Key {claim.key!r} was used for another request")
+        return known[1]
+
+    async def load(self, job_id: str) -> Stored:
+        """See ``JobStore.load``."""
+        if job_id not in self._server.jobs:
+            raise NotFoundError(f"there is no job {job_id}")
+        return self._server.jobs[job_id]
+
+    async def commit(self, change: Change, epoch: int | None = None) -> Stored:
+        """See ``JobStore.commit``."""
+        self._server.refuse_deposed(epoch)
+        job = change.decision.job
+        known = await self.load(job.id)
+        if known.version != change.before.version or known.job.fence > job.fence:
+            raise StaleWriteError(f"job {job.id} changed meanwhile")
+        stored = Stored(job, known.version + 1)
+        self._server.jobs[job.id] = stored
+        self._log(job, change.events)
+        self._server.deliver(change.decision.sends)
+        await self._server.wake()
+        return stored
+
+    async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
+        """See ``JobStore.send``."""
+        self._server.refuse_deposed(epoch)
+        self._server.deliver(sends)
+        await self._server.wake()
+
+    async def delete(self, stored: Stored) -> None:
+        """See ``JobStore.delete``."""
+        job_id = stored.job.id
+        known = self._server.jobs.get(job_id)
+        if known is None or known.version != stored.version:
+            raise StaleWriteError(f"job {job_id} changed meanwhile")
+        await self.delete_unread(job_id)
+
+    async def delete_unread(self, job_id: str) -> None:
+        """See ``JobStore.delete_unread``."""
+        await self.load(job_id)
+        del self._server.jobs[job_id]
+        for log in Log:
+            self._server.logs.pop((job_id, log), None)
+        self._server.samples.pop(job_id, None)
+        self._server.steps.pop(job_id, None)
+
+    async def active(self) -> list[Stored]:
+        """See ``JobStore.active``."""
+        everything = sorted(self._server.jobs.values(), key=lambda stored: stored.job.id)
+        return [stored for stored in everything if stored.job.is_active]
+
+    async def page(self, before: Place | None, limit: int) -> list[Stored]:
+        """See ``JobStore.page``."""
+        by_place = {Place(s.job.created_ms, s.job.id): s for s in self._server.jobs.values()}
+        places = sorted((p for p in by_place if before is None or p < before), reverse=True)
+        return [by_place[place] for place in places[:limit]]
+
+    async def counts(self) -> dict[JobState, int]:
+        """See ``JobStore.counts``."""
+        totals = dict.fromkeys(JobState, 0)
+        for stored in self._server.jobs.values():
+            totals[stored.job.state] += 1
+        return totals
+
+    def _log(self, job: Job, events: tuple[EventRecord, ...]) -> None:
+        for event in events:
+            entry = self._server.entry(event.model_dump_json())
+            self._server.logs[job.id, Log.EVENTS].append(entry)

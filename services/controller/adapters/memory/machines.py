@@ -1,0 +1,101 @@
+"""Nodes, facts and telemetry in memory."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.errors import CursorExpiredError
+from services.controller.domain.node import Lease, Node
+from services.controller.ports.machines import Entry, Log
+
+
+class MemoryNodes:
+    """The port ``NodeStore``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def nodes(self) -> list[Node]:
+        """See ``NodeStore.nodes``."""
+        return [self._server.nodes[name] for name in sorted(self._server.nodes)]
+
+    async def put(self, node: Node, epoch: int) -> None:
+        """See ``NodeStore.put``."""
+        self._server.refuse_deposed(epoch)
+        self._server.nodes[node.id] = node
+        await self._server.wake()
+
+    async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
+        """See ``NodeStore.leases``."""
+        return {name: self._server.leases[name] for name in node_ids if name in self._server.leases}
+
+
+class MemoryFacts:
+    """The port ``FactQueue``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def prepare(self) -> None:
+        """See ``FactQueue.prepare``."""
+
+    async def unacknowledged(self, limit: int) -> list[Entry]:
+        """See ``FactQueue.unacknowledged``."""
+        return list(self._server.delivered.values())[:limit]
+
+    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+        """See ``FactQueue.next``."""
+        await self._server.wait(timeout_s, lambda: bool(self._server.facts))
+        taken, self._server.facts = self._server.facts[:limit], self._server.facts[limit:]
+        self._server.delivered |= {entry.id: entry for entry in taken}
+        return taken
+
+    async def acknowledge(self, ids: Sequence[str]) -> None:
+        """See ``FactQueue.acknowledge``."""
+        for name in ids:
+            self._server.delivered.pop(name, None)
+
+
+class MemoryTelemetry:
+    """The port ``Telemetry``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
+        """See ``Telemetry.samples``."""
+        return {name: dict(self._server.samples.get(name, {})) for name in job_ids}
+
+    async def last_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """See ``Telemetry.last_steps``."""
+        return {name: self._server.steps.get(name, [])[-count:] for name in job_ids}
+
+    async def steps(self, job_id: str) -> list[StepRecord]:
+        """See ``Telemetry.steps``."""
+        return list(self._server.steps.get(job_id, []))
+
+    async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
+        """See ``Telemetry.read``."""
+        entries = self._server.logs.get((job_id, log), [])
+        if after is None:
+            return entries[:limit]
+        if entries and (0, 0) < _order(after) < _order(entries[0].id):
+            raise CursorExpiredError(f"what follows {after} was trimmed")
+        return [entry for entry in entries if _order(entry.id) > _order(after)][:limit]
+
+    async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
+        """See ``Telemetry.wait``."""
+        seen = (0, 0) if after is None else _order(after)
+
+        def has_more() -> bool:
+            entries = self._server.logs.get((job_id, log), [])
+            return bool(entries) and _order(entries[-1].id) > seen
+
+        await self._server.wait(timeout_s, has_more)
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    time_ms, _, number = entry_id.partition("-")
+    return int(time_ms), int(number or 0)

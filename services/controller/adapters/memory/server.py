@@ -1,0 +1,70 @@
+"""What Redis holds, held by one process: the state behind the ports' twins."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.contract.messages.commands import COMMAND, Command
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.controller.domain.effects import Send
+from services.controller.domain.errors import DeposedError
+from services.controller.domain.node import Lease, Node
+from services.controller.ports.jobs import Claim, Stored
+from services.controller.ports.machines import Entry, Log
+
+
+@dataclass
+class MemoryServer:
+    """The shared state. ``now_ms`` is its clock, in milliseconds since 1970."""
+
+    now_ms: Callable[[], int]
+    jobs: dict[str, Stored] = field(default_factory=dict)
+    claims: dict[str, tuple[Claim, Stored]] = field(default_factory=dict)
+    logs: dict[tuple[str, Log], list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
+    steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
+    nodes: dict[str, Node] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    facts: list[Entry] = field(default_factory=list)
+    delivered: dict[str, Entry] = field(default_factory=dict)
+    leader: str | None = None
+    epoch: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _last_id: tuple[int, int] = (0, 0)
+
+    def entry(self, body: str) -> Entry:
+        """A new stream entry: its id grows, as Redis's do."""
+        now = self.now_ms()
+        time_ms, number = self._last_id
+        self._last_id = (now, 0) if now > time_ms else (time_ms, number + 1)
+        return Entry(f"{self._last_id[0]}-{self._last_id[1]}", body)
+
+    def refuse_deposed(self, epoch: int | None) -> None:
+        """Raise DeposedError unless ``epoch`` is the present one (or None)."""
+        if epoch is not None and epoch != self.epoch:
+            raise DeposedError("another controller leads now")
+
+    def deliver(self, sends: tuple[Send, ...]) -> None:
+        """Put commands into inboxes."""
+        for send in sends:
+            self.inboxes[send.node_id].append(COMMAND.dump_json(send.command).decode())
+
+    def commands(self, node_id: str) -> list[Command]:
+        """What a node's inbox holds."""
+        return [COMMAND.validate_json(body) for body in self.inboxes[node_id]]
+
+    async def wake(self) -> None:
+        """Tell whoever waits that something changed."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait(self, timeout_s: float, is_there: Callable[[], bool]) -> None:
+        """Return once ``is_there``, or after ``timeout_s`` seconds."""
+        async with self.changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.changed.wait_for(is_there)
+            except TimeoutError:
+                return

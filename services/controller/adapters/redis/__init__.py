@@ -1,0 +1,28 @@
+"""The ports on Redis."""
+
+import contextlib
+import functools
+import os
+from collections.abc import AsyncIterator
+
+from services.controller.adapters.redis.connection import MAX_STREAMS, connected
+from services.controller.adapters.redis.jobs import RedisJobs
+from services.controller.adapters.redis.machines import RedisFacts, RedisNodes, RedisTelemetry
+from services.controller.adapters.redis.office import RedisClock, RedisLeadership, listening
+from services.controller.ports.office import Ports
+
+
+@contextlib.asynccontextmanager
+async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[Ports]:
+    """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet."""
+    async with connected(url, max_streams) as clients:
+        yield Ports(
+            jobs=RedisJobs(clients),
+            nodes=RedisNodes(clients),
+            facts=RedisFacts(clients),
+            telemetry=RedisTelemetry(clients),
+            leadership=RedisLeadership(clients),
+            clock=RedisClock(clients),
+            listen=functools.partial(listening, clients),
+            entropy=os.urandom,
+        )

@@ -1,0 +1,298 @@
+"""Jobs in Redis. Every write is one Lua script: all of a decision, or nothing of it."""
+
+import re
+from typing import Any, Final, NamedTuple
+
+import structlog
+from pydantic import ValidationError
+
+from services.contract import redis_keys as keys
+from services.contract.messages.commands import COMMAND
+from services.contract.states import JobState
+from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis.connection import RedisClients, answering
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.effects import Decision, Send
+from services.controller.domain.errors import (
+    DeposedError,
+    KeyReusedError,
+    NotFoundError,
+    RecordUnreadableError,
+    StaleWriteError,
+)
+from services.controller.domain.job import Job
+from services.controller.ports.jobs import (
+    Actor,
+    Change,
+    Claim,
+    EventRecord,
+    Place,
+    Stored,
+    event_records,
+)
+
+_log = structlog.get_logger()
+_PAGE: Final = 256
+_JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
+
+
+class _Row(NamedTuple):
+    """What is stored of a job."""
+
+    job_id: str
+    doc: str
+    version: int
+    checkpoints: dict[str, str]
+
+
+class RedisJobs:
+    """The port ``JobStore``."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+        self._commit = clients.writes.register_script(scripts.COMMIT)
+        self._create = clients.writes.register_script(scripts.CREATE)
+        self._delete = clients.writes.register_script(scripts.DELETE)
+        self._send = clients.writes.register_script(scripts.SEND)
+        self._unreadable: dict[str, int] = {}
+
+    async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
+        """See ``JobStore.create``."""
+        job = decision.job
+        claim_key = "" if claim is None else claim.key
+        with answering():
+            status, claimed = await self._create(
+                keys=[
+                    keys.job(job.id),
+                    keys.JOBS,
+                    keys.ACTIVE_JOBS,
+                    keys.job_events(job.id),
+                    keys.idempotency(claim_key),
+                ],
+                args=[
+                    job.id,
+                    keys.WAKE,
+                    keys.MESSAGE_FIELD,
+                    job.model_dump_json(),
+                    job.state,
+                    job.created_ms,
+                    "" if claim is None else claim.digest,
+                    keys.IDEMPOTENCY_TTL_S,
+                    *_listed(_bodies(event_records(decision, actor))),
+                ],
+            )
+        if status == "ok" or claim is None:
+            return Stored(job, 1)
+        return _claimed(claim, claimed)
+
+    async def claimed(self, claim: Claim) -> Stored | None:
+        """See ``JobStore.claimed``."""
+        with answering():
+            text = await self._clients.reads.get(keys.idempotency(claim.key))
+        return None if text is None else _claimed(claim, str(text))
+
+    async def load(self, job_id: str) -> Stored:
+        """See ``JobStore.load``."""
+        # What is no id could name a key of another kind.
+        rows = await self._rows([job_id]) if _JOB_ID.fullmatch(job_id) else []
+        if not rows:
+            raise _absent(job_id)
+        return _stored(rows[0])
+
+    async def commit(self, change: Change, epoch: int | None = None) -> Stored:
+        """See ``JobStore.commit``."""
+        job, sends = change.decision.job, change.decision.sends
+        inboxes = list(dict.fromkeys(keys.node_inbox(send.node_id) for send in sends))
+        puts = [text for c in change.changed_checkpoints for text in (c.id, c.model_dump_json())]
+        outgoing = [
+            text
+            for send in sends
+            for text in (str(inboxes.index(keys.node_inbox(send.node_id)) + 1), _json(send))
+        ]
+        with answering():
+            status, version = await self._commit(
+                keys=[
+                    keys.job(job.id),
+                    keys.ACTIVE_JOBS,
+                    keys.EPOCH,
+                    keys.job_events(job.id),
+                    keys.job_checkpoints(job.id),
+                    *inboxes,
+                ],
+                args=[
+                    change.before.version,
+                    "" if epoch is None else epoch,
+                    job.id,
+                    keys.WAKE,
+                    keys.MESSAGE_FIELD,
+                    job.model_dump_json(),
+                    job.fence,
+                    job.state,
+                    int(job.is_active),
+                    keys.EVENTS_KEPT,
+                    *_listed(_bodies(change.events)),
+                    *_listed(puts),
+                    *_listed(list(change.removed_checkpoints)),
+                    *_listed(outgoing),
+                ],
+            )
+        _refuse(status, job.id)
+        return Stored(job, int(version))
+
+    async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
+        """See ``JobStore.send``."""
+        with answering():
+            status = await self._send(
+                keys=[keys.EPOCH, *(keys.node_inbox(send.node_id) for send in sends)],
+                args=[epoch, keys.MESSAGE_FIELD, *(_json(send) for send in sends)],
+            )
+        _refuse(status, "")
+
+    async def delete(self, stored: Stored) -> None:
+        """See ``JobStore.delete``."""
+        await self._forget(stored.job.id, stored.version)
+
+    async def delete_unread(self, job_id: str) -> None:
+        """See ``JobStore.delete_unread``."""
+        with answering():
+            version: Any = await self._clients.reads.hget(keys.job(job_id), "version")
+        if version is None:
+            raise _absent(job_id)
+        await self._forget(job_id, int(version))
+
+    async def active(self) -> list[Stored]:
+        """See ``JobStore.active``."""
+        with answering():
+            members: Any = await self._clients.reads.smembers(keys.ACTIVE_JOBS)
+        return await self._load(sorted(members))
+
+    async def page(self, before: Place | None, limit: int) -> list[Stored]:
+        """See ``JobStore.page``."""
+        highest = "+inf" if before is None else before.created_ms
+        found: list[Stored] = []
+        offset = 0
+        while len(found) < limit:
+            with answering():
+                rows: Any = await self._clients.reads.zrevrangebyscore(
+                    keys.JOBS, highest, "-inf", start=offset, num=_PAGE, withscores=True
+                )
+            places = [Place(int(score), job_id) for job_id, score in rows]
+            found += await self._load([p.job_id for p in places if before is None or p < before])
+            offset += _PAGE
+            if len(rows) < _PAGE:
+                break
+        return found[:limit]
+
+    async def counts(self) -> dict[JobState, int]:
+        """See ``JobStore.counts``."""
+        totals = dict.fromkeys(JobState, 0)
+        with answering():
+            names: Any = await self._clients.reads.zrange(keys.JOBS, 0, -1)
+            for start in range(0, len(names), _PAGE):
+                async with self._clients.reads.pipeline(transaction=False) as pipe:
+                    for name in names[start : start + _PAGE]:
+                        pipe.hget(keys.job(name), "state")
+                    for state in await pipe.execute():
+                        if state is not None:
+                            totals[JobState(state)] += 1
+        return totals
+
+    async def _load(self, job_ids: list[str]) -> list[Stored]:
+        found: list[Stored] = []
+        for row in await self._rows(job_ids):
+            try:
+                found.append(_stored(row))
+            except RecordUnreadableError as error:
+                self._complain(row, error)
+        return found
+
+    async def _rows(self, job_ids: list[str]) -> list[_Row]:
+        found: list[_Row] = []
+        for start in range(0, len(job_ids), _PAGE):
+            names = job_ids[start : start + _PAGE]
+            with answering():
+                # One transaction: a job and its checkpoints are read as of the same moment.
+                async with self._clients.reads.pipeline(transaction=True) as pipe:
+                    for name in names:
+                        pipe.hmget(keys.job(name), ["doc", "version"])
+                        pipe.hgetall(keys.job_checkpoints(name))
+                    rows = await pipe.execute()
+            found += [
+                _Row(name, doc, int(version), index)
+                for name, (doc, version), index in zip(names, rows[0::2], rows[1::2], strict=True)
+                if doc is not None
+            ]
+        return found
+
+    def _complain(self, row: _Row, error: RecordUnreadableError) -> None:
+        """Once a version: the reconciler comes by every second."""
+        if self._unreadable.get(row.job_id) != row.version:
+            self._unreadable[row.job_id] = row.version
+            _log.error("job_unreadable", job_id=row.job_id, error=str(error.__cause__))
+
+    async def _forget(self, job_id: str, version: int) -> None:
+        self._unreadable.pop(job_id, None)
+        with answering():
+            status = await self._delete(
+                keys=[
+                    keys.job(job_id),
+                    keys.JOBS,
+                    keys.ACTIVE_JOBS,
+                    keys.job_events(job_id),
+                    keys.job_ranks(job_id),
+                    keys.job_steps(job_id),
+                    keys.job_logs(job_id),
+                    keys.job_checkpoints(job_id),
+                ],
+                args=[version, job_id],
+            )
+        _refuse(status, job_id)
+
+
+def _claimed(claim: Claim, text: str) -> Stored:
+    digest, _, doc = text.partition(" ")
+    if digest != claim.digest:
+        raise KeyReusedError(
+            f"Idempotency-Key {claim.key!r} was used for another request; take a new key"
+        )
+    return _stored(_Row("of this Idempotency-Key", doc, 1, {}))
+
+
+def _stored(row: _Row) -> Stored:
+    try:
+        checkpoints = {
+            name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
+        }
+        job = Job.model_validate_json(row.doc)
+    except ValidationError as error:
+        raise RecordUnreadableError(
+            f"the record of job {row.job_id} cannot be read by this version of the controller; "
+            "its log says why, and DELETE forgets the job"
+        ) from error
+    return Stored(job.model_copy(update={"checkpoints": checkpoints}), row.version)
+
+
+def _absent(job_id: str) -> NotFoundError:
+    return NotFoundError(f"there is no job {job_id}")
+
+
+def _json(send: Send) -> str:
+    return COMMAND.dump_json(send.command).decode()
+
+
+def _bodies(events: tuple[EventRecord, ...]) -> list[str]:
+    return [event.model_dump_json() for event in events]
+
+
+def _listed(texts: list[str]) -> list[str]:
+    """A list as the scripts take it: its length, then its items."""
+    return [str(len(texts)), *texts]
+
+
+def _refuse(status: str, job_id: str) -> None:
+    if status == "deposed":
+        raise DeposedError("another controller leads now")
+    if status == "gone":
+        raise _absent(job_id)
+    if status == "stale":
+        raise StaleWriteError(f"job {job_id} changed meanwhile")

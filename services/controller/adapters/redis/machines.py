@@ -1,0 +1,217 @@
+"""Nodes, facts and telemetry in Redis."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from redis.exceptions import ResponseError
+
+from services.contract import redis_keys as keys
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
+from services.controller.domain.errors import CursorExpiredError, DeposedError
+from services.controller.domain.node import Lease, Node
+from services.controller.ports.machines import Entry, Log
+
+# The consumer is the office, not its holder: whoever takes the lead finds what the last holder
+# left unacknowledged as its own, and no consumer is left behind.
+_CONSUMER: Final = "leader"
+_BEGINNING: Final = "0-0"
+# A long job has many steps: between two reads the loop gets to renew its lease.
+_STEPS_A_READ: Final = 2_000
+
+
+class RedisNodes:
+    """The port ``NodeStore``."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+        self._put = clients.writes.register_script(scripts.PUT_NODE)
+
+    async def nodes(self) -> list[Node]:
+        """See ``NodeStore.nodes``."""
+        with answering():
+            records: Any = await self._clients.reads.hgetall(keys.NODES)
+        return [Node.model_validate_json(records[name]) for name in sorted(records)]
+
+    async def put(self, node: Node, epoch: int) -> None:
+        """See ``NodeStore.put``."""
+        with answering():
+            status = await self._put(
+                keys=[keys.EPOCH, keys.NODES],
+                args=[epoch, node.id, node.model_dump_json(), keys.WAKE],
+            )
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
+
+    async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
+        """See ``NodeStore.leases``."""
+        names = list(node_ids)
+        with answering():
+            async with self._clients.reads.pipeline(transaction=True) as pipe:
+                for name in names:
+                    pipe.get(keys.node_lease(name))
+                    pipe.pttl(keys.node_lease(name))
+                rows = await pipe.execute()
+        return {
+            name: Lease(incarnation, max(int(left), 0))
+            for name, incarnation, left in zip(names, rows[0::2], rows[1::2], strict=True)
+            if incarnation is not None
+        }
+
+
+class RedisFacts:
+    """The port ``FactQueue``: a consumer group of one consumer."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+
+    async def prepare(self) -> None:
+        """See ``FactQueue.prepare``."""
+        with answering():
+            try:
+                await self._clients.writes.xgroup_create(
+                    keys.FACTS, keys.FACTS_GROUP, id="0", mkstream=True
+                )
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def unacknowledged(self, limit: int) -> list[Entry]:
+        """See ``FactQueue.unacknowledged``."""
+        return await self._read("0", limit, None)
+
+    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+        """See ``FactQueue.next``."""
+        return await self._read(">", limit, min(timeout_s, MAX_BLOCK_S))
+
+    async def acknowledge(self, ids: Sequence[str]) -> None:
+        """See ``FactQueue.acknowledge``."""
+        with answering():
+            async with self._clients.writes.pipeline(transaction=True) as pipe:
+                pipe.xack(keys.FACTS, keys.FACTS_GROUP, *ids)
+                pipe.xdel(keys.FACTS, *ids)
+                await pipe.execute()
+
+    async def _read(self, start: str, limit: int, block_s: float | None) -> list[Entry]:
+        with answering():
+            try:
+                answer: Any = await self._clients.facts.xreadgroup(
+                    keys.FACTS_GROUP,
+                    _CONSUMER,
+                    {keys.FACTS: start},
+                    count=limit,
+                    block=None if block_s is None else max(int(block_s * 1000), 1),
+                )
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                # Redis lost its data, or an empty one took its place.
+                await self.prepare()
+                return []
+        return _entries(_rows_of_first_stream(answer))
+
+
+class RedisTelemetry:
+    """The port ``Telemetry``."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+
+    async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
+        """See ``Telemetry.samples``."""
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.hgetall(keys.job_ranks(job_id))
+                rows = await pipe.execute()
+        return {
+            job_id: {int(rank): RankSample.model_validate_json(text) for rank, text in row.items()}
+            for job_id, row in zip(job_ids, rows, strict=True)
+        }
+
+    async def last_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """See ``Telemetry.last_steps``."""
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.xrevrange(keys.job_steps(job_id), count=count)
+                rows = await pipe.execute()
+        return {
+            job_id: [_step(entry) for entry in reversed(_entries(row))]
+            for job_id, row in zip(job_ids, rows, strict=True)
+        }
+
+    async def steps(self, job_id: str) -> list[StepRecord]:
+        """See ``Telemetry.steps``."""
+        records: list[StepRecord] = []
+        start = "-"
+        while True:
+            with answering():
+                rows: Any = await self._clients.reads.xrange(
+                    keys.job_steps(job_id), start, "+", count=_STEPS_A_READ
+                )
+            entries = _entries(rows)
+            records += [_step(entry) for entry in entries]
+            if len(entries) < _STEPS_A_READ:
+                return records
+            start = f"({entries[-1].id}"
+
+    async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
+        """See ``Telemetry.read``."""
+        key = _log_key(job_id, log)
+        start = "-" if after is None else f"({after}"
+        with answering():
+            async with self._clients.reads.pipeline(transaction=True) as pipe:
+                pipe.xrange(key, start, "+", count=limit)
+                pipe.xrange(key, count=1)
+                rows, first = await pipe.execute()
+        _refuse_trimmed(after, _entries(first))
+        return _entries(rows)
+
+    async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
+        """See ``Telemetry.wait``."""
+        block_ms = max(int(min(timeout_s, MAX_BLOCK_S) * 1000), 1)
+        with answering():
+            await self._clients.streams.xread(
+                {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
+            )
+
+
+def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:
+    if after is None or after == _BEGINNING or not first:
+        return
+    if _order(after) < _order(first[0].id):
+        raise CursorExpiredError(
+            f"what follows {after} was trimmed; the oldest entry kept is {first[0].id}"
+        )
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    time_ms, _, number = entry_id.partition("-")
+    return int(time_ms), int(number or 0)
+
+
+def _log_key(job_id: str, log: Log) -> str:
+    return keys.job_events(job_id) if log == Log.EVENTS else keys.job_logs(job_id)
+
+
+def _step(entry: Entry) -> StepRecord:
+    return StepRecord.model_validate_json(entry.body)
+
+
+def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict, by protocol version
+    if not answer:
+        return []
+    if isinstance(answer, dict):
+        rows = next(iter(answer.values()))
+        # redis-py wraps the rows of a RESP3 answer in one more list.
+        return rows[0] if rows and isinstance(rows[0], list) else rows
+    return answer[0][1]
+
+
+def _entries(rows: Any) -> list[Entry]:  # noqa: ANN401 as redis-py parses them
+    # An entry that was deleted while it was pending comes without fields.
+    return [Entry(name, fields[keys.MESSAGE_FIELD] if fields else "") for name, fields in rows]

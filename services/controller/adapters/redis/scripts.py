@@ -1,0 +1,120 @@
+"""The Lua scripts: each is one decision's whole write, so that a crash leaves no half of it."""
+
+from typing import Final
+
+_REFUSE_DEPOSED: Final = """
+local function deposed(key, epoch)
+  return epoch ~= '' and redis.call('GET', key) ~= epoch
+end
+"""
+
+_TAKE_LIST: Final = """
+local cursor = 0
+local function take()
+  cursor = cursor + 1
+  return ARGV[cursor]
+end
+local function take_list()
+  local list = {}
+  for i = 1, tonumber(take()) do list[i] = take() end
+  return list
+end
+"""
+
+COMMIT: Final = (
+    _REFUSE_DEPOSED
+    + _TAKE_LIST
+    + """
+-- KEYS: job, active jobs, epoch, events, checkpoints, then the inboxes
+local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
+local doc, fence, state, active, kept = take(), take(), take(), take(), take()
+if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
+local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
+if not known[1] then return {'gone', '0'} end
+if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
+local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
+redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state)
+if active == '1' then redis.call('SADD', KEYS[2], id) else redis.call('SREM', KEYS[2], id) end
+for _, event in ipairs(take_list()) do
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', kept, '*', field, event)
+end
+local puts = take_list()
+for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
+for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
+local sends = take_list()
+for i = 1, #sends, 2 do
+  redis.call('XADD', KEYS[5 + tonumber(sends[i])], '*', field, sends[i + 1])
+end
+redis.call('PUBLISH', wake, id)
+return {'ok', tostring(version)}
+"""
+)
+
+CREATE: Final = (
+    _TAKE_LIST
+    + """
+-- KEYS: job, all jobs, active jobs, events, idempotency
+local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
+local digest, ttl = take(), take()
+if digest ~= '' then
+  local claimed = redis.call('GET', KEYS[5])
+  if claimed then return {'claimed', claimed} end
+  redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
+end
+redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state)
+redis.call('ZADD', KEYS[2], created, id)
+redis.call('SADD', KEYS[3], id)
+for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
+redis.call('PUBLISH', wake, id)
+return {'ok', '1'}
+"""
+)
+
+DELETE: Final = """
+-- KEYS: job, all jobs, active jobs, then all else that is kept with the job
+if redis.call('HGET', KEYS[1], 'version') ~= ARGV[1] then return 'stale' end
+redis.call('ZREM', KEYS[2], ARGV[2])
+redis.call('SREM', KEYS[3], ARGV[2])
+redis.call('DEL', KEYS[1])
+for i = 4, #KEYS do redis.call('DEL', KEYS[i]) end
+return 'ok'
+"""
+
+SEND: Final = (
+    _REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, then one inbox a command; ARGV: epoch, field, then the commands
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', ARGV[2], ARGV[i + 1]) end
+return 'ok'
+"""
+)
+
+PUT_NODE: Final = (
+    _REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, nodes; ARGV: epoch, node id, record, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+TAKE_LEAD: Final = """
+-- KEYS: leader, epoch; ARGV: holder, lease in ms
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
+return redis.call('INCR', KEYS[2])
+"""
+
+RENEW_LEAD: Final = """
+-- KEYS: leader; ARGV: holder, lease in ms
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
+RELEASE_LEAD: Final = """
+-- KEYS: leader; ARGV: holder
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""

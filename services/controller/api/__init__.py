@@ -1,0 +1,1 @@
+"""REST v1: thin routes over the use cases."""

@@ -1,0 +1,53 @@
+"""The web application, whole, from what it needs."""
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from services.controller.api import dashboard, openapi, problems
+from services.controller.api.context import Context
+from services.controller.api.framing import BodyLimit, Framing
+from services.controller.api.guard import AccessPolicy, Guard
+from services.controller.api.routes import inspect, jobs, system, watch
+
+
+def create_app(
+    context: Context, policy: AccessPolicy, *, bundle: Path = dashboard.BUNDLE
+) -> FastAPI:
+    """The controller's API and dashboard.
+
+    Args:
+        context: The world and this process.
+        policy: Who may ask.
+        bundle: The folder of the built dashboard.
+    """
+    app = FastAPI(
+        title="Meshloom",
+        summary="Sharded training as a service",
+        version="1",
+        openapi_url="/v1/openapi.json",
+        # Their pages load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        # A redirect is no problem document, and hides a client's empty id.
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for router in (jobs.router, watch.router, inspect.router):
+        app.include_router(router, responses=openapi.ERROR_ANSWERS)
+    app.include_router(system.router)
+    dashboard.install(app, bundle)
+    problems.install(app)
+
+    def make_document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = openapi.document(app)
+        return app.openapi_schema
+
+    app.openapi = make_document  # type: ignore[method-assign] # the way that FastAPI documents
+    # The one that is added last is met first.
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, policy=policy)
+    app.add_middleware(Framing, monitor=context.monitor)
+    return app

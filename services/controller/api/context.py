@@ -1,0 +1,47 @@
+"""What routes need, handed to them by FastAPI."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from services.controller.api.monitoring import Monitor
+from services.controller.api.sse import StreamSlots
+from services.controller.ports.jobs import Actor
+from services.controller.ports.office import Ports
+
+
+@dataclass(frozen=True)
+class Context:
+    """The world, and how this process is doing.
+
+    ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
+    epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
+    open at a time.
+    """
+
+    ports: Ports
+    monitor: Monitor
+    stopping: asyncio.Event
+    epoch: Callable[[], int | None]
+    streams: StreamSlots = field(default_factory=StreamSlots)
+
+
+def _context(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+def _ports(request: Request) -> Ports:
+    return _context(request).ports
+
+
+def _actor(request: Request) -> Actor:
+    return Actor("user", request.state.request_id)
+
+
+WithContext = Annotated[Context, Depends(_context)]
+WithPorts = Annotated[Ports, Depends(_ports)]
+WithActor = Annotated[Actor, Depends(_actor)]

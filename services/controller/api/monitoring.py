@@ -1,0 +1,54 @@
+"""What Prometheus scrapes at ``/metrics``."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from services.contract.states import JobState
+from services.controller.ports.office import Ports
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Monitor:
+    """The controller's figures, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "meshloom_http_requests",
+            "Requests answered",
+            ["method", "route", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "meshloom_http_request_seconds",
+            "Seconds until the answer began",
+            ["method", "route"],
+            registry=self._registry,
+        )
+        self._jobs = Gauge("meshloom_jobs", "Jobs by state", ["state"], registry=self._registry)
+        self._ranks = Gauge(
+            "meshloom_ranks",
+            "Ranks of living attempts by device",
+            ["device"],
+            registry=self._registry,
+        )
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request; ``route`` is the pattern, so that ids make no series."""
+        self._requests.labels(method, route, str(status)).inc()
+        self._seconds.labels(method, route).observe(seconds)
+
+    async def exposition(self, ports: Ports) -> bytes:
+        """The figures as text. Raises StoreUnavailableError."""
+        for state, count in (await ports.jobs.counts()).items():
+            self._jobs.labels(JobState(state).value).set(count)
+        ranks = {"cpu": 0, "cuda": 0}
+        for stored in await ports.jobs.active():
+            plan, attempt = stored.job.plan, stored.job.attempt
+            if plan is not None and attempt is not None and attempt.live_nodes:
+                ranks[plan.device_type] += plan.world_size
+        for device, count in ranks.items():
+            self._ranks.labels(device).set(count)
+        return generate_latest(self._registry)

@@ -1,0 +1,155 @@
+"""Every error answer is ``application/problem+json`` (RFC 9457)."""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
+
+from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
+from services.contract.specs import JobSpec
+from services.controller.api.pointers import faults_of
+from services.controller.domain.errors import MeshloomError
+
+_CODES: Final[Mapping[int, str]] = {
+    HTTPStatus.BAD_REQUEST: "bad_request",
+    HTTPStatus.UNAUTHORIZED: "unauthorized",
+    HTTPStatus.FORBIDDEN: "forbidden",
+    HTTPStatus.NOT_FOUND: "not_found",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
+    HTTPStatus.MISDIRECTED_REQUEST: "misdirected_request",
+}
+_MALFORMED: Final = "json_invalid"
+
+
+def problem_response(
+    status: int,
+    detail: str,
+    *,
+    code: str | None = None,
+    faults: Sequence[Fault] = (),
+    headers: Mapping[str, str] | None = None,
+    scope: Mapping[str, Any] | None = None,
+) -> Response:
+    """An error answer. ``scope`` (ASGI) gives the path and the request's id."""
+    code = code or _CODES.get(status, "error")
+    problem = Problem(
+        type=PROBLEM_TYPE_BASE + code.replace("_", "-"),
+        title=_phrase(status),
+        status=status,
+        code=code,
+        detail=_speakable(detail),
+        instance=None if scope is None else str(scope.get("path")),
+        request_id=None if scope is None else scope.get("state", {}).get("request_id"),
+        errors=tuple(
+            fault.model_copy(
+                update={"pointer": _speakable(fault.pointer), "detail": _speakable(fault.detail)}
+            )
+            for fault in faults
+        ),
+    )
+    return Response(
+        problem.model_dump_json(exclude_none=True),
+        status_code=status,
+        media_type=PROBLEM_MEDIA_TYPE,
+        headers=dict(headers or {}),
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Have ``app`` answer all its errors so."""
+    app.add_exception_handler(MeshloomError, _on_refusal)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MeshloomError)  # noqa: S101 registered for this type
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return problem_response(
+        error.status,
+        str(error) or error.title,
+        code=error.code,
+        faults=error.faults,
+        headers=headers,
+        scope=request.scope,
+    )
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 registered for this type
+    errors = error.errors()
+    if any(entry["type"] == _MALFORMED for entry in errors):
+        why = errors[0].get("ctx", {}).get("error", "")
+        where = errors[0]["loc"][-1]
+        return problem_response(
+            HTTPStatus.BAD_REQUEST,
+            f"the body is not JSON: {why} at character {where}",
+            code="malformed_json",
+            scope=request.scope,
+        )
+    faults = faults_of(errors, error.body)
+    if request.url.path.endswith("/jobs"):
+        faults += _hidden_faults(error.body, faults)
+    return problem_response(
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        "; ".join(f"{fault.pointer or '(request)'}: {fault.detail}" for fault in faults),
+        code="invalid_request",
+        faults=faults,
+        scope=request.scope,
+    )
+
+
+def _hidden_faults(body: object, found: Sequence[Fault]) -> list[Fault]:
+    """What a spec's first cross-field fault hides: a model validator that fails stops the rest."""
+    if not isinstance(body, dict) or [fault.pointer for fault in found] != ["/mesh"]:
+        return []
+    try:
+        JobSpec.model_validate({**body, "mesh": "auto"})
+    except ValidationError as error:
+        return faults_of(error.errors(), body)
+    return []
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 registered for this type
+    details = {
+        HTTPStatus.NOT_FOUND: f"there is nothing at {request.url.path}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+    }
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(sorted(_methods_of(request)))
+    return problem_response(
+        error.status_code,
+        details.get(HTTPStatus(error.status_code), str(error.detail)),
+        headers=headers,
+        scope=request.scope,
+    )
+
+
+def _methods_of(request: Request) -> set[str]:
+    """All methods that the path takes; the router by itself names those of one route only."""
+    methods: set[str] = set()
+    for path, operations in request.app.openapi()["paths"].items():
+        pattern, _, _ = compile_path(path)
+        if pattern.match(request.url.path):
+            methods |= {method.upper() for method in operations}
+    return methods
+
+
+def _speakable(text: str) -> str:
+    """A text that can be sent: JSON may escape half of a surrogate pair, UTF-8 has none."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"

@@ -1,0 +1,62 @@
+"""Whether the controller lives, serves, and which build it is. Open to everybody."""
+
+import importlib.metadata
+from http import HTTPStatus
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from services.contract.views import Health, Version
+from services.controller.api.conditional import answer
+from services.controller.api.context import WithContext
+from services.controller.api.monitoring import CONTENT_TYPE
+from services.controller.domain.errors import StoreUnavailableError
+
+router = APIRouter(tags=["system"])
+_RETRY: Final = {"Retry-After": "1"}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("meshloom")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"  # run from a tree that was not installed
+
+
+@router.get("/healthz", response_model=Health)
+async def healthz() -> Health:
+    """The process lives."""
+    return Health(status="ok")
+
+
+@router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
+async def readyz(context: WithContext) -> Response:
+    """The controller can serve: Redis answers."""
+    epoch = context.epoch()
+    role = "standby" if epoch is None else f"leading, epoch {epoch}"
+    try:
+        await context.ports.clock.now_ms()
+    except StoreUnavailableError as error:
+        health = Health(status="unavailable", checks={"redis": str(error), "leadership": role})
+        return Response(
+            health.model_dump_json(),
+            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            media_type="application/json",
+            headers=_RETRY,
+        )
+    health = Health(status="ok", checks={"redis": "ok", "leadership": role})
+    return Response(health.model_dump_json(), media_type="application/json")
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(context: WithContext) -> Response:
+    """Figures for Prometheus."""
+    return Response(
+        await context.monitor.exposition(context.ports), headers={"Content-Type": CONTENT_TYPE}
+    )
+
+
+@router.get("/version", response_model=Version)
+async def version(request: Request) -> Response:
+    """Which build answers."""
+    return answer(request, Version(version=_version()))

@@ -1,0 +1,75 @@
+"""A job's events and logs: JSON by cursor, or a stream of server-sent events."""
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from services.contract.views import EventPage, LogPage
+from services.controller.api import sse
+from services.controller.api.conditional import answer
+from services.controller.api.context import WithContext
+from services.controller.api.routes.jobs import next_link
+from services.controller.use_cases import watch as use_cases
+from services.controller.use_cases.cursors import to_entry_id
+
+router = APIRouter(prefix="/v1/jobs", tags=["watch"])
+
+Accept = Annotated[str, Header()]
+LastEventId = Annotated[str | None, Header(description="Goes on behind this entry")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Cursor = Annotated[str | None, Query(description="`next_cursor`, or the id of an entry")]
+
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "A page, or with `Accept: text/event-stream` a stream",
+        "content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get("/{job_id}/events", response_model=EventPage, responses=_STREAM)
+async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
+    job_id: str,
+    request: Request,
+    context: WithContext,
+    *,
+    limit: Limit = 200,
+    cursor: Cursor = None,
+    accept: Accept = "",
+    last_event_id: LastEventId = None,
+) -> Response:
+    """What happened to a job, oldest first; as a stream, until the job has ended."""
+    after = to_entry_id(last_event_id or cursor)
+    if sse.wants_stream(accept):
+        await context.ports.jobs.load(job_id)
+        entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True)
+        return await sse.stream(entries, context.stopping, context.streams)
+    page = await use_cases.page_of_events(context.ports, job_id, after, limit)
+    return answer(request, page, headers=next_link(request, page.next_cursor))
+
+
+@router.get("/{job_id}/logs", response_model=LogPage, responses=_STREAM)
+async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
+    job_id: str,
+    request: Request,
+    context: WithContext,
+    *,
+    rank: Annotated[int | None, Query(ge=0)] = None,
+    stream: Literal["stdout", "stderr"] | None = None,
+    level: Annotated[use_cases.Level | None, Query(description="this one and worse")] = None,
+    text: Annotated[str | None, Query(max_length=200, description="text in the line")] = None,
+    follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
+    limit: Limit = 500,
+    cursor: Cursor = None,
+    accept: Accept = "",
+    last_event_id: LastEventId = None,
+) -> Response:
+    """What a job's ranks wrote, oldest first."""
+    after = to_entry_id(last_event_id or cursor)
+    wanted = use_cases.LineFilter(rank=rank, stream=stream, level=level, text=text)
+    if sse.wants_stream(accept):
+        await context.ports.jobs.load(job_id)
+        lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
+        return await sse.stream(lines, context.stopping, context.streams)
+    page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
+    return answer(request, page, headers=next_link(request, page.next_cursor))

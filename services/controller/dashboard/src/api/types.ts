@@ -1,0 +1,352 @@
+// The shapes of REST v1 as `services/contract/views.py` gives them. A test compares every field and
+// its type with the JSON schema of the pydantic model of the same name: a drift fails there.
+
+export type JobState =
+  | "QUEUED"
+  | "PLACING"
+  | "STARTING"
+  | "RUNNING"
+  | "PAUSING"
+  | "PAUSED"
+  | "RESTARTING"
+  | "CANCELLING"
+  | "CANCELLED"
+  | "SUCCEEDED"
+  | "FAILED";
+
+export type ExitReason =
+  | "completed"
+  | "cancelled"
+  | "paused"
+  | "killed"
+  | "user_error"
+  | "rank_lost"
+  | "node_lost"
+  | "launch_failed"
+  | "checkpoint_failed"
+  | "restarts_exhausted";
+
+export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
+
+export type NodeState = "READY" | "DRAINING" | "LOST";
+
+export interface Progress {
+  step: number;
+  of: number;
+  loss: number | null;
+  tokens_per_s: number | null;
+  step_time_s: number | null;
+  eta_s: number | null;
+}
+
+export interface Evaluation {
+  step: number;
+  loss: number | null;
+  tokens: number;
+  baselines: Record<string, number>;
+}
+
+export interface FailureView {
+  rank: number | null;
+  node_id: string | null;
+  phase: string | null;
+  step: number | null;
+  exit_code: number | null;
+  signal: string | null;
+  error: string | null;
+  traceback: string | null;
+}
+
+export interface AttemptView {
+  fence: number;
+  world_size: number;
+  node_ids: string[];
+  resumed_from: string | null;
+  started_at: string;
+  first_step_at: string | null;
+  ended_at: string | null;
+  first_step: number | null;
+  last_step: number | null;
+  lost_steps: number | null;
+  exit_reason: ExitReason | null;
+  failure: FailureView | null;
+}
+
+export interface Factory {
+  factory: string;
+  args: Record<string, unknown>;
+}
+
+export interface PrecisionSpec {
+  params: "fp32" | "bf16" | "fp16";
+  reduce: "fp32" | "bf16" | "fp16";
+}
+
+export interface TrainSpec {
+  steps: number;
+  global_batch: number;
+  micro_batch: number | "auto";
+  clip_norm: number | null;
+  seed: number;
+  precision: PrecisionSpec;
+  eval_every: number;
+}
+
+export interface ResourceSpec {
+  ranks: number;
+  device: "auto" | "cpu" | "cuda";
+}
+
+export interface MeshSpec {
+  dp_replicate: number;
+  dp_shard: number;
+  tp: number;
+}
+
+export interface CheckpointSpec {
+  every_steps: number;
+  keep_last: number;
+  mode: "sync" | "async";
+}
+
+export interface FaultSpec {
+  max_restarts: number;
+  on_nan: "stop" | "rollback";
+  hang_timeout_s: number | "auto";
+}
+
+export interface JobSpec {
+  name: string;
+  model: Factory;
+  data: Factory;
+  optimizer: Factory;
+  schedule: Factory;
+  train: TrainSpec;
+  resources: ResourceSpec;
+  mesh: MeshSpec | "auto";
+  plan: Record<string, unknown> | "auto";
+  checkpoint: CheckpointSpec;
+  faults: FaultSpec;
+  priority: number;
+  labels: Record<string, string>;
+}
+
+export interface RankPlacement {
+  rank: number;
+  node_id: string;
+  local_rank: number;
+  device: string;
+}
+
+export interface MeshPlan {
+  dp_replicate: number;
+  dp_shard: number;
+  tp: number;
+}
+
+export interface UnitPlan {
+  modules: string[];
+  reshard_after_forward: boolean | null;
+}
+
+export interface ShardingPlan {
+  mesh: MeshPlan;
+  units: UnitPlan[];
+  param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  output_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  version: number;
+}
+
+export interface GangPlan {
+  device_type: "cpu" | "cuda";
+  sharding: ShardingPlan;
+  ranks: RankPlacement[];
+}
+
+export interface JobView {
+  id: string;
+  name: string;
+  state: JobState;
+  reason: string | null;
+  exit_reason: ExitReason | null;
+  failure: FailureView | null;
+  progress: Progress;
+  evaluation: Evaluation | null;
+  attempt: number;
+  restarts: number;
+  plan: GangPlan | null;
+  latest_checkpoint: string | null;
+  priority: number;
+  labels: Record<string, string>;
+  owner: string;
+  created_at: string;
+  updated_at: string;
+  started_at: string | null;
+  ended_at: string | null;
+  spec: JobSpec;
+}
+
+export interface JobPage {
+  items: JobView[];
+  next_cursor: string | null;
+}
+
+export interface RankView {
+  rank: number;
+  local_rank: number;
+  node_id: string;
+  device: string;
+  pid: number | null;
+  phase: string;
+  unit: string | null;
+  step: number;
+  step_time_s: number | null;
+  arrival_lag: number;
+  loss: number | null;
+  tokens_per_s: number | null;
+  memory_bytes: number;
+  issued: Record<string, number>;
+  completed: Record<string, number>;
+  last_seen_at: string | null;
+  beat_age_s: number | null;
+}
+
+export interface RankList {
+  attempt: number;
+  items: RankView[];
+}
+
+export interface EventView {
+  id: string;
+  at: string;
+  job_id: string;
+  kind: string;
+  message: string;
+  actor: string;
+  request_id: string | null;
+  data: Record<string, unknown>;
+}
+
+export interface EventPage {
+  items: EventView[];
+  next_cursor: string | null;
+}
+
+export interface LogView {
+  rank: number;
+  fence: number;
+  stream: "stdout" | "stderr";
+  level: "debug" | "info" | "warning" | "error";
+  time_ms: number;
+  text: string;
+  id: string;
+}
+
+export interface LogPage {
+  items: LogView[];
+  next_cursor: string | null;
+}
+
+export interface StepRecord {
+  step: number;
+  fence: number;
+  loss: number | null;
+  grad_norm: number | null;
+  learning_rate: number | null;
+  tokens_per_s: number;
+  step_time_s: number;
+}
+
+export interface MetricsView {
+  items: StepRecord[];
+  evaluations: Evaluation[];
+  total: number;
+}
+
+export interface ShardView {
+  rank: number;
+  name: string;
+  bytes: number;
+  sha256: string;
+}
+
+export interface CheckpointView {
+  id: string;
+  job_id: string;
+  state: CheckpointState;
+  step: number;
+  fence: number;
+  world_size: number;
+  bytes: number;
+  loss: number | null;
+  reason: string | null;
+  votes: number;
+  shards: ShardView[];
+  created_at: string;
+  committed_at: string | null;
+}
+
+export interface CheckpointList {
+  items: CheckpointView[];
+}
+
+export interface Device {
+  index: number;
+  name: string;
+  memory_bytes: number;
+}
+
+export interface Inventory {
+  hostname: string;
+  cpu_slots: number;
+  cpu_count: number;
+  memory_bytes: number;
+  accelerators: Device[];
+  versions: Record<string, string>;
+}
+
+export interface NodeView {
+  id: string;
+  state: NodeState;
+  inventory: Inventory;
+  cpu_slots_used: number;
+  accelerators_used: number;
+  jobs: string[];
+  joined_at: string;
+  lease_s: number | null;
+}
+
+export interface NodeList {
+  items: NodeView[];
+}
+
+export interface AttemptList {
+  items: AttemptView[];
+}
+
+export interface StopRequest {
+  checkpoint: "required" | "best_effort" | "none";
+  grace_s: number;
+}
+
+export interface ResumeRequest {
+  from_checkpoint: string | null;
+}
+
+export interface Fault {
+  pointer: string;
+  detail: string;
+  code: string;
+}
+
+export interface Problem {
+  type: string;
+  title: string;
+  status: number;
+  code: string;
+  detail: string;
+  instance: string | null;
+  request_id: string | null;
+  errors: Fault[];
+}

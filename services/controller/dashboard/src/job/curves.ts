@@ -1,0 +1,89 @@
+// From step records to curves over ascending steps.
+
+import type { Mark } from "../ui/Chart";
+import type { Evaluation, MetricsView, StepRecord } from "../api/types";
+
+export interface Curves {
+  steps: number[];
+  loss: (number | null)[];
+  smoothLoss: (number | null)[];
+  /** Steps that a later attempt made again: what the first try had. */
+  lostLoss: (number | null)[];
+  throughput: (number | null)[];
+  smoothThroughput: (number | null)[];
+  validation: (number | null)[];
+  /** Where attempts begin, and where the loss stops being a number. */
+  marks: Mark[];
+  hasLost: boolean;
+}
+
+export function toCurves(metrics: MetricsView): Curves {
+  const { standing, lost } = splitByFence(metrics.items);
+  const evaluations = new Map<number, Evaluation>(metrics.evaluations.map((e) => [e.step, e]));
+  const steps = [...new Set([...standing.keys(), ...lost.keys(), ...evaluations.keys()])].sort((a, b) => a - b);
+  const pick = <T>(from: Map<number, T>, field: (value: T) => number | null): (number | null)[] =>
+    steps.map((step) => {
+      const value = from.get(step);
+      return value === undefined ? null : (field(value) ?? null);
+    });
+  const loss = pick(standing, (record) => record.loss);
+  const throughput = pick(standing, (record) => record.tokens_per_s);
+  return {
+    steps,
+    loss,
+    smoothLoss: smoothed(loss),
+    lostLoss: pick(lost, (record) => record.loss),
+    throughput,
+    smoothThroughput: smoothed(throughput),
+    validation: pick(evaluations, (evaluation) => evaluation.loss),
+    marks: [...restartsOf(metrics.items), ...breaksOf(metrics.items)],
+    hasLost: lost.size > 0,
+  };
+}
+
+/** A record stands unless a later attempt made its step, or an earlier one, again. */
+function splitByFence(records: StepRecord[]): { standing: Map<number, StepRecord>; lost: Map<number, StepRecord> } {
+  const standing = new Map<number, StepRecord>();
+  const lost = new Map<number, StepRecord>();
+  const firstStep = new Map<number, number>();
+  for (const { fence, step } of records) firstStep.set(fence, Math.min(step, firstStep.get(fence) ?? Infinity));
+  for (const record of records) {
+    let overtaken = false;
+    for (const [fence, step] of firstStep) overtaken ||= fence > record.fence && step <= record.step;
+    (overtaken ? lost : standing).set(record.step, record);
+  }
+  return { standing, lost };
+}
+
+function restartsOf(records: StepRecord[]): Mark[] {
+  const marks: Mark[] = [];
+  let fence = records[0]?.fence;
+  for (const record of records) {
+    if (fence !== undefined && record.fence > fence) {
+      fence = record.fence;
+      marks.push({ x: record.step, label: `attempt ${fence}` });
+    }
+  }
+  return marks;
+}
+
+function breaksOf(records: StepRecord[]): Mark[] {
+  const first = records.find((record, index) => record.loss === null && records[index - 1]?.loss !== null);
+  return first ? [{ x: first.step, label: "loss not finite" }] : [];
+}
+
+/** The mean of the points around each: centred, so that a steep curve is not drawn too late. */
+function smoothed(values: (number | null)[]): (number | null)[] {
+  const present = values.flatMap((value, index) => (value === null ? [] : [{ value, index }]));
+  const reach = Math.min(20, Math.ceil(present.length / 60));
+  const sums = [0];
+  for (const { value } of present) sums.push((sums.at(-1) ?? 0) + value);
+  const result: (number | null)[] = values.map(() => null);
+  present.forEach(({ index }, at) => {
+    // Short of points on the left, where losses fall fast, the window shrinks on both sides alike.
+    const left = Math.min(reach, at);
+    const right = Math.min(left, present.length - 1 - at);
+    result[index] = ((sums[at + right + 1] ?? 0) - (sums[at - left] ?? 0)) / (left + right + 1);
+  });
+  return result;
+}

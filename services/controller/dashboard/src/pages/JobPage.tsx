@@ -1,0 +1,145 @@
+import { useEffect } from "react";
+import { ProblemError } from "../api/client";
+import { refreshAll, useJob } from "../api/queries";
+import type { JobView } from "../api/types";
+import { Actions } from "../job/Actions";
+import { Attempts } from "../job/Attempts";
+import { Checkpoints } from "../job/Checkpoints";
+import { CurvePanels } from "../job/CurvePanels";
+import { Events } from "../job/Events";
+import { Failure } from "../job/Failure";
+import { Logs } from "../job/Logs";
+import { Ranks } from "../job/Ranks";
+import { compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
+import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
+import { Ago, Elapsed } from "../ui/time";
+
+export function JobPage({ id }: { id: string }) {
+  const { data: job, error } = useJob(id);
+  useEffect(() => {
+    document.title = job ? `${job.name} ${job.state.toLowerCase()} · Meshloom` : "Job · Meshloom";
+  }, [job]);
+  const state = job?.state;
+  useEffect(() => {
+    if (state) refreshAll();
+  }, [state]);
+
+  if (!job) {
+    const missing = error instanceof ProblemError && error.status === 404;
+    return (
+      <div className="page">
+        {error ? <Trouble error={error} /> : <Quiet>Asking the controller…</Quiet>}
+        {missing ? <a href="#/jobs">All jobs</a> : null}
+      </div>
+    );
+  }
+  const gone = error instanceof ProblemError && error.status === 404;
+  return (
+    <div className="page job">
+      {gone ? <p className="trouble">This job was deleted. What you see is the last that was known of it.</p> : null}
+      <Head job={job} />
+      {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
+      <CurvePanels job={job} />
+      <Ranks job={job} />
+      <div className="columns">
+        <Checkpoints job={job} />
+        <Attempts job={job} />
+        <Events job={job} />
+        <Logs job={job} />
+      </div>
+      <SpecPanel job={job} />
+    </div>
+  );
+}
+
+function Head({ job }: { job: JobView }) {
+  const { step, of, eta_s } = job.progress;
+  const part = of > 0 ? step / of : 0;
+  return (
+    <section className="panel head" aria-label="Job">
+      <div className="title">
+        <h1>{job.name}</h1>
+        <StateChip state={job.state} />
+        {job.exit_reason && words(job.exit_reason) !== job.state.toLowerCase() ? (
+          <span className="exit">{words(job.exit_reason)}</span>
+        ) : null}
+        <code className="id">{job.id}</code>
+        <Actions job={job} />
+      </div>
+      <p className="reason">{job.reason ?? sentence(job)}</p>
+      <div className="bigbar">
+        <Bar part={part} label="Progress" tone={toneOf(job.state)} />
+        <div className="figures">
+          <span>
+            step <b>{whole(step)}</b> of {whole(of)}
+          </span>
+          <span>{percent(part)}</span>
+          <span className="eta">
+            {job.state === "RUNNING" && eta_s !== null ? (
+              <>
+                about <b>{span(eta_s)}</b> left
+              </>
+            ) : null}
+          </span>
+        </div>
+      </div>
+      <dl className="stats">
+        <Stat label="Loss" hint="Mean over the global batch, nats a token">
+          <b>{loss(job.progress.loss)}</b>
+        </Stat>
+        <Stat label="Validation" hint={job.evaluation ? `after step ${job.evaluation.step}` : "no validation pass yet"}>
+          {job.evaluation ? <b>{validationLoss(job.evaluation.loss)}</b> : DASH}
+        </Stat>
+        <Stat label="Tokens/s">{compact(job.progress.tokens_per_s)}</Stat>
+        <Stat label="Step time">{duration(job.progress.step_time_s)}</Stat>
+        <Stat label="Ranks">{job.plan?.ranks.length ?? job.spec.resources.ranks}</Stat>
+        <Stat label="Mesh">{mesh(job)}</Stat>
+        <Stat label="Attempt" hint="Its number is the fence">
+          {job.attempt || DASH}
+          {job.restarts > 0 ? <span className="muted"> ({job.restarts} {job.restarts === 1 ? "restart" : "restarts"})</span> : null}
+        </Stat>
+        <Stat label="Submitted" hint={dateTime(job.created_at)}>
+          <Ago at={job.created_at} suffix=" ago" />
+        </Stat>
+        <Stat label={job.ended_at ? "Took" : "Running for"}>
+          {job.started_at ? <Elapsed from={job.started_at} to={job.ended_at} /> : DASH}
+        </Stat>
+        <Stat label="Owner">{job.owner}</Stat>
+        {Object.keys(job.labels).length > 0 ? (
+          <Stat label="Labels">
+            {Object.entries(job.labels).map(([key, value]) => (
+              <span key={key} className="label">
+                {key}={value}
+              </span>
+            ))}
+          </Stat>
+        ) : null}
+      </dl>
+    </section>
+  );
+}
+
+function sentence(job: JobView): string {
+  if (job.state === "RUNNING") return `Attempt ${job.attempt} is training.`;
+  if (job.state === "SUCCEEDED") return "All steps are done.";
+  return "";
+}
+
+function mesh(job: JobView): string {
+  const sizes = job.plan?.sharding.mesh ?? (job.spec.mesh === "auto" ? null : job.spec.mesh);
+  if (!sizes) return "auto";
+  const wide = Object.entries(sizes).filter(([, size]) => size > 1);
+  return wide.map(([axis, size]) => `${axis} ${size}`).join(" × ") || "one rank";
+}
+
+function SpecPanel({ job }: { job: JobView }) {
+  const newest = job.latest_checkpoint;
+  return (
+    <details className="panel spec">
+      <summary>Spec</summary>
+      {newest ? <p className="muted">Latest committed checkpoint: {newest}</p> : null}
+      <pre>{JSON.stringify(job.spec, null, 2)}</pre>
+    </details>
+  );
+}
+

@@ -1,0 +1,121 @@
+import { useNodes } from "../api/queries";
+import type { NodeView } from "../api/types";
+import { jobHref } from "../router";
+import { bytes, DASH, dateTime, shortId } from "../ui/format";
+import { Quiet, Stat, StateChip, Trouble } from "../ui/parts";
+
+export function NodesPage() {
+  const { data, error } = useNodes();
+  const nodes = data?.items ?? [];
+  const ready = nodes.filter((node) => node.state !== "LOST");
+  const sum = (count: (node: NodeView) => number) => ready.reduce((total, node) => total + count(node), 0);
+  const accelerators = sum((node) => node.inventory.accelerators.length);
+  return (
+    <div className="page">
+      <div className="toolbar">
+        <h1>Nodes</h1>
+        {nodes.length > 0 ? (
+          <p className="summary">
+            {ready.length} of {nodes.length} there · CPU slots {sum((node) => node.cpu_slots_used)} /{" "}
+            {sum((node) => node.inventory.cpu_slots)} used
+            {accelerators > 0 ? ` · accelerators ${sum((node) => node.accelerators_used)} / ${accelerators} used` : ""}
+          </p>
+        ) : null}
+      </div>
+      {!data && error ? <Trouble error={error} /> : null}
+      {!data && !error ? <Quiet>Asking the controller…</Quiet> : null}
+      {data && nodes.length === 0 ? (
+        <div className="empty panel">
+          <h2>No node has joined</h2>
+          <p>Start an agent on a machine that shall compute:</p>
+          <pre>
+            <code>python -m services.worker.agent</code>
+          </pre>
+        </div>
+      ) : null}
+      <ul className="nodes">
+        {nodes.map((node) => (
+          <NodeCard key={node.id} node={node} />
+        ))}
+      </ul>
+    </div>
+  );
+}
+
+function NodeCard({ node }: { node: NodeView }) {
+  const { inventory } = node;
+  return (
+    <li className="panel node" data-node={node.id}>
+      <header>
+        <h2>{node.id}</h2>
+        <StateChip state={node.state} />
+      </header>
+      <Slots what="CPU slots" used={node.cpu_slots_used} of={inventory.cpu_slots} />
+      {inventory.accelerators.length > 0 ? (
+        <Slots
+          what="Accelerators"
+          used={node.accelerators_used}
+          of={inventory.accelerators.length}
+          detail={models(node)}
+        />
+      ) : (
+        <p className="slots muted">No accelerator</p>
+      )}
+      <dl className="stats">
+        <Stat label="Memory">{bytes(inventory.memory_bytes)}</Stat>
+        <Stat label="Cores">{inventory.cpu_count}</Stat>
+        <Stat label="Lease" hint="The agent renews it with each beat; when it ends, the node counts as lost.">
+          {node.lease_s === null ? "over" : `${Math.ceil(node.lease_s)} s left`}
+        </Stat>
+        <Stat label="Host">{inventory.hostname}</Stat>
+        <Stat label="Joined" hint={dateTime(node.joined_at)}>
+          {dateTime(node.joined_at).slice(5, 16)}
+        </Stat>
+        <Stat label="Versions">
+          {Object.entries(inventory.versions)
+            .map(([name, version]) => `${name} ${version}`)
+            .join(", ") || DASH}
+        </Stat>
+      </dl>
+      <p className="jobs-here">
+        {node.jobs.length === 0 ? <span className="muted">No job here</span> : "Jobs: "}
+        {node.jobs.map((id) => (
+          <a key={id} href={jobHref(id)} title={id}>
+            {shortId(id)}
+          </a>
+        ))}
+      </p>
+    </li>
+  );
+}
+
+const BOXES = 64;
+
+function Slots({ what, used, of, detail }: { what: string; used: number; of: number; detail?: string }) {
+  const each = Math.max(1, Math.ceil(of / BOXES));
+  return (
+    <div className="slots" role="meter" aria-label={what} aria-valuemin={0} aria-valuemax={of} aria-valuenow={used}>
+      <span>
+        {what}{" "}
+        <b>
+          {used} / {of}
+        </b>
+        {detail ? <span className="muted"> {detail}</span> : null}
+      </span>
+      <span className="boxes" aria-hidden="true">
+        {Array.from({ length: Math.ceil(of / each) }, (_, index) => (
+          <i key={index} className={index * each < used ? "used" : ""} />
+        ))}
+      </span>
+    </div>
+  );
+}
+
+function models(node: NodeView): string {
+  const counts = new Map<string, number>();
+  for (const device of node.inventory.accelerators) {
+    const text = `${device.name}, ${bytes(device.memory_bytes)}`;
+    counts.set(text, (counts.get(text) ?? 0) + 1);
+  }
+  return [...counts].map(([text, count]) => `${count} × ${text}`).join("; ");
+}

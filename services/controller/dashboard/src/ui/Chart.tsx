@@ -1,0 +1,284 @@
+// uPlot in a React house: made anew when its shape or the colours change, fed when data comes.
+
+import { useEffect, useId, useLayoutEffect, useRef, useState } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+
+export interface Curve {
+  label: string;
+  /** A custom property of the style sheet, such as `--curve-train`. */
+  color: string;
+  values: (number | null)[];
+  width?: number;
+  /** Opacity of the line. */
+  alpha?: number;
+  dash?: number[];
+  dots?: boolean;
+  /** Left out of the read-out under the title. */
+  silent?: boolean;
+}
+
+export interface Mark {
+  x: number;
+  label: string;
+}
+
+export interface Level {
+  y: number;
+  label: string;
+  color: string;
+}
+
+interface Props {
+  title: string;
+  summary: string;
+  steps: number[];
+  curves: Curve[];
+  marks?: Mark[];
+  levels?: Level[];
+  log?: boolean;
+  fromZero?: boolean;
+  format: (value: number | null | undefined) => string;
+  controls?: React.ReactNode;
+}
+
+const HEIGHT = 236;
+const CURSOR_GROUP = uPlot.sync("steps");
+
+function useColorScheme(): boolean {
+  const [dark, setDark] = useState(() => matchMedia("(prefers-color-scheme: dark)").matches);
+  useEffect(() => {
+    const query = matchMedia("(prefers-color-scheme: dark)");
+    const listen = (event: MediaQueryListEvent) => setDark(event.matches);
+    query.addEventListener("change", listen);
+    return () => query.removeEventListener("change", listen);
+  }, []);
+  return dark;
+}
+
+export function Chart(props: Props) {
+  const { title, summary, steps, curves, log = false, fromZero = false, controls } = props;
+  const holder = useRef<HTMLDivElement>(null);
+  const readout = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const heading = useId();
+  const dark = useColorScheme();
+  // Read by uPlot's hooks at drawing time, so that new marks need no new plot.
+  const latest = useRef(props);
+  latest.current = props;
+
+  const shape = curves.map((curve) => curve.label).join("|");
+  const data: uPlot.AlignedData = [steps, ...curves.map((curve) => curve.values)];
+  const dataNow = useRef(data);
+  dataNow.current = data;
+
+  useLayoutEffect(() => {
+    const element = holder.current;
+    if (!element) return;
+    const style = getComputedStyle(document.documentElement);
+    const paint = (name: string) => style.getPropertyValue(name).trim();
+    const chart = new uPlot(
+      {
+        width: element.clientWidth || 320,
+        height: HEIGHT,
+        legend: { show: false },
+        padding: [10, 12, 0, 0],
+        cursor: {
+          sync: { key: CURSOR_GROUP.key, setSeries: false },
+          y: false,
+          drag: { x: true, y: false },
+          points: { size: 6 },
+        },
+        scales: {
+          x: { time: false },
+          y: {
+            distr: log ? 3 : 1,
+            range: (_self, min, max) => valueRange(min, max, log, fromZero, latest.current.levels ?? []),
+          },
+        },
+        axes: [
+          axis(paint, (values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : ""))),
+          {
+            ...axis(paint, (values) => values.map(tickText)),
+            ...(log ? { splits: (_self, _axis, min, max) => logTicks(min, max), filter: (_self, splits) => splits } : {}),
+          },
+        ],
+        series: [
+          {},
+          ...curves.map(
+            (curve): uPlot.Series => ({
+              label: curve.label,
+              stroke: faded(paint(curve.color), curve.alpha ?? 1),
+              width: curve.width ?? 1.5,
+              spanGaps: true,
+              ...(curve.dash ? { dash: curve.dash } : {}),
+              points: curve.dots
+                ? { show: true, size: 7, fill: paint(curve.color), stroke: paint("--surface"), width: 1.5 }
+                : { show: false },
+            }),
+          ),
+        ],
+        hooks: {
+          drawClear: [(self) => drawGuides(self, latest.current, paint)],
+          setCursor: [(self) => tellCursor(self, readout.current, latest.current)],
+        },
+      },
+      dataNow.current,
+      element,
+    );
+    plot.current = chart;
+    tellCursor(chart, readout.current, latest.current);
+    const observer = new ResizeObserver(() => {
+      if (element.clientWidth > 0) chart.setSize({ width: element.clientWidth, height: HEIGHT });
+    });
+    observer.observe(element);
+    return () => {
+      observer.disconnect();
+      chart.destroy();
+      plot.current = null;
+    };
+  }, [shape, log, fromZero, dark]);
+
+  useEffect(() => {
+    const chart = plot.current;
+    if (!chart || chart.data === dataNow.current) return;
+    chart.setData(dataNow.current);
+    tellCursor(chart, readout.current, latest.current);
+  }, [steps, curves]);
+
+  return (
+    <figure className="chart" aria-labelledby={heading}>
+      <figcaption>
+        <h2 id={heading}>{title}</h2>
+        <ul className="keys" aria-hidden="true">
+          {curves.map((curve) => (
+            <li key={curve.label}>
+              <i
+                className={curve.dots ? "dot" : curve.dash ? "dashes" : "line"}
+                style={{ color: `var(${curve.color})`, opacity: curve.alpha ?? 1 }}
+              />
+              {curve.label}
+            </li>
+          ))}
+        </ul>
+        {controls}
+      </figcaption>
+      <div ref={readout} className="readout" aria-hidden="true" />
+      <div ref={holder} className="plot" role="img" aria-label={summary} />
+    </figure>
+  );
+}
+
+function axis(paint: (name: string) => string, values: (splits: number[]) => string[]): uPlot.Axis {
+  return {
+    stroke: paint("--muted"),
+    font: "11px ui-sans-serif, system-ui, sans-serif",
+    grid: { stroke: paint("--grid"), width: 1 },
+    ticks: { show: false },
+    border: { show: false },
+    gap: 6,
+    size: (_self, texts) => (texts ? Math.max(30, 12 + 6.6 * Math.max(...texts.map((text) => text?.length ?? 0))) : 30),
+    values: (_self, splits) => values(splits),
+  };
+}
+
+/** Round numbers between `min` and `max`, as many as there is room for. */
+function logTicks(min: number, max: number): number[] {
+  const densest = [[1, 1.5, 2, 3, 4, 5, 7], [1, 2, 5], [1]];
+  for (const digits of densest) {
+    const ticks: number[] = [];
+    for (let power = Math.floor(Math.log10(min)); power <= Math.ceil(Math.log10(max)); power++) {
+      for (const digit of digits) ticks.push(Number((digit * 10 ** power).toPrecision(2)));
+    }
+    const inside = ticks.filter((tick) => tick >= min && tick <= max);
+    if (inside.length <= 8 || digits.length === 1) return inside;
+  }
+  return [];
+}
+
+function tickText(value: number): string {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${Number((value / 1e6).toFixed(2))}M`;
+  if (size >= 1e3) return `${Number((value / 1e3).toFixed(2))}k`;
+  if (size !== 0 && size < 1e-3) return value.toExponential(0);
+  return String(Number(value.toPrecision(4)));
+}
+
+function valueRange(min: number | null, max: number | null, log: boolean, fromZero: boolean, levels: Level[]): [number, number] {
+  let low = min ?? 0;
+  let high = max ?? 1;
+  for (const level of levels) {
+    low = Math.min(low, level.y);
+    high = Math.max(high, level.y);
+  }
+  if (log) {
+    low = low > 0 ? low : 1e-3;
+    high = high > low ? high : low * 10;
+    return [low / 1.08, high * 1.08];
+  }
+  if (fromZero) return [0, high > 0 ? high * 1.12 : 1];
+  const room = high > low ? 0.06 * (high - low) : Math.max(0.5, 0.1 * Math.abs(high));
+  return [low - room, high + room];
+}
+
+function drawGuides(self: uPlot, { marks = [], levels = [] }: Props, paint: (name: string) => string): void {
+  const { ctx, bbox } = self;
+  const ratio = devicePixelRatio;
+  ctx.save();
+  ctx.font = `${10.5 * ratio}px ui-sans-serif, system-ui, sans-serif`;
+  ctx.textBaseline = "bottom";
+  ctx.lineWidth = ratio;
+  ctx.setLineDash([3 * ratio, 4 * ratio]);
+  for (const mark of marks) {
+    const x = Math.round(self.valToPos(mark.x, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.strokeStyle = paint("--muted");
+    line(ctx, x, bbox.top, x, bbox.top + bbox.height);
+    ctx.fillStyle = paint("--muted");
+    ctx.textAlign = x > bbox.left + 0.8 * bbox.width ? "right" : "left";
+    ctx.fillText(mark.label, x + (ctx.textAlign === "left" ? 4 : -4) * ratio, bbox.top + 12 * ratio);
+  }
+  for (const level of levels) {
+    const y = Math.round(self.valToPos(level.y, "y", true));
+    if (y < bbox.top || y > bbox.top + bbox.height) continue;
+    ctx.strokeStyle = paint(level.color);
+    line(ctx, bbox.left, y, bbox.left + bbox.width, y);
+    ctx.fillStyle = paint(level.color);
+    ctx.textAlign = "right";
+    ctx.fillText(level.label, bbox.left + bbox.width, y - 2 * ratio);
+  }
+  ctx.restore();
+}
+
+function line(ctx: CanvasRenderingContext2D, x0: number, y0: number, x1: number, y1: number): void {
+  ctx.beginPath();
+  ctx.moveTo(x0, y0);
+  ctx.lineTo(x1, y1);
+  ctx.stroke();
+}
+
+/** What stands under the cursor, or the last figures where there is none. */
+function tellCursor(self: uPlot, element: HTMLElement | null, { steps, curves, format }: Props): void {
+  if (!element) return;
+  const pointed = self.cursor.idx;
+  const at = pointed ?? steps.length - 1;
+  const step = steps[at];
+  if (step === undefined) {
+    element.textContent = "";
+    return;
+  }
+  const told = curves
+    .filter((curve) => !curve.silent)
+    .map((curve) => [curve.label, curve.values[at] ?? (pointed === null || pointed === undefined ? lastOf(curve.values) : null)] as const)
+    .filter(([, value]) => value !== null)
+    .map(([label, value]) => `${label} ${format(value)}`);
+  element.textContent = [`step ${step.toLocaleString("en-US")}`, ...told].join("  ·  ");
+}
+
+function lastOf(values: (number | null)[]): number | null {
+  return values.findLast((value) => value !== null) ?? null;
+}
+
+function faded(color: string, alpha: number): string {
+  return alpha >= 1 ? color : `color-mix(in srgb, ${color} ${Math.round(100 * alpha)}%, transparent)`;
+}

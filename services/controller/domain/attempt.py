@@ -1,0 +1,79 @@
+"""One numbered try of a job: its gang on its nodes, and how it ended."""
+
+from services.contract.ids import CheckpointId, NodeId
+from services.contract.messages.facts import RankExit
+from services.contract.states import ExitReason
+from services.controller.domain.record import Record
+
+
+class Failure(Record):
+    """What ended an attempt: the first rank to fail, and its own words."""
+
+    rank: int | None = None
+    node_id: NodeId | None = None
+    phase: str | None = None
+    step: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str | None = None
+    traceback: str | None = None
+
+
+class NodeExit(Record):
+    """How a rank on a node ended."""
+
+    node_id: NodeId
+    exit: RankExit
+
+
+class Attempt(Record):
+    """A try. Times in milliseconds of Redis's clock.
+
+    ``incarnations`` names, by node, the life of the agent that got the launch command: in another
+    life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
+    ``farewell``: because its agent was stopped in an orderly way.
+    """
+
+    fence: int
+    world_size: int
+    incarnations: dict[NodeId, str]
+    resumed_from: CheckpointId | None = None
+    resumed_step: int = 0
+    started_ms: int
+    launched: tuple[NodeId, ...] = ()
+    first_step: int | None = None
+    first_step_ms: int | None = None
+    last_step: int = 0
+    ended_nodes: tuple[NodeId, ...] = ()
+    exits: tuple[NodeExit, ...] = ()
+    refusal: str | None = None
+    lost: str | None = None
+    farewell: bool = False
+    ended_ms: int | None = None
+    exit_reason: ExitReason | None = None
+    failure: Failure | None = None
+    lost_steps: int | None = None
+
+    @property
+    def live_nodes(self) -> tuple[NodeId, ...]:
+        """The nodes on which ranks of it may live."""
+        if self.ended_ms is not None or self.lost is not None:
+            return ()
+        return tuple(node for node in self.incarnations if node not in self.ended_nodes)
+
+    @property
+    def is_over(self) -> bool:
+        """No rank lives any more (its outcome may still hang on a commit)."""
+        return not self.live_nodes
+
+    def has_trained(self, steps: int) -> bool:
+        """Whether all ranks finished all ``steps`` of the job."""
+        exits = [entry.exit for entry in self.exits]
+        if len(exits) < self.world_size or not all(e.finished for e in exits):
+            return False
+        return self.last_step >= steps or not any(e.drained for e in exits)
+
+    def has_drained(self) -> bool:
+        """Whether all ranks stopped as they were asked."""
+        exits = [entry.exit for entry in self.exits]
+        return len(exits) == self.world_size and all(e.finished or e.drained for e in exits)

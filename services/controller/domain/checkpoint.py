@@ -1,0 +1,136 @@
+"""A checkpoint: WRITING → SEALED (every rank voted) → COMMITTED (linked) or ABORTED.
+
+The truth about commits is the chain in storage; this record is an index of it. Hence a link that
+an agent reports wins over everything that was thought before, whatever its fence.
+"""
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from services.contract.ids import CheckpointId, JobId
+from services.contract.manifests import Manifest, ShardFile
+from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
+from services.contract.states import CheckpointState
+from services.controller.domain.record import Record
+
+
+class Checkpoint(Record):
+    """What is known of one checkpoint. ``number`` is its place in the commit chain."""
+
+    id: CheckpointId
+    job_id: JobId
+    state: CheckpointState
+    step: int
+    fence: int
+    world_size: int
+    votes: dict[int, ShardFile] = Field(default_factory=dict)
+    loss: float | None = None
+    data_digest: str = ""
+    reason: str | None = None
+    number: int | None = None
+    created_ms: int
+    committed_ms: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """How many bytes the shards that were voted for have."""
+        return sum(shard.bytes for shard in self.votes.values())
+
+    @property
+    def manifest(self) -> Manifest:
+        """The record that commits it; meaningful once it is sealed."""
+        return Manifest(
+            job_id=self.job_id,
+            checkpoint_id=self.id,
+            fence=self.fence,
+            step=self.step,
+            world_size=self.world_size,
+            loss=self.loss,
+            data_digest=self.data_digest,
+            shards=tuple(self.votes[rank] for rank in sorted(self.votes)),
+        )
+
+
+def step_and_fence(checkpoint_id: str) -> tuple[int, int]:
+    """The step and the attempt that a checkpoint's id names."""
+    _, step, fence = checkpoint_id.rsplit("-", 2)
+    return int(step.removeprefix("s")), int(fence.removeprefix("a"))
+
+
+def begin(checkpoint_id: str, job_id: str, world_size: int, now_ms: int) -> Checkpoint:
+    """A checkpoint that ranks began to write."""
+    step, fence = step_and_fence(checkpoint_id)
+    return Checkpoint(
+        id=checkpoint_id,
+        job_id=job_id,
+        state=CheckpointState.WRITING,
+        step=step,
+        fence=fence,
+        world_size=world_size,
+        created_ms=now_ms,
+    )
+
+
+def count_vote(checkpoint: Checkpoint, fact: CheckpointVoted) -> Checkpoint:
+    """The checkpoint after a rank's vote: sealed by the last one, aborted if ranks disagree.
+
+    A repeated vote, and one for a checkpoint whose fate is sealed, changes nothing.
+    """
+    if checkpoint.state != CheckpointState.WRITING or fact.shard.rank in checkpoint.votes:
+        return checkpoint
+    digest = checkpoint.data_digest or fact.data_digest
+    if fact.data_digest and fact.data_digest != digest:
+        return abort(checkpoint, f"rank {fact.shard.rank} trains on other data than the others")
+    votes = {**checkpoint.votes, fact.shard.rank: fact.shard}
+    everybody = len(votes) == checkpoint.world_size
+    return checkpoint.model_copy(
+        update={
+            "votes": votes,
+            "data_digest": digest,
+            "loss": fact.loss if checkpoint.loss is None else checkpoint.loss,
+            "state": CheckpointState.SEALED if everybody else CheckpointState.WRITING,
+        }
+    )
+
+
+def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Checkpoint:
+    """The checkpoint once its manifest is linked; built from the manifest if it was not known."""
+    manifest = fact.manifest
+    if known is not None and known.state in {CheckpointState.COMMITTED, CheckpointState.DELETING}:
+        return known
+    return Checkpoint(
+        id=manifest.checkpoint_id,
+        job_id=manifest.job_id,
+        state=CheckpointState.COMMITTED,
+        step=manifest.step,
+        fence=manifest.fence,
+        world_size=manifest.world_size,
+        votes={shard.rank: shard for shard in manifest.shards},
+        loss=manifest.loss,
+        data_digest=manifest.data_digest,
+        number=fact.number,
+        created_ms=now_ms if known is None else known.created_ms,
+        committed_ms=now_ms,
+    )
+
+
+def abort(checkpoint: Checkpoint, reason: str) -> Checkpoint:
+    """The checkpoint when it will not be committed; a committed one stays so."""
+    if checkpoint.state not in {CheckpointState.WRITING, CheckpointState.SEALED}:
+        return checkpoint
+    return checkpoint.model_copy(update={"state": CheckpointState.ABORTED, "reason": reason})
+
+
+def to_retire(
+    checkpoints: Iterable[Checkpoint], keep_last: int, protected: frozenset[str]
+) -> tuple[Checkpoint, ...]:
+    """Which committed checkpoints retention gives up, oldest commit first.
+
+    The ``keep_last`` (at least 1) that were committed last stay, and the ``protected`` ones.
+    """
+    committed = sorted(
+        (c for c in checkpoints if c.state == CheckpointState.COMMITTED),
+        key=lambda c: (c.number or 0, c.step),
+    )
+    return tuple(c for c in committed[: -max(keep_last, 1)] if c.id not in protected)

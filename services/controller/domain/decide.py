@@ -1,0 +1,91 @@
+"""The one door to all decisions about a job: ``decide(job, event, now) -> decision``."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from services.contract.messages.facts import (
+    CheckpointBegan,
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    CheckpointVoted,
+    Evaluated,
+    GangEnded,
+    GangLaunched,
+    GangProgressed,
+    LaunchRefused,
+)
+from services.controller.domain import commits, gang, wishes
+from services.controller.domain.effects import Decision, Draft
+from services.controller.domain.events import (
+    AnswerOverdue,
+    CancelAsked,
+    CheckpointAsked,
+    GangPlaced,
+    JobEvent,
+    KillAsked,
+    NodeLost,
+    PauseAsked,
+    PlacementDelayed,
+    ResumeAsked,
+)
+from services.controller.domain.job import Job
+
+_Handler = Callable[[Any, Draft], None]
+
+_HANDLERS: Final[dict[type, _Handler]] = {
+    PauseAsked: wishes.on_pause,
+    CancelAsked: wishes.on_cancel,
+    KillAsked: wishes.on_kill,
+    ResumeAsked: wishes.on_resume,
+    CheckpointAsked: wishes.on_checkpoint,
+    GangPlaced: gang.on_placed,
+    PlacementDelayed: gang.on_delayed,
+    NodeLost: gang.on_node_lost,
+    AnswerOverdue: gang.on_overdue,
+    GangLaunched: gang.on_launched,
+    LaunchRefused: gang.on_refused,
+    GangProgressed: gang.on_progressed,
+    Evaluated: gang.on_evaluated,
+    GangEnded: gang.on_ended,
+    CheckpointBegan: commits.on_began,
+    CheckpointVoted: commits.on_voted,
+    CheckpointLinked: commits.on_linked,
+    CheckpointLost: commits.on_lost,
+    CheckpointRetired: commits.on_retired,
+}
+
+# What storage holds is true whichever attempt put it there.
+_TRUE_AT_ANY_FENCE: Final = (CheckpointLinked, CheckpointLost, CheckpointRetired)
+
+
+def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
+    """What becomes of ``job`` by ``event``, and what is to be done.
+
+    Deciding twice on one event changes nothing the second time.
+
+    Args:
+        job: The job with its checkpoints.
+        event: A wish, a finding of the reconciler, or an agent's fact.
+        now_ms: When it happened, in milliseconds of Redis's clock.
+
+    Raises:
+        StateConflictError, InvalidRequestError: A wish cannot be fulfilled.
+    """
+    draft = Draft(job, now_ms)
+    if not is_stale(job, event):
+        _HANDLERS[type(event)](event, draft)
+    return draft.decision()
+
+
+def is_stale(job: Job, event: JobEvent) -> bool:
+    """Whether an event speaks of an attempt that is no longer the newest one."""
+    fence: int | None = getattr(event, "fence", None)
+    return fence is not None and fence != job.fence and not isinstance(event, _TRUE_AT_ANY_FENCE)
+
+
+def first_decision(job: Job) -> Decision:
+    """The decision that puts a new job into the queue."""
+    draft = Draft(job, job.created_ms)
+    draft.note("job.queued", job.reason or "queued", name=job.spec.name)
+    return draft.decision()

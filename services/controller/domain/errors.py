@@ -1,0 +1,127 @@
+"""What can go wrong, as errors that carry their HTTP status and a stable code.
+
+::
+
+    MeshloomError
+    ├── InvalidRequestError      422  every fault at once
+    ├── KeyReusedError           422  an Idempotency-Key came with another body
+    ├── NotFoundError            404
+    ├── StateConflictError       409  the job's state does not allow it
+    ├── RecordUnreadableError    409  what is stored of the job cannot be read
+    ├── CursorExpiredError       410  the stream was trimmed behind the cursor
+    ├── TooManyStreamsError      503  as many follow logs and events as may
+    ├── StoreUnavailableError    503  Redis does not answer
+    ├── StaleWriteError          409  somebody else changed the record first
+    └── DeposedError             503  another controller leads now
+"""
+
+from collections.abc import Sequence
+
+from services.contract.problems import Fault
+
+
+class MeshloomError(Exception):
+    """Whatever the controller refuses or cannot do."""
+
+    status = 500
+    code = "internal_error"
+    title = "Internal error"
+    retry_after_s: int | None = None
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The single faults, where there are several."""
+        return ()
+
+
+class InvalidRequestError(MeshloomError):
+    """The request says something that can never be done; ``faults`` name each place."""
+
+    status = 422
+    code = "invalid_request"
+    title = "Invalid request"
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(fault.detail for fault in faults))
+        self._faults = tuple(faults)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Every fault of the request."""
+        return self._faults
+
+
+class KeyReusedError(MeshloomError):
+    """An ``Idempotency-Key`` was used before, for another request."""
+
+    status = 422
+    code = "idempotency_key_reused"
+    title = "Idempotency-Key reused"
+
+
+class NotFoundError(MeshloomError):
+    """There is no such resource."""
+
+    status = 404
+    code = "not_found"
+    title = "Not found"
+
+
+class StateConflictError(MeshloomError):
+    """The job's state does not allow the request."""
+
+    status = 409
+    code = "state_conflict"
+    title = "Not in this state"
+
+
+class RecordUnreadableError(MeshloomError):
+    """What is stored of a job cannot be read by this version; it can still be deleted."""
+
+    status = 409
+    code = "record_unreadable"
+    title = "The job's record cannot be read"
+
+
+class CursorExpiredError(MeshloomError):
+    """The stream no longer holds what follows the cursor."""
+
+    status = 410
+    code = "cursor_expired"
+    title = "The stream was trimmed"
+
+
+class TooManyStreamsError(MeshloomError):
+    """As many streams are open as this controller serves; pages are still answered."""
+
+    status = 503
+    code = "too_many_streams"
+    title = "Too many streams"
+    retry_after_s = 5
+
+
+class StoreUnavailableError(MeshloomError):
+    """Redis does not answer. A write may or may not have happened; repeating it is safe."""
+
+    status = 503
+    code = "store_unavailable"
+    title = "The store does not answer"
+    retry_after_s = 1
+
+
+class StaleWriteError(MeshloomError):
+    """The record changed since it was read; read again and decide again."""
+
+    status = 409
+    code = "stale_write"
+    title = "Changed meanwhile"
+    retry_after_s = 1
+
+
+class DeposedError(MeshloomError):
+    """Another controller took the lead: this one's decisions no longer count."""
+
+    status = 503
+    code = "deposed"
+    title = "Another controller leads"
+    retry_after_s = 1

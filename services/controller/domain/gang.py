@@ -1,0 +1,236 @@
+"""What placement, agents and nodes do to a job's newest attempt.
+
+A fact of an older attempt is void, and so is a repeated one: handlers change nothing then.
+"""
+
+import math
+from typing import Final
+
+from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
+from services.contract.messages.facts import (
+    Evaluated,
+    GangEnded,
+    GangLaunched,
+    GangProgressed,
+    LaunchRefused,
+)
+from services.contract.states import CheckpointState, JobState
+from services.contract.views import Evaluation
+from services.controller.domain.attempt import Attempt, NodeExit
+from services.controller.domain.effects import Draft
+from services.controller.domain.events import (
+    AnswerOverdue,
+    GangPlaced,
+    NodeLost,
+    PlacementDelayed,
+)
+from services.controller.domain.job import WAITING_STATES, Job
+from services.controller.domain.settle import settle
+
+ANSWER_DUE_MS: Final = 15_000
+_EVALUATIONS_KEPT: Final = 500
+_STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
+
+
+def on_placed(event: GangPlaced, draft: Draft) -> None:
+    """Open the next attempt and command its launch."""
+    job = draft.job
+    if job.state not in WAITING_STATES:
+        return
+    fence = job.fence + 1
+    source = job.latest_checkpoint
+    attempt = Attempt(
+        fence=fence,
+        world_size=event.plan.world_size,
+        incarnations=dict(event.incarnations),
+        resumed_from=None if source is None else source.id,
+        resumed_step=0 if source is None else source.step,
+        started_ms=draft.now_ms,
+        last_step=0 if source is None else source.step,
+    )
+    nodes = ", ".join(event.incarnations)
+    start = "from the beginning" if source is None else f"from step {source.step}"
+    draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
+    draft.move(
+        JobState.PLACING,
+        f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
+        f"{start}",
+        started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
+    )
+    launch = LaunchGang(
+        job_id=job.id,
+        fence=fence,
+        spec=job.spec,
+        plan=event.plan,
+        resume_from=attempt.resumed_from,
+    )
+    draft.send(launch, attempt.incarnations)
+
+
+def on_delayed(event: PlacementDelayed, draft: Draft) -> None:
+    """Say why the job still waits."""
+    if draft.job.state in WAITING_STATES and draft.job.reason != event.reason:
+        draft.change(reason=event.reason)
+        draft.note("job.waiting", event.reason)
+
+
+def on_launched(fact: GangLaunched, draft: Draft) -> None:
+    """Its ranks live; once they do on all nodes, the attempt is starting."""
+    attempt = draft.job.attempt
+    if attempt is None or fact.node_id in attempt.launched or attempt.is_over:
+        return
+    launched = (*attempt.launched, fact.node_id)
+    draft.change_attempt(launched=launched)
+    if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
+        draft.move(JobState.STARTING, f"attempt {attempt.fence}: all ranks are launched")
+
+
+def on_refused(fact: LaunchRefused, draft: Draft) -> None:
+    """A node could not start its part: the others' parts are stopped."""
+    attempt = draft.job.attempt
+    if attempt is None or fact.node_id not in attempt.live_nodes:
+        return
+    draft.change_attempt(
+        refusal=f"{fact.node_id} could not launch its ranks: {fact.reason}",
+        ended_nodes=(*attempt.ended_nodes, fact.node_id),
+    )
+    _kill_rest(draft)
+    settle(draft)
+
+
+def on_progressed(fact: GangProgressed, draft: Draft) -> None:
+    """The first step of the attempt is done."""
+    attempt = draft.job.attempt
+    if attempt is None or attempt.is_over:
+        return
+    if attempt.first_step is None:
+        draft.change_attempt(
+            first_step=fact.step,
+            first_step_ms=draft.now_ms,
+            last_step=max(attempt.last_step, fact.step),
+        )
+    if draft.job.state in _STARTING_STATES:
+        draft.move(JobState.RUNNING, f"attempt {attempt.fence} is training")
+
+
+def on_ended(fact: GangEnded, draft: Draft) -> None:
+    """No rank lives on this node any more."""
+    attempt = draft.job.attempt
+    if attempt is None or fact.node_id not in attempt.live_nodes:
+        return
+    exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    draft.change_attempt(
+        ended_nodes=(*attempt.ended_nodes, fact.node_id),
+        exits=attempt.exits + exits,
+        last_step=max(attempt.last_step, fact.last_step),
+    )
+    if not all(gone.finished or gone.drained for gone in fact.exits):
+        _kill_rest(draft)
+    settle(draft)
+
+
+def on_node_lost(event: NodeLost, draft: Draft) -> None:
+    """A node is gone with the ranks on it, or with the commit for which the job waits."""
+    attempt = draft.job.attempt
+    if attempt is None or event.node_id not in attempt.incarnations:
+        return
+    is_waited_for = attempt.is_over and event.node_id == draft.job.head_node
+    if event.node_id not in attempt.live_nodes and not is_waited_for:
+        return
+    # Sent to the lost node too: should it only have been cut off, this is the first it hears.
+    _kill(draft, attempt.live_nodes)
+    draft.change_attempt(
+        lost=event.reason,
+        farewell=event.farewell,
+        last_step=max(attempt.last_step, event.last_step),
+    )
+    settle(draft)
+
+
+def on_evaluated(fact: Evaluated, draft: Draft) -> None:
+    """A validation pass; the newest one of a step counts."""
+    # A fact that never travelled as JSON may still say NaN, which is not even equal to itself.
+    loss = fact.loss if fact.loss is not None and math.isfinite(fact.loss) else None
+    evaluation = Evaluation(step=fact.step, loss=loss, tokens=fact.tokens, baselines=fact.baselines)
+    if evaluation in draft.job.evaluations:
+        return
+    others = [e for e in draft.job.evaluations if e.step != fact.step]
+    merged = sorted([*others, evaluation], key=lambda e: e.step)
+    draft.change(evaluations=tuple(merged[-_EVALUATIONS_KEPT:]))
+    draft.note(
+        "job.evaluated",
+        f"validation loss {'not finite' if loss is None else f'{loss:.4f}'} after step {fact.step}",
+        step=fact.step,
+        loss=loss,
+        baselines=fact.baselines,
+    )
+
+
+def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
+    """Send again what the newest attempt's agents should have answered long ago."""
+    job, attempt = draft.job, draft.job.attempt
+    if attempt is None:
+        return
+    if job.state == JobState.PLACING and job.plan is not None:
+        launch = LaunchGang(
+            job_id=job.id,
+            fence=attempt.fence,
+            spec=job.spec,
+            plan=job.plan,
+            resume_from=attempt.resumed_from,
+        )
+        draft.send(launch, [n for n in attempt.live_nodes if n not in attempt.launched])
+    if job.stop is not None and attempt.live_nodes:
+        draft.send(stop_command(job, attempt, draft.now_ms), attempt.live_nodes)
+    for sealed in job.checkpoints.values():
+        if sealed.state == CheckpointState.SEALED and sealed.fence == attempt.fence:
+            send_commit(draft, attempt.fence, sealed.id)
+
+
+def is_overdue(job: Job, now_ms: int) -> bool:
+    """Whether an agent should have answered the last command by now."""
+    attempt = job.attempt
+    if attempt is None:
+        return False
+    awaits_commit = any(
+        c.state == CheckpointState.SEALED and c.fence == attempt.fence
+        for c in job.checkpoints.values()
+    )
+    grace_ms = int(job.stop.grace_s * 1000) if job.stop is not None else 0
+    awaits_answer = awaits_commit or job.state == JobState.PLACING or job.stop is not None
+    return awaits_answer and now_ms - job.commanded_ms > ANSWER_DUE_MS + grace_ms
+
+
+def send_commit(draft: Draft, fence: int, checkpoint_id: str) -> None:
+    """Command the head node to link a sealed checkpoint's manifest."""
+    manifest = draft.job.checkpoints[checkpoint_id].manifest
+    if draft.job.head_node is not None:
+        command = CommitCheckpoint(job_id=draft.job.id, fence=fence, manifest=manifest)
+        draft.send(command, [draft.job.head_node])
+
+
+def stop_command(job: Job, attempt: Attempt, now_ms: int) -> StopGang:
+    """The command that carries the job's wish to stop; grace is what is left of it, in seconds."""
+    stop = job.stop
+    if stop is None or stop.kind == "kill":
+        return StopGang(job_id=job.id, fence=attempt.fence, mode="kill")
+    left = max(stop.grace_s - (now_ms - stop.asked_ms) / 1000, 0.0)
+    return StopGang(
+        job_id=job.id,
+        fence=attempt.fence,
+        mode="drain",
+        checkpoint=stop.checkpoint,
+        grace_s=left,
+    )
+
+
+def _kill_rest(draft: Draft) -> None:
+    attempt = draft.job.attempt
+    if attempt is not None:
+        _kill(draft, attempt.live_nodes)
+
+
+def _kill(draft: Draft, nodes: tuple[str, ...]) -> None:
+    if nodes:
+        fence = draft.job.attempts[-1].fence
+        draft.send(StopGang(job_id=draft.job.id, fence=fence, mode="kill"), nodes)

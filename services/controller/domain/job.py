@@ -1,0 +1,152 @@
+"""A job's record and the table of its states."""
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from pydantic import Field
+
+from services.contract.ids import CheckpointId, JobId
+from services.contract.plans import GangPlan
+from services.contract.specs import JobSpec
+from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
+from services.contract.views import Evaluation
+from services.controller.domain.attempt import Attempt, Failure
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.record import Record
+
+TRANSITIONS: Final[Mapping[JobState, frozenset[JobState]]] = {
+    JobState.QUEUED: frozenset(
+        {JobState.PLACING, JobState.PAUSED, JobState.CANCELLED, JobState.SUCCEEDED}
+    ),
+    JobState.PLACING: frozenset(
+        {
+            JobState.STARTING,
+            JobState.RUNNING,
+            JobState.PAUSING,
+            JobState.RESTARTING,
+            JobState.CANCELLING,
+            JobState.SUCCEEDED,
+            JobState.FAILED,
+        }
+    ),
+    JobState.STARTING: frozenset(
+        {
+            JobState.RUNNING,
+            JobState.PAUSING,
+            JobState.RESTARTING,
+            JobState.CANCELLING,
+            JobState.SUCCEEDED,
+            JobState.FAILED,
+        }
+    ),
+    JobState.RUNNING: frozenset(
+        {
+            JobState.PAUSING,
+            JobState.RESTARTING,
+            JobState.CANCELLING,
+            JobState.SUCCEEDED,
+            JobState.FAILED,
+        }
+    ),
+    JobState.PAUSING: frozenset(
+        {
+            JobState.PAUSED,
+            JobState.RESTARTING,
+            JobState.CANCELLING,
+            JobState.SUCCEEDED,
+            JobState.FAILED,
+        }
+    ),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.RESTARTING: frozenset(
+        {JobState.PLACING, JobState.PAUSED, JobState.CANCELLED, JobState.SUCCEEDED}
+    ),
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.SUCCEEDED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
+    JobState.FAILED: frozenset({JobState.QUEUED, JobState.SUCCEEDED}),
+    JobState.SUCCEEDED: frozenset(),
+}
+"""From each state, those that may follow. ``SUCCEEDED`` after a stop was asked: the job was done
+before the stop took effect. After ``QUEUED``, ``RESTARTING`` and ``FAILED``: the commit of the last
+checkpoint was reported after its attempt had been given up."""
+
+RESUMABLE_STATES: Final = frozenset({JobState.PAUSED, JobState.FAILED, JobState.CANCELLED})
+WAITING_STATES: Final = frozenset({JobState.QUEUED, JobState.RESTARTING})
+SEVERITY: Final[Mapping[str, int]] = {"pause": 1, "cancel": 2, "kill": 3}
+
+
+class Stop(Record):
+    """A wish to stop that has not been fulfilled yet. It may only get more severe."""
+
+    kind: Literal["pause", "cancel", "kill"]
+    checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
+    grace_s: float = 60.0
+    asked_ms: int
+
+
+class Job(Record):
+    """All that is decided about a job. Times in milliseconds of Redis's clock.
+
+    ``run_fence`` is the newest fence when the job was last resumed: attempts above it belong to
+    the present run, whose restarts are counted. ``base_checkpoint`` is the one that a person named
+    to resume from: of older attempts' checkpoints (up to ``base_fence``), only that one counts.
+    ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
+    not bring them back.
+    """
+
+    id: JobId
+    spec: JobSpec
+    state: JobState = JobState.QUEUED
+    reason: str | None = None
+    exit_reason: ExitReason | None = None
+    failure: Failure | None = None
+    owner: str = "local"
+    created_ms: int
+    updated_ms: int
+    started_ms: int | None = None
+    ended_ms: int | None = None
+    fence: int = 0
+    run_fence: int = 0
+    attempts: tuple[Attempt, ...] = ()
+    plan: GangPlan | None = None
+    restarts: int = 0
+    not_before_ms: int = 0
+    stop: Stop | None = None
+    base_checkpoint: CheckpointId | None = None
+    base_fence: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    commanded_ms: int = 0
+    gone: tuple[CheckpointId, ...] = ()
+    checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing happens to it any more by itself."""
+        return self.state in TERMINAL_STATES
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is still to happen to it without a person's wish."""
+        return not self.is_terminal and self.state != JobState.PAUSED
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt, unless it has ended."""
+        newest = self.attempts[-1] if self.attempts else None
+        return None if newest is None or newest.ended_ms is not None else newest
+
+    @property
+    def head_node(self) -> str | None:
+        """The node of rank 0 of the newest attempt."""
+        return None if self.plan is None else self.plan.ranks[0].node_id
+
+    @property
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The committed checkpoint from which the next attempt goes on."""
+        line = [
+            c
+            for c in self.checkpoints.values()
+            if c.state == CheckpointState.COMMITTED
+            and (c.fence > self.base_fence or c.id == self.base_checkpoint)
+        ]
+        return max(line, key=lambda c: (c.step, c.fence), default=None)

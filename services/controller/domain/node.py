@@ -1,0 +1,88 @@
+"""A node: it joins, its lease lives or is over, it leaves. Suspicion is not death."""
+
+from dataclasses import dataclass
+
+from services.contract.ids import NodeId
+from services.contract.messages.facts import Inventory, NodeJoined, NodeLeft
+from services.contract.redis_keys import NODE_LEASE_MS
+from services.contract.states import NodeState
+from services.controller.domain.record import Record
+
+
+class Node(Record):
+    """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
+
+    ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
+    another join makes it a node again.
+    """
+
+    id: NodeId
+    state: NodeState
+    incarnation: str
+    inventory: Inventory
+    joined_ms: int
+    fact_id: str
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A lease that lives: of which life of the agent, and for how many milliseconds more."""
+
+    incarnation: str
+    left_ms: int
+
+
+def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
+    """The node after an agent joined; a fact that is not newer than the last one is void."""
+    if known is not None and not _is_newer(fact_id, known.fact_id):
+        return known
+    is_new_life = known is None or known.incarnation != fact.incarnation
+    return Node(
+        id=fact.node_id,
+        state=NodeState.READY,
+        incarnation=fact.incarnation,
+        inventory=fact.inventory,
+        joined_ms=_time(fact_id) if known is None or is_new_life else known.joined_ms,
+        fact_id=fact_id,
+    )
+
+
+def leave(known: Node, fact: NodeLeft, fact_id: str) -> Node:
+    """The node after its agent said farewell; of an earlier life, or repeated, it is void."""
+    if known.incarnation != fact.incarnation or not _is_newer(fact_id, known.fact_id):
+        return known
+    return known.model_copy(update={"state": NodeState.LOST, "fact_id": fact_id, "left": True})
+
+
+def judge(known: Node, lease: Lease | None, healthy_ms: int) -> Node:
+    """The node in the light of its lease.
+
+    Args:
+        known: The node.
+        lease: The lease that lives, if any.
+        healthy_ms: For how long Redis has answered without a break. A lease that ran out while
+            Redis was away proves nothing: its agent could not renew it.
+    """
+    if known.left:
+        return known
+    if lease is not None:
+        if known.state == NodeState.LOST and lease.incarnation == known.incarnation:
+            return known.model_copy(update={"state": NodeState.READY})
+        return known
+    if known.state != NodeState.LOST and healthy_ms >= NODE_LEASE_MS:
+        return known.model_copy(update={"state": NodeState.LOST})
+    return known
+
+
+def _is_newer(fact_id: str, other: str) -> bool:
+    return _order(fact_id) > _order(other)
+
+
+def _order(fact_id: str) -> tuple[int, int]:
+    time_ms, _, number = fact_id.partition("-")
+    return int(time_ms), int(number or 0)
+
+
+def _time(fact_id: str) -> int:
+    return _order(fact_id)[0]

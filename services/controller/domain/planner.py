@@ -1,0 +1,120 @@
+"""From a spec to a sharding plan, without building the model.
+
+The units of built-in models are known. A user's model is one unit unless the spec's plan names
+others, because only a rank can see how it is built.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from fsdp_core.plan.model import MeshPlan, Precision, ShardingPlan, UnitPlan
+from services.contract.plans import SHARDING_PLAN, GangPlan
+from services.contract.problems import Fault
+from services.contract.specs import JobSpec
+from services.controller.domain.errors import InvalidRequestError
+from services.controller.domain.placement import Seated
+
+_BUILT_IN_UNITS: Final = {"decoder": (UnitPlan(modules=("blocks.*",)),)}
+_PLAN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(ShardingPlan))
+_MESH_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(MeshPlan))
+_UNIT_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(UnitPlan))
+
+
+def shard(spec: JobSpec) -> ShardingPlan:
+    """The sharding plan of a job: what the spec says, and defaults for the rest.
+
+    Raises:
+        InvalidRequestError: The plan or the mesh cannot be; it names every fault.
+    """
+    mesh = _mesh(spec)
+    faults = _mesh_faults(mesh)
+    asked: dict[str, Any] = {} if spec.plan == "auto" else dict(spec.plan)
+    faults += _unknown_fields(asked)
+    try:
+        plan = _merge(asked, mesh, spec)
+    except ValidationError as error:
+        faults += [_fault(detail) for detail in error.errors(include_url=False)]
+        raise InvalidRequestError(faults) from error
+    if plan.mesh != mesh:
+        faults.append(
+            Fault(
+                pointer="/plan/mesh",
+                detail=f"plan.mesh is {plan.mesh}, but the job's mesh is {mesh}; leave it out",
+                code="mesh_mismatch",
+            )
+        )
+    if faults:
+        raise InvalidRequestError(faults)
+    return plan
+
+
+def gang(spec: JobSpec, seated: Seated) -> GangPlan:
+    """All that the ranks of an attempt must know: the sharding plan, and who sits where."""
+    return GangPlan(device_type=seated.device, sharding=shard(spec), ranks=seated.ranks)
+
+
+def _mesh(spec: JobSpec) -> MeshPlan:
+    if spec.mesh == "auto":
+        return MeshPlan(dp_shard=spec.resources.ranks)
+    return MeshPlan(
+        dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard, tp=spec.mesh.tp
+    )
+
+
+def _mesh_faults(mesh: MeshPlan) -> list[Fault]:
+    return [
+        Fault(
+            pointer=f"/mesh/{axis}",
+            detail=f"mesh.{axis} is {size}, but this version {cannot}; use dp_shard alone",
+            code="unsupported_mesh",
+        )
+        for axis, size, cannot in (
+            ("dp_replicate", mesh.dp_replicate, "does not replicate sharded models (HSDP)"),
+            ("tp", mesh.tp, "has no tensor parallelism"),
+        )
+        if size > 1
+    ]
+
+
+def _merge(asked: dict[str, Any], mesh: MeshPlan, spec: JobSpec) -> ShardingPlan:
+    """The plan that is asked for, on top of the one that would have been chosen."""
+    precision = spec.train.precision
+    units = _BUILT_IN_UNITS.get(spec.model.factory, ())
+    # Parameters are kept in fp32: to gather them in fp32 is not to cast them.
+    param: Precision | None = None if precision.params == "fp32" else precision.params
+    reduce: Precision | None = None if precision.reduce == precision.params else precision.reduce
+    chosen = ShardingPlan(mesh=mesh, units=units, param_dtype=param, reduce_dtype=reduce)
+    known = {key: value for key, value in asked.items() if key in _PLAN_FIELDS}
+    return SHARDING_PLAN.validate_python(dataclasses.asdict(chosen) | known)
+
+
+def _unknown_fields(asked: dict[str, Any]) -> list[Fault]:
+    places = [(f"/plan/{key}", key in _PLAN_FIELDS) for key in asked]
+    mesh = asked.get("mesh")
+    if isinstance(mesh, dict):
+        places += [(f"/plan/mesh/{key}", key in _MESH_FIELDS) for key in mesh]
+    units = asked.get("units")
+    if isinstance(units, Sequence) and not isinstance(units, str):
+        places += [
+            (f"/plan/units/{index}/{key}", key in _UNIT_FIELDS)
+            for index, unit in enumerate(units)
+            if isinstance(unit, dict)
+            for key in unit
+        ]
+    return [
+        Fault(pointer=place, detail="there is no such field in a plan", code="extra_forbidden")
+        for place, is_known in places
+        if not is_known
+    ]
+
+
+def _fault(detail: Any) -> Fault:  # noqa: ANN401 pydantic's ErrorDetails, a plain dict
+    path = "".join(f"/{part}" for part in detail["loc"])
+    return Fault(
+        pointer=f"/plan{path}",
+        detail=str(detail["msg"]).removeprefix("Value error, "),
+        code=str(detail["type"]),
+    )

@@ -1,0 +1,143 @@
+"""Whether a failed attempt is followed by another one.
+
+A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
+within the budget; an agent that was stopped in an orderly way costs none of it. An exception before the attempt finished any step, or the same one again at the
+same step: the job's own fault, and another try would only repeat it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from services.contract.states import ExitReason
+from services.controller.domain.attempt import Attempt, Failure, NodeExit
+from services.controller.domain.job import Job
+
+BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
+"""The wait before each restart of a run; the last one for all that follow."""
+
+_TRACEBACK_KEPT: Final = 16_000
+_LINE_KEPT: Final = 300
+_ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
+# What the survivors of a lost rank say: the consequence of a failure, never its cause.
+_LOST_PEER: Final = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|closed by (peer|remote)|unexpected eof"
+    r"|(gloo|nccl|tcpstore|rendezvous|store).*(timed out|timeout|connect)"
+    r"|dist(network|store|backend)error|remote process exited",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Try again after ``delay_ms``. ``counts``: at the cost of one restart of the budget."""
+
+    delay_ms: int
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job has failed."""
+
+    exit_reason: ExitReason
+    reason: str
+
+
+def first_failure(attempt: Attempt) -> Failure | None:
+    """The rank that failed first, as its agent ordered the exits; None if none failed."""
+    failed = sorted(
+        (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
+        key=lambda e: (e.exit.order, e.exit.rank),
+    )
+    if attempt.refusal is not None:
+        return Failure(error=attempt.refusal)
+    if attempt.lost is not None and not failed:
+        return Failure(error=attempt.lost)
+    return _failure(failed[0]) if failed else None
+
+
+def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
+    """Why an attempt that was not asked to stop ended."""
+    if attempt.lost is not None:
+        return ExitReason.NODE_LOST
+    if attempt.refusal is not None:
+        return ExitReason.LAUNCH_FAILED
+    if failure is None:
+        return ExitReason.CHECKPOINT_FAILED
+    return ExitReason.USER_ERROR if _is_exception(failure) else ExitReason.RANK_LOST
+
+
+def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
+    """Whether ``job`` is tried again after ``attempt``, its newest, has failed so."""
+    if attempt.farewell and (failure is None or failure.rank is None):
+        return Restart(0, counts=False)
+    why = cause(attempt, failure)
+    what = describe(failure)
+    if why == ExitReason.USER_ERROR and failure is not None:
+        if attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step:
+            return GiveUp(why, f"{what}, before the attempt finished any step")
+        if _same_as_before(job, attempt, failure):
+            return GiveUp(why, f"{what}, the second time at this step")
+    budget = job.spec.faults.max_restarts
+    if job.restarts >= budget:
+        if budget == 0:
+            return GiveUp(why, f"{what}; faults.max_restarts is 0")
+        return GiveUp(ExitReason.RESTARTS_EXHAUSTED, f"{what}; all {budget} restarts are used up")
+    return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
+
+
+def describe(failure: Failure | None) -> str:
+    """A failure in half a sentence."""
+    if failure is None:
+        return "the last checkpoint was not committed"
+    if failure.rank is None:
+        return failure.error or "the attempt was lost"
+    where = f"rank {failure.rank} on {failure.node_id}"
+    if failure.error is not None:
+        return f"{where} failed after step {failure.step}: {_first_line(failure.error)}"
+    if failure.signal is not None:
+        return f"{where} was ended by signal {failure.signal} after step {failure.step}"
+    return f"{where} exited with code {failure.exit_code} after step {failure.step}"
+
+
+def _failure(entry: NodeExit) -> Failure:
+    gone = entry.exit
+    return Failure(
+        rank=gone.rank,
+        node_id=entry.node_id,
+        phase=gone.phase,
+        step=gone.step,
+        exit_code=gone.exit_code,
+        signal=gone.signal,
+        error=gone.error,
+        traceback=gone.traceback[-_TRACEBACK_KEPT:] if gone.traceback else None,
+    )
+
+
+def _is_exception(failure: Failure) -> bool:
+    """Whether it is an exception of the job's own.
+
+    The agent explains exits without one in its words, and one that tells of a lost peer is the
+    consequence of that peer's end.
+    """
+    if failure.traceback is None or failure.error is None:
+        return False
+    return _LOST_PEER.search(failure.error) is None
+
+
+def _first_line(error: str) -> str:
+    line = error.strip().partition("\n")[0]
+    return line if len(line) <= _LINE_KEPT else f"{line[:_LINE_KEPT]}…"
+
+
+def _same_as_before(job: Job, attempt: Attempt, failure: Failure) -> bool:
+    earlier = [a for a in job.attempts if job.run_fence < a.fence < attempt.fence]
+    if not earlier or earlier[-1].failure is None:
+        return False
+    before = earlier[-1].failure
+    return before.step == failure.step and _signature(before) == _signature(failure)
+
+
+def _signature(failure: Failure) -> str | None:
+    return None if failure.error is None else _ADDRESS.sub("0x", failure.error)

@@ -1,0 +1,206 @@
+"""What becomes of a job once no rank of its attempt lives any more.
+
+Everything that waits for this (the gang's end, a commit, a lost node) calls ``settle``, which
+looks at the facts so far: it either reaches the outcome or goes on waiting for a commit.
+"""
+
+from services.contract.states import CheckpointState, ExitReason, JobState
+from services.controller.domain import checkpoint as checkpoints
+from services.controller.domain import retry
+from services.controller.domain.attempt import Attempt, Failure
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.effects import Draft
+from services.controller.domain.job import Job, Stop
+
+
+def settle(draft: Draft) -> None:
+    """Draw the conclusion from an attempt that is over, if all that it hangs on is known."""
+    attempt = draft.job.attempt
+    if attempt is None or not attempt.is_over:
+        return
+    stop = draft.job.stop
+    if stop is not None and stop.kind == "kill":
+        _abort_open(draft, attempt, sealed_too=False)
+        _end_attempt(draft, ExitReason.KILLED)
+        _cancel(draft, ExitReason.KILLED, "killed on request")
+        return
+    _abort_open(draft, attempt, sealed_too=attempt.lost is not None)
+    pending = _pending_commit(draft.job, attempt)
+    if pending is not None:
+        reason = f"waiting until the checkpoint of step {pending.step} is committed"
+        draft.change(reason=reason)
+    elif attempt.has_trained(draft.job.spec.train.steps):
+        _conclude_training(draft, attempt)
+    elif stop is not None:
+        _conclude_stop(draft, attempt, stop)
+    else:
+        _conclude_failure(draft, attempt)
+
+
+def succeed_late(draft: Draft, linked: Checkpoint) -> None:
+    """A job whose last checkpoint proves to be committed after its attempt was given up is done.
+
+    Even one that has failed: all that it lacked was the word of this commit.
+    """
+    steps = draft.job.spec.train.steps
+    trained = any(a.fence == linked.fence and a.has_trained(steps) for a in draft.job.attempts)
+    waiting = draft.job.state in {JobState.QUEUED, JobState.RESTARTING, JobState.FAILED}
+    if waiting and trained and linked == draft.job.latest_checkpoint and linked.step >= steps:
+        _succeed(draft)
+
+
+def _conclude_training(draft: Draft, attempt: Attempt) -> None:
+    latest = draft.job.latest_checkpoint
+    if latest is not None and latest.step >= draft.job.spec.train.steps:
+        _end_attempt(draft, ExitReason.COMPLETED)
+        _succeed(draft)
+    elif draft.job.stop is not None:
+        _conclude_stop(draft, attempt, draft.job.stop)
+    else:
+        _conclude_failure(draft, attempt)
+
+
+def _conclude_stop(draft: Draft, attempt: Attempt, stop: Stop) -> None:
+    latest = draft.job.latest_checkpoint
+    saved = latest.step if latest is not None else 0
+    is_safe = saved >= attempt.last_step
+    verb = "pause" if stop.kind == "pause" else "cancellation"
+    if stop.checkpoint == "required" and not is_safe:
+        why = _why_unsafe(draft.job, attempt)
+        if stop.kind == "pause":
+            _give_up_pause(draft, attempt, why, saved)
+            return
+        _end_attempt(draft, ExitReason.CHECKPOINT_FAILED)
+        _cancel(
+            draft,
+            ExitReason.CHECKPOINT_FAILED,
+            f"cancelled, but the checkpoint that this {verb} required failed ({why}); "
+            f"what is saved ends at step {saved} of {attempt.last_step}",
+        )
+        return
+    kept = f"at step {saved}" if is_safe else f"what is saved ends at step {saved}"
+    if stop.kind == "pause":
+        _end_attempt(draft, ExitReason.PAUSED)
+        draft.move(JobState.PAUSED, f"paused on request; {kept}", stop=None)
+    else:
+        _end_attempt(draft, ExitReason.CANCELLED)
+        _cancel(draft, ExitReason.CANCELLED, f"cancelled on request; {kept}")
+
+
+def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None:
+    """Who requires a checkpoint prefers a job that goes on to one that stands without it."""
+    draft.change(stop=None)
+    draft.note("job.pause_failed", f"the pause required a checkpoint, which failed: {why}")
+    if not attempt.has_drained():
+        _conclude_failure(draft, attempt)
+        return
+    _end_attempt(draft, ExitReason.CHECKPOINT_FAILED)
+    reason = (
+        f"the pause was given up: it required a checkpoint, which failed ({why}); "
+        f"the job goes on from step {saved}"
+    )
+    draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+
+
+def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
+    failure = retry.first_failure(attempt)
+    verdict = retry.judge(draft.job, attempt, failure)
+    _end_attempt(draft, retry.cause(attempt, failure), failure)
+    if isinstance(verdict, retry.GiveUp):
+        draft.move(
+            JobState.FAILED,
+            verdict.reason,
+            exit_reason=verdict.exit_reason,
+            failure=failure,
+            ended_ms=draft.now_ms,
+            stop=None,
+        )
+        return
+    if not verdict.counts:
+        reason = f"{retry.describe(failure)}; this restart is not counted"
+        draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+        return
+    number = draft.job.restarts + 1
+    wait = f" in {verdict.delay_ms / 1000:g} s" if verdict.delay_ms else ""
+    draft.move(
+        JobState.RESTARTING,
+        f"{retry.describe(failure)}; restart {number} of "
+        f"{draft.job.spec.faults.max_restarts}{wait}",
+        restarts=number,
+        not_before_ms=draft.now_ms + verdict.delay_ms,
+    )
+
+
+def _succeed(draft: Draft) -> None:
+    draft.move(
+        JobState.SUCCEEDED,
+        f"all {draft.job.spec.train.steps} steps are done and the last checkpoint is committed",
+        exit_reason=ExitReason.COMPLETED,
+        failure=None,
+        ended_ms=draft.now_ms,
+        stop=None,
+    )
+
+
+def _cancel(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
+    draft.move(
+        JobState.CANCELLED, reason, exit_reason=exit_reason, ended_ms=draft.now_ms, stop=None
+    )
+
+
+def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = None) -> None:
+    attempt = draft.job.attempts[-1]
+    latest = draft.job.latest_checkpoint
+    saved = max(latest.step if latest is not None else 0, attempt.resumed_step)
+    last_step = max(attempt.last_step, attempt.resumed_step)
+    draft.change_attempt(
+        ended_ms=draft.now_ms,
+        exit_reason=reason,
+        failure=failure,
+        last_step=last_step,
+        lost_steps=max(last_step - saved, 0),
+        # Only the exits of a finished gang are asked for again (by succeed_late).
+        exits=attempt.exits if attempt.has_trained(draft.job.spec.train.steps) else (),
+    )
+    draft.note(
+        "attempt.ended",
+        f"attempt {attempt.fence} ended after step {last_step}: {reason}",
+        fence=attempt.fence,
+        exit_reason=reason,
+        last_step=last_step,
+    )
+
+
+def _abort_open(draft: Draft, attempt: Attempt, *, sealed_too: bool) -> None:
+    """Votes come before the gang's end: what lacks one now will never have it."""
+    book = dict(draft.job.checkpoints)
+    for known in draft.job.checkpoints.values():
+        writing = known.state == CheckpointState.WRITING
+        sealed = known.state == CheckpointState.SEALED
+        if known.fence == attempt.fence and (writing or (sealed and sealed_too)):
+            why = "the attempt ended before every rank had voted" if writing else attempt.lost
+            book[known.id] = checkpoints.abort(known, why or "the attempt was lost")
+            draft.note("checkpoint.aborted", f"checkpoint {known.id}: {why}", checkpoint=known.id)
+    draft.change(checkpoints=book)
+
+
+def _pending_commit(job: Job, attempt: Attempt) -> Checkpoint | None:
+    pending = [
+        c
+        for c in job.checkpoints.values()
+        if c.state == CheckpointState.SEALED and c.fence == attempt.fence
+    ]
+    return max(pending, key=lambda c: c.step, default=None)
+
+
+def _why_unsafe(job: Job, attempt: Attempt) -> str:
+    aborted = [
+        c
+        for c in job.checkpoints.values()
+        if c.state == CheckpointState.ABORTED and c.fence == attempt.fence
+    ]
+    if aborted:
+        return max(aborted, key=lambda c: c.step).reason or "it was aborted"
+    if attempt.lost is not None:
+        return attempt.lost
+    return retry.describe(retry.first_failure(attempt)) if attempt.exits else "no rank wrote one"

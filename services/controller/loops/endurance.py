@@ -1,0 +1,51 @@
+"""How a loop outlives Redis's absence: said once, tried again ever more slowly, said when over."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from services.controller.domain.errors import StaleWriteError, StoreUnavailableError
+
+_log = structlog.get_logger()
+_FIRST_WAIT_S: Final = 0.1
+_LONGEST_WAIT_S: Final = 2.0
+
+
+class Endurance:
+    """Runs one round of a loop after the other.
+
+    Args:
+        name: The loop's name in the log.
+        on_absence: Called when Redis did not answer.
+    """
+
+    def __init__(self, name: str, on_absence: Callable[[], None] | None = None) -> None:
+        self._name = name
+        self._on_absence = on_absence
+        self._wait_s = 0.0
+
+    async def round(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work``; if Redis does not answer, wait instead of failing."""
+        try:
+            await work()
+        except StoreUnavailableError as error:
+            if not self._wait_s:
+                _log.warning("store_unavailable", loop=self._name, error=str(error))
+            if self._on_absence is not None:
+                self._on_absence()
+            self._wait_s = min(max(self._wait_s * 2, _FIRST_WAIT_S), _LONGEST_WAIT_S)
+            await asyncio.sleep(self._wait_s)
+        except StaleWriteError as error:
+            # Somebody else writes the same record very fast; what they wrote is looked at next.
+            _log.info("stale_write", loop=self._name, error=str(error))
+            await asyncio.sleep(_FIRST_WAIT_S)
+        else:
+            self.succeeded()
+
+    def succeeded(self) -> None:
+        """Redis answered: for work that does not return in between."""
+        if self._wait_s:
+            _log.info("store_is_back", loop=self._name)
+            self._wait_s = 0.0

@@ -1,0 +1,93 @@
+"""The fact consumer: heeds the agents' facts in their order, and acknowledges after the commit."""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
+from services.controller.loops.endurance import Endurance
+from services.controller.ports.machines import Entry
+from services.controller.ports.office import Ports
+from services.controller.use_cases.facts import heed
+
+_log = structlog.get_logger()
+_BATCH: Final = 128
+_BLOCK_S: Final = 2.0
+_LOOK_BACK_EVERY_S: Final = 5.0
+_TRIES: Final = 5
+
+
+class FactLoop:
+    """Run ``run`` as a task of a reign.
+
+    Args:
+        ports: The world.
+        epoch: The reign.
+    """
+
+    def __init__(self, ports: Ports, epoch: int) -> None:
+        self._ports = ports
+        self._epoch = epoch
+        self._failures: dict[str, int] = {}
+        self._looked_back_at: float | None = None
+
+    async def run(self) -> None:
+        """Heed facts for ever.
+
+        Raises:
+            DeposedError: The reign is over.
+        """
+        endurance = Endurance("facts", self._look_back_soon)
+        await endurance.round(self._ports.facts.prepare)
+        while True:
+            await endurance.round(self._round)
+
+    async def _round(self) -> None:
+        """What was delivered and not acknowledged comes first: it is older than the rest.
+
+        It is looked for at the start, after an error, and now and then: a lost reply leaves its
+        facts delivered to nobody.
+        """
+        last = self._looked_back_at
+        if last is None or time.monotonic() - last > _LOOK_BACK_EVERY_S:
+            entries = await self._ports.facts.unacknowledged(_BATCH)
+            if not entries:
+                self._looked_back_at = time.monotonic()
+        else:
+            entries = await self._ports.facts.next(_BATCH, _BLOCK_S)
+        if entries:
+            await self._heed(entries)
+
+    async def _heed(self, entries: Sequence[Entry]) -> None:
+        try:
+            await heed(self._ports, entries, self._epoch)
+        except (DeposedError, StoreUnavailableError, StaleWriteError):
+            self._look_back_soon()
+            raise
+        except Exception:  # noqa: BLE001 a bug in one handler must not stop all jobs
+            _log.exception("facts_not_heeded", fact_ids=[entry.id for entry in entries])
+            await self._heed_singly(entries)
+            return
+        await self._ports.facts.acknowledge([entry.id for entry in entries])
+
+    async def _heed_singly(self, entries: Sequence[Entry]) -> None:
+        """One fact that trips us up must not hold up all others: it is given up after some tries."""
+        for entry in entries:
+            try:
+                await heed(self._ports, [entry], self._epoch)
+            except (DeposedError, StoreUnavailableError, StaleWriteError):
+                self._look_back_soon()
+                raise
+            except Exception:  # noqa: BLE001 as above
+                tries = self._failures.get(entry.id, 0) + 1
+                self._failures[entry.id] = tries
+                if tries < _TRIES:
+                    continue
+                _log.exception("fact_given_up", fact_id=entry.id, body=entry.body[:500])
+            self._failures.pop(entry.id, None)
+            await self._ports.facts.acknowledge([entry.id])
+
+    def _look_back_soon(self) -> None:
+        self._looked_back_at = None

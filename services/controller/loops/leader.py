@@ -1,0 +1,95 @@
+"""Leadership: at most one controller acts; a reign ends when its lease is not renewed in time."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from services.contract.redis_keys import LEADER_LEASE_MS
+from services.controller.domain.errors import DeposedError, StoreUnavailableError
+from services.controller.loops.endurance import Endurance
+from services.controller.ports.office import Leadership
+
+_log = structlog.get_logger()
+_LEASE_S: Final = LEADER_LEASE_MS / 1000
+_RENEW_EVERY_S: Final = _LEASE_S / 4
+_ASK_EVERY_S: Final = 0.5
+
+Reign = Callable[[int], Awaitable[None]]
+
+
+class Leader:
+    """Takes the lead whenever it is free and reigns until it is lost. Run ``lead`` as a task.
+
+    Args:
+        leadership: The lease.
+        holder: This controller's name; another in each life.
+        reign: What a leader does, for ever, given the epoch; cancelled when the lead is lost.
+    """
+
+    def __init__(self, leadership: Leadership, holder: str, reign: Reign) -> None:
+        self._leadership = leadership
+        self._holder = holder
+        self._reign = reign
+        self._epoch: int | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the present reign; None while another controller, or none, leads."""
+        return self._epoch
+
+    async def lead(self) -> None:
+        """Take the lead, reign, lose it, ask again; for ever."""
+        endurance = Endurance("leader")
+        async with self._released_at_the_end():
+            while True:
+                await endurance.round(self._take_and_reign)
+
+    async def _take_and_reign(self) -> None:
+        asked_at = time.monotonic()
+        epoch = await self._leadership.take(self._holder)
+        if epoch is None:
+            await asyncio.sleep(_ASK_EVERY_S)
+            return
+        _log.info("leading", epoch=epoch)
+        self._epoch = epoch
+        reign = asyncio.ensure_future(self._reign(epoch))
+        try:
+            await self._renew_while(reign, asked_at)
+        finally:
+            self._epoch = None
+            reign.cancel()
+            await asyncio.wait([reign])
+        _log.warning("no_longer_leading", epoch=epoch)
+        if not reign.cancelled() and (error := reign.exception()):
+            if not isinstance(error, DeposedError):
+                _log.error("reign_failed", epoch=epoch, exc_info=error)
+            await self._leadership.release(self._holder)
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def _renew_while(self, reign: "asyncio.Future[None]", renewed_at: float) -> None:
+        """Return once the reign ended, or its lease did, by this host's monotonic clock."""
+        while True:
+            await asyncio.wait([reign], timeout=_RENEW_EVERY_S)
+            if reign.done():
+                return
+            asked_at = time.monotonic()
+            try:
+                if not await self._leadership.renew(self._holder):
+                    return
+                renewed_at = asked_at
+            except StoreUnavailableError:
+                if time.monotonic() - renewed_at > _LEASE_S:
+                    return
+
+    @contextlib.asynccontextmanager
+    async def _released_at_the_end(self) -> AsyncIterator[None]:
+        """A clean end frees the office at once, so that the next controller need not wait."""
+        try:
+            yield
+        finally:
+            with contextlib.suppress(StoreUnavailableError):
+                await self._leadership.release(self._holder)

@@ -1,0 +1,177 @@
+"""Where jobs are kept: read with a version, written by comparing it."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from services.contract.states import JobState
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.effects import Decision, Send
+from services.controller.domain.job import Job
+from services.controller.domain.record import Record
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A job with its checkpoints, and the version under which it was read."""
+
+    job: Job
+    version: int
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who causes a change: a person's request, an agent, the controller."""
+
+    name: str
+    request_id: str | None = None
+
+
+class EventRecord(Record):
+    """A line of a job's event log. Its time is that of its place in the log."""
+
+    kind: str
+    message: str
+    actor: str
+    request_id: str | None = None
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A decision on a stored job, ready to be committed as a whole."""
+
+    before: Stored
+    decision: Decision
+    actor: Actor
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to commit."""
+        decision = self.decision
+        return decision.job == self.before.job and not (decision.sends or decision.notes)
+
+    @property
+    def events(self) -> tuple[EventRecord, ...]:
+        """The lines for the event log."""
+        return event_records(self.decision, self.actor)
+
+    @property
+    def changed_checkpoints(self) -> tuple[Checkpoint, ...]:
+        """Those to be written."""
+        known = self.before.job.checkpoints
+        return tuple(c for c in self.decision.job.checkpoints.values() if known.get(c.id) != c)
+
+    @property
+    def removed_checkpoints(self) -> tuple[str, ...]:
+        """The ids of those to be removed."""
+        kept = self.decision.job.checkpoints
+        return tuple(name for name in self.before.job.checkpoints if name not in kept)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An ``Idempotency-Key`` and the digest of the body that came with it."""
+
+    key: str
+    digest: str
+
+
+class Place(NamedTuple):
+    """A job's place in the list of all: by creation, then by id."""
+
+    created_ms: int
+    job_id: str
+
+
+def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
+    """A decision's notes as lines of the event log."""
+    return tuple(
+        EventRecord(
+            kind=note.kind,
+            message=note.message,
+            actor=actor.name,
+            request_id=actor.request_id,
+            data=note.data,
+        )
+        for note in decision.notes
+    )
+
+
+class JobStore(Protocol):
+    """All jobs. ``epoch``: the leadership in whose name a write is made; None for a person's.
+
+    Lists pass over jobs whose records cannot be read: one must not hide all others.
+    """
+
+    async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
+        """Keep a new job, its events and its claim together.
+
+        The same claim again answers the job as it was first created and keeps nothing.
+
+        Raises:
+            KeyReusedError: The claim's key came with another digest before.
+        """
+        ...
+
+    async def claimed(self, claim: Claim) -> Stored | None:
+        """The job that was created under this claim, as it was then; None if there is none.
+
+        Raises:
+            KeyReusedError: The claim's key came with another digest before.
+        """
+        ...
+
+    async def load(self, job_id: str) -> Stored:
+        """One job.
+
+        Raises:
+            NotFoundError: There is none.
+            RecordUnreadableError: There is one, but its record makes no sense here.
+        """
+        ...
+
+    async def commit(self, change: Change, epoch: int | None = None) -> Stored:
+        """Write job, checkpoints, events and commands together, or nothing.
+
+        Raises:
+            StaleWriteError: The job changed since it was read, or has a higher fence.
+            DeposedError: ``epoch`` is not the present one.
+            NotFoundError: The job was deleted.
+        """
+        ...
+
+    async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
+        """Put commands into inboxes that no job's record tells of.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+        """
+        ...
+
+    async def delete(self, stored: Stored) -> None:
+        """Forget a job and all that is kept with it.
+
+        Raises:
+            StaleWriteError: The job changed since it was read.
+        """
+        ...
+
+    async def delete_unread(self, job_id: str) -> None:
+        """Forget a job whose record cannot be read, and all that is kept with it.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    async def active(self) -> list[Stored]:
+        """All jobs to which something is still to happen, oldest first."""
+        ...
+
+    async def page(self, before: Place | None, limit: int) -> list[Stored]:
+        """Up to ``limit`` jobs that were created before that place, newest first."""
+        ...
+
+    async def counts(self) -> dict[JobState, int]:
+        """How many jobs are in each state."""
+        ...

@@ -1,0 +1,99 @@
+"""What comes from the machines: nodes and leases, facts, telemetry."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.controller.domain.node import Lease, Node
+
+
+class NodeStore(Protocol):
+    """All nodes that ever joined, and their leases."""
+
+    async def nodes(self) -> list[Node]:
+        """All of them, by id."""
+        ...
+
+    async def put(self, node: Node, epoch: int) -> None:
+        """Write a node's record.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+        """
+        ...
+
+    async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
+        """The leases that live."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a stream: its id (``<milliseconds>-<number>``), and its JSON."""
+
+    id: str
+    body: str
+
+    @property
+    def time_ms(self) -> int:
+        """When it was appended, by the store's clock."""
+        return int(self.id.partition("-")[0])
+
+
+class FactQueue(Protocol):
+    """The facts of all agents, delivered until they are acknowledged."""
+
+    async def prepare(self) -> None:
+        """Make the queue if it is not there."""
+        ...
+
+    async def unacknowledged(self, limit: int) -> list[Entry]:
+        """Facts that were delivered before, to this office's present or an earlier holder."""
+        ...
+
+    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+        """Facts that were not delivered yet; waits for one up to ``timeout_s`` seconds."""
+        ...
+
+    async def acknowledge(self, ids: Sequence[str]) -> None:
+        """These are dealt with for good."""
+        ...
+
+
+class Log(StrEnum):
+    """The two logs that a job has."""
+
+    EVENTS = "events"
+    OUTPUT = "logs"
+
+
+class Telemetry(Protocol):
+    """What ranks tell: overwritten or trimmed, never decided upon."""
+
+    async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
+        """The last sample of each rank, by job."""
+        ...
+
+    async def last_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """The last ``count`` step records of each job, oldest first."""
+        ...
+
+    async def steps(self, job_id: str) -> list[StepRecord]:
+        """All step records that are kept, as they came."""
+        ...
+
+    async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
+        """Up to ``limit`` entries behind ``after``, oldest first.
+
+        Raises:
+            CursorExpiredError: Entries behind ``after`` may have been trimmed.
+        """
+        ...
+
+    async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
+        """Return once there is an entry behind ``after``, or after ``timeout_s`` seconds."""
+        ...

@@ -1,0 +1,55 @@
+"""Leadership, time and wake-ups, and all ports in one hand."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.controller.ports.jobs import JobStore
+from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
+
+
+class Leadership(Protocol):
+    """The lease that at most one controller holds, and the number of its reign."""
+
+    async def take(self, holder: str) -> int | None:
+        """The epoch of a new reign; None while somebody else reigns."""
+        ...
+
+    async def renew(self, holder: str) -> bool:
+        """Whether the lease was still the holder's and was renewed."""
+        ...
+
+    async def release(self, holder: str) -> None:
+        """Give the lease up, if it is the holder's."""
+        ...
+
+
+class Clock(Protocol):
+    """The one clock: that of the store."""
+
+    async def now_ms(self) -> int:
+        """Milliseconds since 1970."""
+        ...
+
+
+class Waker(Protocol):
+    """Hears that something changed. It may miss a call: whoever waits looks by itself, too."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next call, or after ``timeout_s`` seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Everything that the controller needs of the world."""
+
+    jobs: JobStore
+    nodes: NodeStore
+    facts: FactQueue
+    telemetry: Telemetry
+    leadership: Leadership
+    clock: Clock
+    listen: Callable[[], AbstractAsyncContextManager[Waker]]
+    entropy: Callable[[int], bytes]

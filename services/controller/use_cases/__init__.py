@@ -1,0 +1,1 @@
+"""What people, agents and the clock can make the controller do."""

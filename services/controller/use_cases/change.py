@@ -1,0 +1,69 @@
+"""Read, decide, commit; again if somebody was faster."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import structlog
+
+from services.controller.domain.decide import decide, is_stale
+from services.controller.domain.effects import Decision
+from services.controller.domain.errors import StaleWriteError
+from services.controller.domain.events import JobEvent
+from services.controller.domain.job import Job
+from services.controller.ports.jobs import Actor, Change, Stored
+from services.controller.ports.office import Ports
+
+_log = structlog.get_logger()
+_TRIES: Final = 16
+
+
+class Occurrence(NamedTuple):
+    """An event and when it happened, in milliseconds of the store's clock."""
+
+    event: JobEvent
+    now_ms: int
+
+
+async def apply_events(
+    ports: Ports,
+    job_id: str,
+    occurrences: Sequence[Occurrence],
+    actor: Actor,
+    epoch: int | None = None,
+) -> Stored:
+    """Decide on events in their order and commit all decisions together.
+
+    Args:
+        ports: The world.
+        job_id: The job to which they happen.
+        occurrences: At least one event.
+        actor: Who causes them.
+        epoch: The leadership in whose name this is done; None for a person's wish, which the
+            version compare alone keeps from overwriting anything.
+
+    Raises:
+        NotFoundError: There is no such job.
+        StaleWriteError: Others were faster each time.
+        DeposedError: ``epoch`` is over.
+        StateConflictError, InvalidRequestError: A wish cannot be fulfilled.
+    """
+    for _ in range(_TRIES):
+        stored = await ports.jobs.load(job_id)
+        change = Change(stored, decide_all(stored.job, occurrences), actor)
+        if change.is_empty:
+            return stored
+        try:
+            return await ports.jobs.commit(change, epoch)
+        except StaleWriteError:
+            _log.debug("stale_write", job_id=job_id)
+    raise StaleWriteError(f"job {job_id} changes too fast; try again")
+
+
+def decide_all(job: Job, occurrences: Sequence[Occurrence]) -> Decision:
+    """The decisions on several events as one."""
+    decision = Decision(job)
+    for event, now_ms in occurrences:
+        if is_stale(decision.job, event):
+            _log.info("stale_fact", job_id=job.id, fence=job.fence, fact=type(event).__name__)
+        decision = decision.then(decide(decision.job, event, now_ms))
+    return decision

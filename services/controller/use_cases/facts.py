@@ -1,0 +1,139 @@
+"""What the controller does with the facts of agents."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from pydantic import ValidationError
+
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import FACT, Fact, NodeJoined, NodeLeft, RunningGang
+from services.contract.states import NodeState
+from services.controller.domain import node as nodes
+from services.controller.domain.effects import Send
+from services.controller.domain.errors import NotFoundError, RecordUnreadableError
+from services.controller.domain.events import GangFact, NodeLost
+from services.controller.domain.node import Node
+from services.controller.ports.jobs import Actor
+from services.controller.ports.machines import Entry
+from services.controller.ports.office import Ports
+from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.telling import last_told_step
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Told:
+    """A fact and where it stood in the queue."""
+
+    fact: Fact
+    entry: Entry
+
+
+async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
+    """Act upon facts in their order; those in a row of one job are committed together.
+
+    Facts are delivered at least once: heeding one again changes nothing.
+
+    Raises:
+        DeposedError: ``epoch`` is over; the facts are the next leader's.
+    """
+    told = [t for t in map(_parse, entries) if t is not None]
+    for _, row in itertools.groupby(told, key=_addressee):
+        group = list(row)
+        if isinstance(group[0].fact, NodeJoined | NodeLeft):
+            for one in group:
+                await _heed_node(ports, one, epoch)
+        else:
+            await _heed_gang(ports, group, epoch)
+
+
+def _parse(entry: Entry) -> Told | None:
+    try:
+        return Told(FACT.validate_json(entry.body), entry)
+    except ValidationError as error:
+        # It will not become readable by waiting: said once, and passed over.
+        _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=str(error))
+        return None
+
+
+def _addressee(told: Told) -> tuple[str, str]:
+    fact = told.fact
+    if isinstance(fact, NodeJoined | NodeLeft):
+        return ("node", fact.node_id)
+    return ("job", fact.job_id)
+
+
+async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
+    occurrences = [
+        Occurrence(told.fact, told.entry.time_ms)
+        for told in group
+        if isinstance(told.fact, GangFact)
+    ]
+    job_id = getattr(group[0].fact, "job_id", "")
+    actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
+    try:
+        await apply_events(ports, job_id, occurrences, actor, epoch)
+    except NotFoundError:
+        _log.info("fact_of_unknown_job", job_id=job_id)
+    except RecordUnreadableError:
+        _log.warning("fact_of_unreadable_job", job_id=job_id)
+
+
+async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
+    fact = told.fact
+    known = {node.id: node for node in await ports.nodes.nodes()}
+    if isinstance(fact, NodeJoined):
+        node = nodes.join(known.get(fact.node_id), fact, told.entry.id)
+        if node != known.get(fact.node_id):
+            await ports.nodes.put(node, epoch)
+            _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
+        if node.fact_id == told.entry.id:
+            await _lose_gangs(ports, node, f"the agent of {node.id} was started anew", epoch)
+            await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
+    elif isinstance(fact, NodeLeft) and fact.node_id in known:
+        node = nodes.leave(known[fact.node_id], fact, told.entry.id)
+        if node != known[fact.node_id]:
+            await ports.nodes.put(node, epoch)
+            _log.info("node_left", node_id=node.id)
+        if node.fact_id == told.entry.id:
+            await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)
+
+
+async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None:
+    """Attempts that ran on the node under an earlier life of its agent, or before it left."""
+    for stored in await ports.jobs.active():
+        attempt = stored.job.attempt
+        if attempt is None or node.id not in attempt.live_nodes:
+            continue
+        is_same_life = attempt.incarnations[node.id] == node.incarnation
+        if is_same_life and node.state != NodeState.LOST:
+            continue
+        told = await last_told_step(ports, stored.job)
+        # Of an earlier life nobody knows whether it ended in an orderly way.
+        lost = NodeLost(node.id, reason, told, farewell=is_same_life and node.left)
+        now_ms = await ports.clock.now_ms()
+        await apply_events(
+            ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch
+        )
+
+
+async def _kill_orphans(
+    ports: Ports, node_id: str, gangs: Sequence[RunningGang], epoch: int
+) -> None:
+    """Gangs that live on the node although their attempt is over."""
+    for gang in gangs:
+        try:
+            job = (await ports.jobs.load(gang.job_id)).job
+        except NotFoundError:
+            is_orphan = True
+        except RecordUnreadableError:
+            is_orphan = False  # nobody can tell
+        else:
+            is_orphan = job.attempt is None or job.attempt.fence != gang.fence
+        if is_orphan:
+            _log.warning("orphan_gang", node_id=node_id, job_id=gang.job_id, fence=gang.fence)
+            kill = StopGang(job_id=gang.job_id, fence=gang.fence, mode="kill")
+            await ports.jobs.send((Send(node_id, kill),), epoch)

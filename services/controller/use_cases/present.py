@@ -1,0 +1,177 @@
+"""Records as the REST API shows them."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.views import (
+    AttemptView,
+    CheckpointView,
+    FailureView,
+    JobView,
+    NodeView,
+    RankView,
+    ShardView,
+)
+from services.controller.domain.attempt import Attempt, Failure
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.job import Job
+from services.controller.domain.node import Lease
+from services.controller.domain.placement import Standing
+from services.controller.use_cases.progress import measure
+
+_NOT_SEEN_YET = "PENDING"
+
+
+def moment(ms: int) -> datetime:
+    """Milliseconds of Redis's clock as a time in UTC."""
+    return datetime.fromtimestamp(ms / 1000, tz=UTC)
+
+
+def maybe_moment(ms: int | None) -> datetime | None:
+    """The same for what may not have happened yet."""
+    return None if ms is None else moment(ms)
+
+
+def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, RankSample]) -> JobView:
+    """A job with its progress."""
+    latest = job.latest_checkpoint
+    return JobView(
+        id=job.id,
+        name=job.spec.name,
+        state=job.state,
+        reason=job.reason,
+        exit_reason=job.exit_reason,
+        failure=failure_view(job.failure),
+        progress=measure(job, records, samples),
+        evaluation=job.evaluations[-1] if job.evaluations else None,
+        attempt=job.fence,
+        restarts=job.restarts,
+        plan=job.plan,
+        latest_checkpoint=None if latest is None else latest.id,
+        priority=job.spec.priority,
+        labels=dict(job.spec.labels),
+        owner=job.owner,
+        created_at=moment(job.created_ms),
+        updated_at=moment(job.updated_ms),
+        started_at=maybe_moment(job.started_ms),
+        ended_at=maybe_moment(job.ended_ms),
+        spec=job.spec,
+    )
+
+
+def failure_view(failure: Failure | None) -> FailureView | None:
+    """A failure, its signal by name."""
+    if failure is None:
+        return None
+    fields = failure.model_dump()
+    return FailureView(**fields | {"signal": _signal_name(failure.signal)})
+
+
+def attempt_view(attempt: Attempt) -> AttemptView:
+    """An attempt."""
+    return AttemptView(
+        fence=attempt.fence,
+        world_size=attempt.world_size,
+        node_ids=tuple(attempt.incarnations),
+        resumed_from=attempt.resumed_from,
+        started_at=moment(attempt.started_ms),
+        first_step_at=maybe_moment(attempt.first_step_ms),
+        ended_at=maybe_moment(attempt.ended_ms),
+        first_step=attempt.first_step,
+        last_step=attempt.last_step if attempt.ended_ms is not None else None,
+        lost_steps=attempt.lost_steps,
+        exit_reason=attempt.exit_reason,
+        failure=failure_view(attempt.failure),
+    )
+
+
+def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, ...]:
+    """The ranks of the newest attempt; one that was not seen yet is PENDING."""
+    if job.plan is None:
+        return ()
+    current = {rank: sample for rank, sample in samples.items() if sample.fence == job.fence}
+    foremost: dict[str, int] = {}
+    for sample in current.values():
+        for group, number in sample.issued.items():
+            foremost[group] = max(foremost.get(group, 0), number)
+    return tuple(
+        RankView(
+            rank=seat.rank,
+            local_rank=seat.local_rank,
+            node_id=seat.node_id,
+            device=seat.device,
+            phase=_NOT_SEEN_YET,
+        )
+        if seat.rank not in current
+        else _rank_view(current[seat.rank], foremost)
+        for seat in job.plan.ranks
+    )
+
+
+def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
+    """A checkpoint."""
+    return CheckpointView(
+        id=checkpoint.id,
+        job_id=checkpoint.job_id,
+        state=checkpoint.state,
+        step=checkpoint.step,
+        fence=checkpoint.fence,
+        world_size=checkpoint.world_size,
+        bytes=checkpoint.total_bytes,
+        loss=checkpoint.loss,
+        reason=checkpoint.reason,
+        votes=len(checkpoint.votes),
+        shards=tuple(
+            ShardView(rank=rank, name=shard.name, bytes=shard.bytes, sha256=shard.sha256)
+            for rank, shard in sorted(checkpoint.votes.items())
+        ),
+        created_at=moment(checkpoint.created_ms),
+        committed_at=maybe_moment(checkpoint.committed_ms),
+    )
+
+
+def node_view(standing: Standing, lease: Lease | None) -> NodeView:
+    """A node. The lease is told in whole seconds, so that polling sees few changes."""
+    node = standing.node
+    return NodeView(
+        id=node.id,
+        state=node.state,
+        inventory=node.inventory,
+        cpu_slots_used=standing.cpu_taken,
+        accelerators_used=len(standing.accelerators_taken),
+        jobs=standing.jobs,
+        joined_at=moment(node.joined_ms),
+        lease_s=None if lease is None else float(-(-lease.left_ms // 1000)),
+    )
+
+
+def _rank_view(sample: RankSample, foremost: Mapping[str, int]) -> RankView:
+    lags = [foremost[group] - number for group, number in sample.issued.items()]
+    return RankView(
+        rank=sample.rank,
+        local_rank=sample.local_rank,
+        node_id=sample.node_id,
+        device=sample.device,
+        pid=sample.pid,
+        phase=sample.phase,
+        unit=sample.unit,
+        step=sample.step,
+        step_time_s=sample.step_time_s,
+        arrival_lag=max(lags, default=0),
+        loss=sample.loss,
+        tokens_per_s=sample.tokens_per_s,
+        memory_bytes=sample.memory_bytes,
+        issued=dict(sample.issued),
+        completed=dict(sample.completed),
+        last_seen_at=moment(sample.seen_ms) if sample.seen_ms else None,
+        beat_age_s=sample.beat_age_s,
+    )
+
+
+def _signal_name(number: int | None) -> str | None:
+    if number is None:
+        return None
+    known = {int(entry): entry.name for entry in signal.Signals}
+    return known.get(number, f"signal {number}")

@@ -1,0 +1,188 @@
+"""One look at everything: what should happen by now and has not."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import structlog
+
+from services.contract.states import CheckpointState, NodeState
+from services.controller.domain import node as nodes
+from services.controller.domain import planner
+from services.controller.domain.errors import (
+    DeposedError,
+    InvalidRequestError,
+    NotFoundError,
+    RecordUnreadableError,
+    StaleWriteError,
+    StoreUnavailableError,
+)
+from services.controller.domain.events import (
+    AnswerOverdue,
+    GangPlaced,
+    JobEvent,
+    NodeLost,
+    PlacementDelayed,
+)
+from services.controller.domain.gang import is_overdue
+from services.controller.domain.job import WAITING_STATES, Job
+from services.controller.domain.node import Lease, Node
+from services.controller.domain.placement import Seated, Standing, occupy, place, stand
+from services.controller.ports.jobs import Actor
+from services.controller.ports.office import Ports
+from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.telling import last_told_step
+
+_log = structlog.get_logger()
+_ACTOR: Final = Actor("controller")
+_LONGEST_REST_S: Final = 1.0
+_SHORTEST_REST_S: Final = 0.01
+_BREAK_MS: Final = 5_000
+
+
+class Reconciler:
+    """The reconciler of one reign.
+
+    Args:
+        ports: The world.
+        epoch: The reign in whose name it acts.
+    """
+
+    def __init__(self, ports: Ports, epoch: int) -> None:
+        self._ports = ports
+        self._epoch = epoch
+        self._healthy_since_ms: int | None = None
+        self._last_look_ms = 0
+
+    def forget_health(self) -> None:
+        """Redis was away: leases that ran out meanwhile prove nothing."""
+        self._healthy_since_ms = None
+
+    async def look(self) -> float:
+        """Do all that is due; returns the seconds after which to look again at the latest.
+
+        Raises:
+            DeposedError: The reign is over.
+        """
+        now_ms = await self._ports.clock.now_ms()
+        healthy_ms = self._healthy_for(now_ms)
+        known, leases = await self._judge_nodes(healthy_ms)
+        jobs = [stored.job for stored in await self._ports.jobs.active()]
+        jobs = [await self._check_attempt(job, known, now_ms) for job in jobs]
+        await self._place_waiting(jobs, stand(known.values(), jobs, leases), now_ms)
+        return _rest_s(jobs, now_ms)
+
+    def _healthy_for(self, now_ms: int) -> int:
+        # A long break between two looks (this process was stopped, say) hides what Redis did.
+        if self._healthy_since_ms is None or now_ms - self._last_look_ms > _BREAK_MS:
+            self._healthy_since_ms = now_ms
+        self._last_look_ms = now_ms
+        return now_ms - self._healthy_since_ms
+
+    async def _judge_nodes(self, healthy_ms: int) -> tuple[dict[str, Node], dict[str, Lease]]:
+        known = await self._ports.nodes.nodes()
+        leases = await self._ports.nodes.leases([node.id for node in known])
+        judged: dict[str, Node] = {}
+        for node in known:
+            judged[node.id] = nodes.judge(node, leases.get(node.id), healthy_ms)
+            if judged[node.id] != node:
+                _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
+                await self._ports.nodes.put(judged[node.id], self._epoch)
+        return judged, leases
+
+    async def _check_attempt(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
+        """The job after what its nodes and the clock have done to its attempt."""
+        for node_id, reason in _losses(job, known):
+            told = await last_told_step(self._ports, job)
+            lost = NodeLost(node_id, reason, told, farewell=_has_left(job, known.get(node_id)))
+            return await self._apply(job, lost, now_ms)
+        if is_overdue(job, now_ms):
+            _log.warning("answer_overdue", job_id=job.id, state=job.state)
+            return await self._apply(job, AnswerOverdue(), now_ms)
+        return job
+
+    async def _place_waiting(
+        self, jobs: Sequence[Job], standings: tuple[Standing, ...], now_ms: int
+    ) -> None:
+        """First come, first served, by priority: nobody overtakes on the same kind of device."""
+        blockers: dict[str, str] = {}
+        for job in sorted(jobs, key=lambda j: (-j.spec.priority, j.created_ms, j.id)):
+            if job.state in WAITING_STATES and job.not_before_ms <= now_ms:
+                standings = await self._place(job, standings, blockers, now_ms)
+
+    async def _place(
+        self, job: Job, standings: tuple[Standing, ...], blockers: dict[str, str], now_ms: int
+    ) -> tuple[Standing, ...]:
+        outcome = place(job.spec.resources, standings)
+        if isinstance(outcome, Seated) and outcome.device not in blockers:
+            event = _placed(job, outcome)
+            after = await self._apply(job, event, now_ms)
+            return occupy(standings, outcome, job.id) if after.attempt else standings
+        if isinstance(outcome, Seated):
+            reason = f"waiting behind {blockers[outcome.device]}, which was there first"
+        else:
+            reason = outcome.reason
+            if getattr(outcome, "blocks", False):
+                blockers.setdefault(getattr(outcome, "device", ""), job.id)
+        await self._apply(job, PlacementDelayed(reason), now_ms)
+        return standings
+
+    async def _apply(self, job: Job, event: JobEvent, now_ms: int) -> Job:
+        try:
+            stored = await apply_events(
+                self._ports, job.id, [Occurrence(event, now_ms)], _ACTOR, self._epoch
+            )
+        except (StaleWriteError, NotFoundError, RecordUnreadableError):
+            return job  # it is looked at again soon, as it is then
+        except (StoreUnavailableError, DeposedError):
+            raise
+        except Exception:  # noqa: BLE001 one job that trips us up must not stop all others
+            _log.exception("job_not_reconciled", job_id=job.id, occurrence=type(event).__name__)
+            return job
+        return stored.job
+
+
+def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
+    try:
+        plan = planner.gang(job.spec, seated)
+    except InvalidRequestError as error:
+        # It was accepted by another version of the controller.
+        return PlacementDelayed(f"this version cannot plan it: {error}")
+    return GangPlaced(plan, {seated.node.id: seated.node.incarnation})
+
+
+def _losses(job: Job, known: dict[str, Node]) -> Iterator[tuple[str, str]]:
+    """Nodes on which the attempt can no longer be, or no longer be committed, and why."""
+    attempt = job.attempt
+    if attempt is None:
+        return
+    for node_id, incarnation in attempt.incarnations.items():
+        node = known.get(node_id)
+        lives = node_id in attempt.live_nodes
+        is_waited_for = attempt.is_over and node_id == job.head_node and _awaits_commit(job)
+        if node is None or node.state == NodeState.LOST:
+            if _has_left(job, node) and (lives or is_waited_for):
+                yield node_id, f"the agent of {node_id} was stopped"
+            elif lives or is_waited_for:
+                yield node_id, f"{node_id} is lost: its lease ran out while Redis was healthy"
+        elif lives and node.incarnation != incarnation:
+            yield node_id, f"the agent of {node_id} was started anew"
+
+
+def _has_left(job: Job, node: Node | None) -> bool:
+    """Whether the very agent that ran the attempt said farewell."""
+    if node is None or job.attempt is None or not node.left:
+        return False
+    return job.attempt.incarnations.get(node.id) == node.incarnation
+
+
+def _awaits_commit(job: Job) -> bool:
+    return any(c.state == CheckpointState.SEALED for c in job.checkpoints.values())
+
+
+def _rest_s(jobs: Sequence[Job], now_ms: int) -> float:
+    due = [
+        (job.not_before_ms - now_ms) / 1000
+        for job in jobs
+        if job.state in WAITING_STATES and job.not_before_ms > now_ms
+    ]
+    return min([_LONGEST_REST_S, *(max(s, _SHORTEST_REST_S) for s in due)])

@@ -1,0 +1,82 @@
+"""Submitting a job: refuse what can never be, queue the rest and say why it waits."""
+
+from dataclasses import dataclass
+
+from services.contract.ids import new_job_id
+from services.contract.problems import Fault
+from services.contract.specs import JobSpec
+from services.contract.views import JobView
+from services.controller.domain import planner
+from services.controller.domain.decide import first_decision
+from services.controller.domain.errors import InvalidRequestError
+from services.controller.domain.job import Job
+from services.controller.domain.placement import Never, NotNow, Seated, place, stand
+from services.controller.domain.support import unsupported
+from services.controller.ports.jobs import Actor, Claim
+from services.controller.ports.office import Ports
+from services.controller.use_cases.present import job_view
+
+_RANDOM_BYTES = 10
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A spec and how it was handed in."""
+
+    spec: JobSpec
+    claim: Claim | None = None
+    dry_run: bool = False
+
+
+async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
+    """Queue a job; the same claim again answers the same job.
+
+    With ``dry_run`` nothing is kept; the answer shows the plan that would be run now.
+
+    Raises:
+        InvalidRequestError: It can never run; all faults at once.
+        KeyReusedError: The claim's key came with another body before.
+    """
+    if submission.claim is not None and not submission.dry_run:
+        earlier = await ports.jobs.claimed(submission.claim)
+        if earlier is not None:
+            return job_view(earlier.job, (), {})
+    spec = submission.spec
+    outcome = await _foresee(ports, spec)
+    now_ms = await ports.clock.now_ms()
+    job = Job(
+        id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
+        spec=spec,
+        reason=_reason(outcome),
+        created_ms=now_ms,
+        updated_ms=now_ms,
+    )
+    if submission.dry_run:
+        plan = planner.gang(spec, outcome) if isinstance(outcome, Seated) else None
+        return job_view(job.model_copy(update={"plan": plan}), (), {})
+    stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
+    return job_view(stored.job, (), {})
+
+
+async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
+    """Where the job would be placed now; refuses one that no known node can take."""
+    faults = unsupported(spec)
+    try:
+        planner.shard(spec)
+    except InvalidRequestError as error:
+        faults += error.faults
+    active = [stored.job for stored in await ports.jobs.active()]
+    nodes = await ports.nodes.nodes()
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    outcome = place(spec.resources, stand(nodes, active, leases))
+    if isinstance(outcome, Never):
+        faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
+    if faults or isinstance(outcome, Never):
+        raise InvalidRequestError(faults)
+    return outcome
+
+
+def _reason(outcome: Seated | NotNow) -> str:
+    if isinstance(outcome, NotNow):
+        return outcome.reason
+    return f"queued; there is room on {outcome.node.id}"

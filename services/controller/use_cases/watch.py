@@ -1,0 +1,133 @@
+"""A job's events and output: by pages, and as they come."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from services.contract.messages.telemetry import LogLine
+from services.contract.views import EventPage, EventView, LogPage, LogView
+from services.controller.domain.errors import NotFoundError
+from services.controller.ports.jobs import EventRecord
+from services.controller.ports.machines import Entry, Log
+from services.controller.ports.office import Ports
+from services.controller.use_cases.present import moment
+
+Level = Literal["debug", "info", "warning", "error"]
+_LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
+_CHUNK: Final = 500
+_LOOK_EVERY_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class LineFilter:
+    """Which lines are asked for: ``level`` means that one and worse."""
+
+    rank: int | None = None
+    stream: Literal["stdout", "stderr"] | None = None
+    level: Level | None = None
+    text: str | None = None
+
+    def matches(self, line: LogLine) -> bool:
+        """Whether the line is among them."""
+        return (
+            self.rank in {None, line.rank}
+            and self.stream in {None, line.stream}
+            and (self.level is None or _LEVELS.index(line.level) >= _LEVELS.index(self.level))
+            and (self.text is None or self.text.lower() in line.text.lower())
+        )
+
+
+Selection = LineFilter | None
+"""Which log is meant: output with a filter, or (None) events."""
+
+
+async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: int) -> EventPage:
+    """Events behind ``after``, oldest first.
+
+    Raises:
+        NotFoundError: There is no such job.
+        CursorExpiredError: They may have been trimmed.
+    """
+    await ports.jobs.load(job_id)
+    entries = await ports.telemetry.read(job_id, Log.EVENTS, after, limit + 1)
+    items = tuple(_event(job_id, entry) for entry in entries[:limit])
+    return EventPage(items=items, next_cursor=items[-1].id if len(entries) > limit else None)
+
+
+async def page_of_lines(
+    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, limit: int
+) -> LogPage:
+    """Lines of output behind ``after``, oldest first.
+
+    Raises:
+        NotFoundError: There is no such job.
+        CursorExpiredError: They may have been trimmed.
+    """
+    await ports.jobs.load(job_id)
+    found: list[LogView] = []
+    while len(found) <= limit:
+        entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
+        found += [line for line in map(_line, entries) if wanted.matches(line)]
+        if len(entries) < _CHUNK:
+            break
+        after = entries[-1].id
+    items = tuple(found[:limit])
+    return LogPage(items=items, next_cursor=items[-1].id if len(found) > limit else None)
+
+
+async def follow(
+    ports: Ports, job_id: str, selection: Selection, after: str | None, *, to_the_end: bool
+) -> AsyncIterator[EventView | LogView | None]:
+    """Entries behind ``after`` as they come; None each second in which nothing comes.
+
+    Ends when the job has ended and all was told, or, unless ``to_the_end``, when all was told.
+
+    Raises:
+        NotFoundError: There is no such job.
+        CursorExpiredError: Entries behind ``after`` may have been trimmed.
+    """
+    log = Log.EVENTS if selection is None else Log.OUTPUT
+    while True:
+        # Before the read: what a job said before it ended is then surely in what is read.
+        may_say_more = to_the_end and await _lives(ports, job_id)
+        entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
+        for entry in entries:
+            if selection is None:
+                yield _event(job_id, entry)
+            else:
+                line = _line(entry)
+                if selection.matches(line):
+                    yield line
+        if entries:
+            after = entries[-1].id
+            continue
+        if not may_say_more:
+            return
+        yield None
+        await ports.telemetry.wait(job_id, log, after, _LOOK_EVERY_S)
+
+
+async def _lives(ports: Ports, job_id: str) -> bool:
+    try:
+        return not (await ports.jobs.load(job_id)).job.is_terminal
+    except NotFoundError:
+        return False
+
+
+def _event(job_id: str, entry: Entry) -> EventView:
+    record = EventRecord.model_validate_json(entry.body)
+    return EventView(
+        id=entry.id,
+        at=moment(entry.time_ms),
+        job_id=job_id,
+        kind=record.kind,
+        message=record.message,
+        actor=record.actor,
+        request_id=record.request_id,
+        data=record.data,
+    )
+
+
+def _line(entry: Entry) -> LogView:
+    line = LogLine.model_validate_json(entry.body)
+    return LogView(id=entry.id, **line.model_dump())

@@ -1,0 +1,88 @@
+"""Child processes that die with this one, and are started again when they die alone."""
+
+import asyncio
+import ctypes
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from services.local.settings import child_environment
+
+_PR_SET_PDEATHSIG: Final = 1
+_STOP_TIMEOUT_S: Final = 30
+_RESTART_PAUSE_S: Final = 0.5
+_TAIL_BYTES: Final = 2_000
+CONFIGURATION_ERROR: Final = 2
+
+
+class ChildFailedError(Exception):
+    """A child said that it cannot run as configured; starting it again would not help."""
+
+
+def die_with_parent() -> None:
+    """In a child before exec: be killed when the parent's thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run: a command, variables beside the inherited ones, and a file for its output."""
+
+    name: str
+    command: Sequence[str | Path]
+    log: Path
+    environment: dict[str, str]
+
+
+class Child:
+    """One supervised child. ``run`` keeps it alive until it is cancelled, then ends it."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    async def run(self) -> None:
+        """Run the program, again and again.
+
+        Raises:
+            ChildFailedError: It exited with the code of a configuration error.
+        """
+        while True:
+            code = await self._run_once()
+            if code == CONFIGURATION_ERROR:
+                raise ChildFailedError(f"{self._program.name}: {self._last_words()}")
+            await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _run_once(self) -> int:
+        with self._program.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self._program.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=child_environment(**self._program.environment),
+                # A session of its own: Ctrl-C reaches the owner alone, who ends all in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                await _end(process)
+
+    def _last_words(self) -> str:
+        tail = self._program.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+        lines = tail.strip().splitlines()
+        return lines[-1] if lines else f"it exited at once; see {self._program.log}"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

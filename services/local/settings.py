@@ -1,0 +1,34 @@
+"""Where everything of the local stack lies, read from the environment once."""
+
+import os
+import shutil
+from pathlib import Path
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class LocalSettings(BaseSettings):
+    """The local stack's settings.
+
+    ``home`` holds all state (Redis, logs, checkpoints, nodes). ``redis_url`` names a server that
+    is already there; without it one is started. ``port`` is the controller's.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", extra="ignore")
+
+    home: Path = Path(".meshloom")
+    host: str = "127.0.0.1"
+    port: int = 8400
+    redis_url: str | None = None
+    token: str | None = None
+
+
+def redis_server_on_path() -> Path | None:
+    """The ``redis-server`` that the user's PATH names, if any."""
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with ``changes``, for a child process."""
+    return {**os.environ, **changes}

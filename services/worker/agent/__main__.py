@@ -1,0 +1,55 @@
+"""``python -m services.worker.agent``: the agent of this node, until SIGTERM or SIGINT.
+
+With ``--check`` it only looks whether this node's agent is alive: exit code 0 if so, else 1.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+
+import structlog
+from pydantic import ValidationError
+
+from services.worker.agent.agent import run_agent
+from services.worker.agent.folders import NodeBusyError
+from services.worker.agent.lease_check import lease_is_held
+from services.worker.agent.session import LeaseTakenError
+from services.worker.agent.settings import AgentSettings
+
+_NOT_ALIVE = 1
+_BAD_SETTINGS = 2
+_NOT_ALONE = 3
+
+
+def main() -> None:
+    """Run the agent. Exit code 2: bad settings; 3: another agent has this node."""
+    parser = argparse.ArgumentParser(prog="python -m services.worker.agent")
+    parser.add_argument("--check", action="store_true", help="only see whether it is alive")
+    only_check = parser.parse_args().check
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        settings = AgentSettings()
+    except ValidationError as error:
+        for fault in error.errors():
+            name = "_".join(("MESHLOOM", *(str(part).upper() for part in fault["loc"])))
+            sys.stderr.write(f"meshloom agent: {name}: {fault['msg']}\n")
+        sys.exit(_BAD_SETTINGS)
+    if only_check:
+        sys.exit(0 if lease_is_held(settings.redis_url, settings.node_id) else _NOT_ALIVE)
+    try:
+        asyncio.run(_serve(settings))
+    except (LeaseTakenError, NodeBusyError) as error:
+        sys.stderr.write(f"meshloom agent: {error}\n")
+        sys.exit(_NOT_ALONE)
+
+
+async def _serve(settings: AgentSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await run_agent(settings, stop)
+
+
+if __name__ == "__main__":
+    main()

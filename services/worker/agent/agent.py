@@ -1,0 +1,151 @@
+"""The agent, whole: what it is made of, how it starts, and how it stops."""
+
+import asyncio
+import contextlib
+import secrets
+from typing import Final
+
+import structlog
+from redis.asyncio import Redis
+
+from services.contract.messages.facts import Inventory
+from services.worker.agent.devices import take_inventory
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.inbox import Inbox
+from services.worker.agent.launch import Launcher
+from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
+from services.worker.agent.outbox import Outbox
+from services.worker.agent.processes import sweep
+from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
+from services.worker.agent.sentinel_keeper import SentinelKeeper
+from services.worker.agent.session import LeaseTakenError, Session
+from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
+from services.worker.agent.storage import Storage
+from services.worker.agent.supervisor import Supervisor
+from services.worker.agent.warm_keeper import WarmKeeper
+
+_RANKS_GONE_WITHIN_S: Final = 5.0
+_TOLD_WITHIN_S: Final = 2.0
+_log = structlog.get_logger()
+
+
+async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
+    """Be this node's agent until ``stop`` is set.
+
+    Raises:
+        NodeBusyError: Another agent works in the node's folder.
+        LeaseTakenError: Another agent elsewhere has the node id.
+    """
+    folder = NodeFolder(settings.home, settings.node_id)
+    with folder.locked():
+        leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
+        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+        async with (
+            writing_client(settings.redis_url) as writing,
+            waiting_client(settings.redis_url) as waiting,
+        ):
+            agent = Agent(settings, folder, inventory, writing, waiting)
+            try:
+                await agent.serve(leftovers, stop)
+            except* LeaseTakenError as taken:
+                raise _first(taken) from None
+            finally:
+                # The sentinel did it already, unless somebody killed the sentinel.
+                await asyncio.to_thread(sweep, folder.mark)
+                folder.remove_board_root()
+
+
+class Agent:
+    """All parts of one life of an agent, put together."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        folder: NodeFolder,
+        inventory: Inventory,
+        writing: Redis,
+        waiting: Redis,
+    ) -> None:
+        node_id = settings.node_id
+        self._incarnation = secrets.token_hex(8)
+        # Of this life alone: a sentinel that is slow must not end what the next agent starts.
+        mark = f"{folder.mark}/{self._incarnation}"
+        self._folder = folder
+        self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
+        self._outbox = Outbox(writing, node_id)
+        self._warm = WarmKeeper(
+            rank_environment(settings.user_path, mark),
+            settings.trainer,
+            folder,
+        )
+        self._supervisor = Supervisor(
+            node_id,
+            folder,
+            Storage(settings.checkpoint_root, node_id),
+            Launcher(node_id, settings.checkpoint_root, self._warm),
+            self._outbox.tell,
+        )
+        self._session = Session(
+            writing, node_id, self._incarnation, inventory, self._supervisor, self._outbox.tell
+        )
+        self._inbox = Inbox(waiting, node_id, self._supervisor.handle, self._outbox.acknowledge)
+
+    async def serve(self, leftovers: list[Leftover], stop: asyncio.Event) -> None:
+        """Join, work until ``stop`` is set, leave.
+
+        Raises:
+            ExceptionGroup: With the LeaseTakenError that ended this agent.
+        """
+        async with self._sentinel.standing(), asyncio.TaskGroup() as group:
+            supervisor = self._supervisor
+            warm = self._warm.run(supervisor.rank_reaped, supervisor.warm_process_gone)
+            background = [group.create_task(warm)]
+            stopping = group.create_task(stop.wait())
+            joining = group.create_task(self._join(leftovers))
+            await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+            joined = joining.done()
+            if joined:
+                await joining
+                background += [
+                    group.create_task(self._outbox.run()),
+                    group.create_task(self._session.run()),
+                    group.create_task(self._supervisor.run()),
+                ]
+                reading = group.create_task(self._inbox.run())
+                await stopping
+                reading.cancel()
+                await self._wind_down()
+            joining.cancel()
+            for task in background:
+                task.cancel()
+
+    async def _join(self, leftovers: list[Leftover]) -> None:
+        await self._session.take_lease(self._folder.previous_incarnation())
+        self._folder.record_incarnation(self._incarnation)
+        await self._session.hand_over([leftover.records for leftover in leftovers])
+        for leftover in leftovers:
+            self._outbox.tell(leftover.fact)
+        await asyncio.to_thread(forget_leftovers, self._folder, leftovers)
+        self._session.join()
+        _log.info("node_joined", incarnation=self._incarnation)
+
+    async def _wind_down(self) -> None:
+        # Told first: else the next attempt would be placed here as soon as this one has ended.
+        self._session.leave()
+        self._supervisor.condemn_all("the agent was stopped")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RANKS_GONE_WITHIN_S):
+                await self._supervisor.emptied()
+        try:
+            async with asyncio.timeout(_TOLD_WITHIN_S):
+                await self._outbox.emptied()
+                await self._session.release_lease()
+        except (TimeoutError, *REDIS_AWAY) as error:
+            _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
+        else:
+            _log.info("node_left")
+
+
+def _first(group: BaseExceptionGroup[LeaseTakenError]) -> LeaseTakenError:
+    error = group.exceptions[0]
+    return error if isinstance(error, LeaseTakenError) else _first(error)

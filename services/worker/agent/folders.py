@@ -1,0 +1,198 @@
+"""Where a node's files lie: one folder an attempt, its boards on tmpfs, and who may use them.
+
+::
+
+    <home>/nodes/<node id>/agent.lock
+    <home>/nodes/<node id>/incarnation
+    <home>/nodes/<node id>/warm.log
+    <home>/nodes/<node id>/sentinel.log
+    <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
+        launched.json     made before the first fork: an attempt is launched once, ever
+        ended.json        the fact that told its end
+        rank-<r>.stdout.log, rank-<r>.stderr.log
+    /dev/shm/meshloom-<mark>-<uid>/<job id>-<fence>/rank-<r>.board
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, TypeAdapter
+
+from services.contract.messages.facts import GangEnded, LaunchRefused
+from services.contract.plans import RankPlacement
+
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 private: made with mode 700, owner checked
+_PLACEMENTS: Final = TypeAdapter(tuple[RankPlacement, ...])
+_ENDS: Final[TypeAdapter[GangEnded | LaunchRefused]] = TypeAdapter(
+    Annotated[GangEnded | LaunchRefused, Field(discriminator="kind")]
+)
+
+
+class NodeBusyError(Exception):
+    """Another agent works in this node's folder."""
+
+
+class AttemptFolder:
+    """The files of one attempt of a job on this node."""
+
+    def __init__(self, path: Path, boards: Path) -> None:
+        self.path = path
+        self.boards = boards
+
+    @property
+    def job_id(self) -> str:
+        """The attempt's job."""
+        return self.path.parent.name
+
+    @property
+    def fence(self) -> int:
+        """The attempt's number."""
+        return int(self.path.name.removeprefix("attempt-"))
+
+    def log(self, rank: int, stream: Literal["stdout", "stderr"]) -> Path:
+        """What a rank writes."""
+        return self.path / f"rank-{rank}.{stream}.log"
+
+    def board(self, rank: int) -> Path:
+        """Where a rank shows where it stands."""
+        return self.boards / f"rank-{rank}.board"
+
+    def open(self, placements: tuple[RankPlacement, ...]) -> bool:
+        """Make the folders and record the launch; False where it was recorded before."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with (self.path / "launched.json").open("xb") as file:
+                file.write(_PLACEMENTS.dump_json(placements))
+        except FileExistsError:
+            return False
+        self.boards.mkdir(parents=True, exist_ok=True)
+        return True
+
+    def placements(self) -> tuple[RankPlacement, ...]:
+        """The ranks that were launched; none where the launch was not recorded whole."""
+        try:
+            return _PLACEMENTS.validate_json((self.path / "launched.json").read_bytes())
+        except (OSError, ValueError):
+            return ()
+
+    def close(self, fact: GangEnded | LaunchRefused) -> None:
+        """Record how the attempt ended here, or that it never began."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        draft = self.path / "ended.json.draft"
+        draft.write_text(fact.model_dump_json(indent=1))
+        draft.replace(self.path / "ended.json")
+
+    def ended(self) -> GangEnded | LaunchRefused | None:
+        """How the attempt ended here; None while that is not recorded."""
+        try:
+            return _ENDS.validate_json((self.path / "ended.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def remove_boards(self) -> None:
+        """Free the boards' memory."""
+        shutil.rmtree(self.boards, ignore_errors=True)
+
+
+class NodeFolder:
+    """The files of one node.
+
+    Args:
+        home: ``MESHLOOM_HOME``, absolute.
+        node_id: The node.
+        shared_memory: A tmpfs for the boards; beside the logs where it cannot be used safely.
+    """
+
+    def __init__(self, home: Path, node_id: str, shared_memory: Path = _SHARED_MEMORY) -> None:
+        self.path = home / "nodes" / node_id
+        digest = hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]
+        self.mark = f"{node_id}-{digest}"
+        self._shared_memory = shared_memory
+
+    @property
+    def warm_log(self) -> Path:
+        """What the warm process writes."""
+        return self.path / "warm.log"
+
+    @property
+    def sentinel_log(self) -> Path:
+        """What the sentinel writes: nothing, unless it fails."""
+        return self.path / "sentinel.log"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only agent of this folder until the block ends; a death ends it too.
+
+        Raises:
+            NodeBusyError: Another one is.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "agent.lock").open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise NodeBusyError(
+                    f"another agent works in {self.path}; stop it, or set MESHLOOM_NODE_ID "
+                    "or MESHLOOM_HOME to run a second one on this machine"
+                ) from None
+            yield
+
+    def previous_incarnation(self) -> str | None:
+        """The incarnation of the agent that worked here last."""
+        try:
+            return (self.path / "incarnation").read_text()
+        except FileNotFoundError:
+            return None
+
+    def record_incarnation(self, incarnation: str) -> None:
+        """Say who works here now."""
+        (self.path / "incarnation").write_text(incarnation)
+
+    def attempt(self, job_id: str, fence: int) -> AttemptFolder:
+        """The folder of an attempt, there or not."""
+        path = self.path / "jobs" / job_id / f"attempt-{fence}"
+        boards = self._board_root()
+        if boards is None:
+            return AttemptFolder(path, path / "boards")
+        return AttemptFolder(path, boards / f"{job_id}-{fence}")
+
+    def unfinished(self) -> list[AttemptFolder]:
+        """The attempts that were launched here and whose end is not recorded."""
+        found = []
+        for launched in sorted(self.path.glob("jobs/*/attempt-*/launched.json")):
+            path = launched.parent
+            folder = self.attempt(path.parent.name, int(path.name.removeprefix("attempt-")))
+            if folder.ended() is None:
+                found.append(folder)
+        return found
+
+    def remove_boards(self) -> None:
+        """Remove whatever boards an earlier agent of this folder left."""
+        boards = self._board_root()
+        if boards is not None:
+            shutil.rmtree(boards, ignore_errors=True)
+
+    def remove_board_root(self) -> None:
+        """Leave nothing on the tmpfs, unless boards are there that nobody has told about."""
+        boards = self._board_root()
+        if boards is not None:
+            with contextlib.suppress(OSError):
+                boards.rmdir()
+
+    def _board_root(self) -> Path | None:
+        root = self._shared_memory / f"meshloom-{self.mark}-{os.getuid()}"
+        try:
+            root.mkdir(mode=0o700, exist_ok=True)
+            status = root.lstat()
+        except OSError:
+            return None
+        # Anyone may make a folder there: one that others made or can enter is not ours to trust.
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        return root if private and status.st_uid == os.getuid() else None

@@ -1,0 +1,322 @@
+"""What an agent decides about one gang on its node: a pure function of state and event.
+
+When any rank fails, by an error that it reports or by its exit, the others are killed: they
+would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
+peer gets a moment to say what happened. Performing the effects is ``gang_runtime``'s; who failed
+first is worked out in ``verdict``.
+"""
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import (
+    CheckpointBegan,
+    CheckpointLost,
+    CheckpointVoted,
+    Evaluated,
+    Fact,
+    GangProgressed,
+)
+from services.contract.messages.rank_pipe import (
+    RankCheckpointBegan,
+    RankCheckpointFailed,
+    RankEvaluated,
+    RankFailed,
+    RankFinished,
+    RankMessage,
+    RankOrder,
+    RankReady,
+    RankVote,
+)
+
+WEDGED_AFTER_S: Final = 20.0
+FAILED_LEAVES_WITHIN_S: Final = 5.0
+ECHO_WAITS_S: Final = 1.0
+_LOST_PEER: Final = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
+    r"|timed? ?out|remote process exited|\bpeer\b|NCCL|connectFullMesh",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank as its agent knows it.
+
+    ``arrived`` is the place of its first failure or exit among those of the gang, None before.
+    ``killed``: by us, while it was well.
+    """
+
+    rank: int
+    pid: int
+    ready: RankReady | None = None
+    failed: RankFailed | None = None
+    finished: RankFinished | None = None
+    spoke_last_at: float = 0.0
+    step_seen: bool = False
+    killed: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    arrived: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is reaped."""
+        return self.exit_code is not None or self.signal is not None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether its failure says that a peer was lost, or is the abort that follows."""
+        if self.failed is not None:
+            return _LOST_PEER.search(self.failed.error) is not None
+        return self.signal == signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class GangState:
+    """All ranks of one attempt on this node, by number."""
+
+    job_id: str
+    fence: int
+    node_id: str
+    ranks: Mapping[int, RankState]
+    words: int = 0
+    progressed: bool = False
+    began: frozenset[str] = frozenset()
+    kill_at: float | None = None
+    echo_until: float | None = None
+    stopped: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank is reaped."""
+        return all(rank.ended for rank in self.ranks.values())
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageCame:
+    """A line on a rank's pipe."""
+
+    rank: int
+    message: RankMessage
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank was reaped. ``by_itself``: it was dying before any signal of ours."""
+
+    rank: int
+    exit_code: int | None
+    signal: int | None
+    by_itself: bool = False
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A rank's board shows its first finished step of this attempt."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The controller wants the gang to stop."""
+
+    command: StopGang
+
+
+@dataclass(frozen=True)
+class CheckpointAsked:
+    """The controller wants a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Condemned:
+    """The gang must not live on: its attempt is fenced, or the agent stops."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time passes."""
+
+
+Event = MessageCame | Exited | Stepped | StopAsked | CheckpointAsked | Condemned | Ticked
+
+
+# --- effects ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Append a fact."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True)
+class Instruct:
+    """Write an order on the pipes of ``ranks``."""
+
+    ranks: tuple[int, ...]
+    order: RankOrder
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL the process groups of ``ranks``."""
+
+    ranks: tuple[int, ...]
+
+
+Effect = Tell | Instruct | Kill
+Decision = tuple[GangState, tuple[Effect, ...]]
+
+
+def decide(state: GangState, event: Event, now: float) -> Decision:
+    """The next state and what is to be done. ``now`` is the monotonic clock in seconds."""
+    match event:
+        case MessageCame(rank=rank, message=message):
+            decided = _heard(state, state.ranks[rank], message, now)
+        case Exited():
+            decided = _exited(state, state.ranks[event.rank], event, now)
+        case Stepped(rank=rank, step=step):
+            decided = _stepped(state, state.ranks[rank], step)
+        case StopAsked(command=command):
+            decided = _stop(state, command, now)
+        case CheckpointAsked():
+            order = RankOrder(checkpoint=True, stop=False)
+            # One is enough: the ranks agree on the step. Several would hear it at different steps,
+            # and agree on a checkpoint at each.
+            decided = state, (Instruct(_living(state)[:1], order),)
+        case Condemned(reason=reason):
+            decided = _kill_all(replace(state, stopped=state.stopped or reason))
+        case _:  # Ticked
+            decided = _ticked(state, now)
+    return decided
+
+
+def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
+    match message:
+        case RankReady():
+            return _with(state, replace(rank, ready=message)), ()
+        case RankFinished():
+            return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
+        case RankFailed():
+            rank = replace(rank, failed=message, spoke_last_at=now)
+            return _failed(_with_word(state, rank), rank, now)
+        case RankCheckpointBegan(checkpoint_id=checkpoint) if checkpoint in state.began:
+            return state, ()
+        case RankCheckpointBegan(checkpoint_id=checkpoint):
+            state = replace(state, began=state.began | {checkpoint})
+            return state, (Tell(_fact(state, message)),)
+        case _:
+            return state, (Tell(_fact(state, message)),)
+
+
+def _fact(
+    state: GangState, said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankEvaluated
+) -> Fact:
+    """What a rank said, as its agent tells it to the controller."""
+    job_id, fence, node_id = state.job_id, state.fence, state.node_id
+    fields = said.model_dump(exclude={"kind"})
+    match said:
+        case RankCheckpointBegan():
+            return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankVote():
+            return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankCheckpointFailed():
+            return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankEvaluated():
+            return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
+
+
+def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Decision:
+    if rank.ended:
+        return state, ()
+    killed = rank.killed and not event.by_itself
+    rank = replace(rank, exit_code=event.exit_code, signal=event.signal, killed=killed)
+    state = _with_word(state, rank)
+    return (state, ()) if rank.finished is not None else _failed(state, rank, now)
+
+
+def _failed(state: GangState, rank: RankState, now: float) -> Decision:
+    if rank.echoes:
+        wait_until = now + ECHO_WAITS_S
+        return replace(state, echo_until=state.echo_until or wait_until), ()
+    return _kill_survivors(state)
+
+
+def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
+    state = _with(state, replace(rank, step_seen=True))
+    if state.progressed or not all(r.step_seen for r in state.ranks.values()):
+        return state, ()
+    fact = GangProgressed(
+        job_id=state.job_id, fence=state.fence, node_id=state.node_id, step=max(step, 1)
+    )
+    return replace(state, progressed=True), (Tell(fact),)
+
+
+def _stop(state: GangState, command: StopGang, now: float) -> Decision:
+    if command.mode == "kill":
+        return _kill_all(replace(state, stopped="the controller asked for it"))
+    deadline = now + command.grace_s
+    if state.kill_at is not None:
+        # A repeated or second drain may shorten the grace, never lengthen it.
+        return replace(state, kill_at=min(state.kill_at, deadline)), ()
+    state = replace(state, kill_at=deadline)
+    order = RankOrder(checkpoint=command.checkpoint != "none", stop=True)
+    return state, (Instruct(_living(state), order),)
+
+
+def _ticked(state: GangState, now: float) -> Decision:
+    if state.kill_at is not None and now >= state.kill_at:
+        return _kill_all(replace(state, stopped="it did not drain within its grace"))
+    if state.echo_until is not None and now >= state.echo_until:
+        return _kill_survivors(state)
+    wedged = tuple(
+        rank.rank
+        for rank in state.ranks.values()
+        if (rank.finished is not None and now >= rank.spoke_last_at + WEDGED_AFTER_S)
+        or (rank.failed is not None and now >= rank.spoke_last_at + FAILED_LEAVES_WITHIN_S)
+    )
+    return _kill(state, wedged)
+
+
+def _kill_all(state: GangState) -> Decision:
+    return _kill(state, tuple(state.ranks))
+
+
+def _kill_survivors(state: GangState) -> Decision:
+    # One that reported its error leaves by itself, with an exit code of its own.
+    return _kill(state, tuple(r.rank for r in state.ranks.values() if r.failed is None))
+
+
+def _kill(state: GangState, ranks: tuple[int, ...]) -> Decision:
+    targets = tuple(r for r in ranks if not state.ranks[r].ended and not state.ranks[r].killed)
+    for rank in targets:
+        state = _with(state, replace(state.ranks[rank], killed=True))
+    return (state, (Kill(targets),)) if targets else (state, ())
+
+
+def _living(state: GangState) -> tuple[int, ...]:
+    return tuple(rank.rank for rank in state.ranks.values() if not rank.ended)
+
+
+def _with(state: GangState, rank: RankState) -> GangState:
+    return replace(state, ranks={**state.ranks, rank.rank: rank})
+
+
+def _with_word(state: GangState, rank: RankState) -> GangState:
+    if rank.arrived is None:
+        rank = replace(rank, arrived=state.words)
+    return replace(_with(state, rank), words=state.words + 1)

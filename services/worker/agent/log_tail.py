@@ -1,0 +1,120 @@
+"""Follows one file that a rank writes and turns what is new into log lines.
+
+The file is the buffer: what is not asked for stays there and is read later. Only when it runs
+far ahead is the middle passed over, with a line that says so; the file itself keeps all.
+"""
+
+import re
+from pathlib import Path
+from typing import BinaryIO, Final, Literal, NamedTuple
+
+Level = Literal["debug", "info", "warning", "error"]
+
+LINE_CHARACTERS: Final = 4_000
+BACKLOG_BYTES: Final = 1 << 20
+_KEPT_BYTES: Final = 1 << 18
+_CHUNK_BYTES: Final = 1 << 18
+_PARTIAL_BYTES: Final = 1 << 16
+_COUNTED_BYTES: Final = 64 << 20
+_CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
+_LEVELS: Final[tuple[tuple[Level, re.Pattern[str]], ...]] = (
+    ("error", re.compile(r"^Traceback \(most recent call last\):|^[\w.]+(Error|Exception)(:|$)")),
+    ("error", re.compile(r"^.{0,40}\b(ERROR|CRITICAL|FATAL)\b|^Fatal Python error:")),
+    ("warning", re.compile(r"^.{0,40}\b(WARNING|WARN)\b|^.{0,200}\b[A-Z]\w*Warning: ")),
+    ("debug", re.compile(r"^.{0,40}\bDEBUG\b")),
+)
+
+
+class TailedLine(NamedTuple):
+    """A line and how serious it looks."""
+
+    level: Level
+    text: str
+
+
+class LogTail:
+    """A place in a growing file.
+
+    Args:
+        path: The file; it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inside_cut_line = False
+        self._unreadable = False
+
+    def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
+        """At most ``limit`` of the lines that were not read before.
+
+        A line without its end is held back until it has one or is too long, except where
+        ``last`` says that nobody writes any more.
+        """
+        try:
+            size = self._path.stat().st_size
+            if size == self._offset or limit <= 0:
+                return []
+            with self._path.open("rb") as file:
+                lines = []
+                if size - self._offset > BACKLOG_BYTES:
+                    dropped = self._pass_over(file, size - _KEPT_BYTES)
+                    lines.append(TailedLine("warning", dropped))
+                file.seek(self._offset)
+                chunk = file.read(_CHUNK_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError:  # a fault of the disk must not hold up the end of a gang
+            self._unreadable = True
+            return []
+        self._unreadable = False
+        last = last and self._offset + len(chunk) >= size
+        return lines + self._lines(chunk, limit - len(lines), last=last)
+
+    def at_end(self) -> bool:
+        """Whether everything that is in the file now was read, or cannot be."""
+        try:
+            return self._unreadable or self._path.stat().st_size == self._offset
+        except OSError:
+            return True
+
+    def _lines(self, chunk: bytes, limit: int, *, last: bool) -> list[TailedLine]:
+        lines: list[TailedLine] = []
+        start = 0
+        while len(lines) < limit and start < len(chunk):
+            end = chunk.find(b"\n", start)
+            if end < 0 and not last and len(chunk) - start < _PARTIAL_BYTES:
+                break
+            stop = end if end >= 0 else len(chunk)
+            if not self._inside_cut_line:
+                lines.append(_tailed(chunk[start:stop]))
+            self._inside_cut_line = end < 0
+            start = stop + 1 if end >= 0 else stop
+        self._offset += start
+        return lines
+
+    def _pass_over(self, file: BinaryIO, target: int) -> str:
+        skipped = target - self._offset
+        file.seek(self._offset if skipped <= _COUNTED_BYTES else target)
+        count = 0
+        while (left := target - file.tell()) > 0:
+            count += file.read(min(left, _CHUNK_BYTES)).count(b"\n")
+        count += file.readline(_PARTIAL_BYTES).count(b"\n")
+        self._offset = file.tell()
+        what = f"{count} lines" if skipped <= _COUNTED_BYTES else f"{skipped} bytes"
+        return f"… {what} dropped here: the rank writes faster than its log is followed"
+
+
+def _tailed(line: bytes) -> TailedLine:
+    # What a terminal would show: a progress bar overwrites its own line.
+    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    text = _CONTROL.sub("", text)
+    if len(text) > LINE_CHARACTERS:
+        cut = len(text) - LINE_CHARACTERS
+        text = f"{text[:LINE_CHARACTERS]} … ({cut} characters cut)"
+    return TailedLine(level_of(text), text)
+
+
+def level_of(text: str) -> Level:
+    """How serious a line looks; ``info`` unless it says otherwise near its beginning."""
+    return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")

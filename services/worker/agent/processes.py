@@ -1,0 +1,75 @@
+"""Processes of this node: found by the mark in their environment, killed with their groups."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+NODE_MARK: Final = "MESHLOOM_NODE_MARK"
+_PF_EXITING: Final = 0x4
+_FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a rank and its process group; nothing happens where it is gone."""
+    for kill in (os.killpg, os.kill):  # the group may not exist yet: a rank makes it after its fork
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process is already exiting, a zombie or gone, so that no signal can end it.
+
+    The kernel marks a process as exiting before it closes its sockets: a peer that saw the
+    connection break is always later than this mark.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    state, *fields = stat.rpartition(")")[2].split()
+    return state in "ZX" or bool(int(fields[_FLAGS_FIELD - 1]) & _PF_EXITING)
+
+
+def sweep(mark: str, spared: Collection[int] = ()) -> list[int]:
+    """SIGKILL every live process with this mark but ``spared``; answers whom it killed."""
+    killed = []
+    for process in marked(mark):
+        if process.pid not in spared:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed.append(process.pid)
+    return killed
+
+
+def sweep_sessions(mark: str, sessions: Collection[int]) -> list[int]:
+    """SIGKILL what the ranks with these pids left behind: the members of their sessions."""
+    killed = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions:
+                process.kill()
+                killed.append(process.pid)
+    return killed
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes whose environment carries this mark (zombies have none).
+
+    A node's mark stands for those of all lives of its agent, which are ``<node's>/<life>``.
+    """
+    own = os.getpid()
+    wanted = f"{NODE_MARK}={mark}".encode()
+    found = []
+    for pid in psutil.pids():
+        # Read plainly: psutil parses the whole environment, of every process of the machine.
+        with contextlib.suppress(OSError, psutil.Error):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            marks = (entry for entry in environment.split(b"\0") if entry.startswith(wanted))
+            if pid != own and any(entry[len(wanted) :][:1] in {b"", b"/"} for entry in marks):
+                found.append(psutil.Process(pid))
+    return found

@@ -1,0 +1,192 @@
+"""This agent's standing with the controller: its lease, its beats, its joining and leaving."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, cast
+
+import structlog
+from redis.asyncio import Redis
+
+from services.contract import redis_keys
+from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
+from services.contract.messages.telemetry import StepRecord
+from services.worker.agent.beat import Beat
+from services.worker.agent.redis_clients import REDIS_AWAY
+from services.worker.agent.supervisor import Supervisor
+from services.worker.agent.telemetry import Records
+
+BEAT_S: Final = 0.5
+_PAUSE_S: Final = 0.2
+_TAKE_OVER: Final = """
+local holder = redis.call('GET', KEYS[1])
+if not holder or holder == ARGV[1] or holder == ARGV[2] then
+  redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+  return ''
+end
+return holder
+"""
+_log = structlog.get_logger()
+
+
+class LeaseTakenError(Exception):
+    """Another living agent has this node id."""
+
+
+class Session:
+    """One life of this node's agent, as Redis knows it.
+
+    Args:
+        redis: A client that does not retry.
+        node_id: The node.
+        incarnation: This life.
+        inventory: What the node has.
+        supervisor: What the beats tell about.
+        tell: Takes the facts, in order.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        node_id: str,
+        incarnation: str,
+        inventory: Inventory,
+        supervisor: Supervisor,
+        tell: Callable[[Fact], None],
+    ) -> None:
+        self._redis = redis
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._inventory = inventory
+        self._supervisor = supervisor
+        self._tell = tell
+        self._beat = Beat(redis, node_id, incarnation)
+        self._number = 0
+        self._unconfirmed: Sequence[Records] | None = None
+        self._connected = True
+
+    async def take_lease(self, previous: str | None) -> None:
+        """Take the node's lease, from the ``previous`` life of this same agent at once.
+
+        Raises:
+            LeaseTakenError: Somebody else keeps renewing it.
+        """
+        script = self._redis.register_script(_TAKE_OVER)
+        keys = [redis_keys.node_lease(self._node_id)]
+        lease_ms = redis_keys.NODE_LEASE_MS
+        arguments: list[str | int] = [previous or "", self._incarnation, lease_ms]
+        answered: float | None = None
+        clock = asyncio.get_running_loop()
+        while True:
+            try:
+                holder = await script(keys=keys, args=arguments)
+            except REDIS_AWAY as error:
+                self._lost(error)
+            else:
+                if not holder:
+                    return
+                answered = clock.time() if answered is None else answered
+                # A dead agent's lease runs out within this time; a living one's does not.
+                if clock.time() > answered + lease_ms / 1000 + 2 * BEAT_S:
+                    raise LeaseTakenError(_taken(self._node_id, str(holder)))
+            await asyncio.sleep(_PAUSE_S)
+
+    async def hand_over(self, records: Sequence[Records]) -> None:
+        """Write the steps of an earlier life that are not in Redis yet.
+
+        To be done before anything is told of that life's end, which makes its fences void.
+
+        Raises:
+            LeaseTakenError: Another incarnation holds the lease.
+        """
+        self._number += 1
+        while True:
+            try:
+                self._unconfirmed = [await self._unwritten(left) for left in records]
+                await self._beat_once()
+            except REDIS_AWAY as error:
+                self._lost(error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return
+
+    def join(self) -> None:
+        """Tell that this agent is there, with what it runs."""
+        self._tell(
+            NodeJoined(
+                node_id=self._node_id,
+                incarnation=self._incarnation,
+                inventory=self._inventory,
+                gangs=self._supervisor.running(),
+            )
+        )
+
+    async def run(self) -> None:
+        """Beat until cancelled.
+
+        Raises:
+            LeaseTakenError: Another incarnation holds the lease.
+        """
+        urgent = self._supervisor.urgent
+        while True:
+            try:
+                await self._beat_once()
+            except REDIS_AWAY as error:
+                self._lost(error)
+                await asyncio.sleep(BEAT_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(urgent.wait(), BEAT_S)
+
+    def leave(self) -> None:
+        """Tell that this agent goes of its own will, its ranks gone."""
+        self._tell(NodeLeft(node_id=self._node_id, incarnation=self._incarnation))
+
+    async def release_lease(self) -> None:
+        """Give the lease up.
+
+        Raises:
+            RedisError: It will run out by itself.
+        """
+        await self._beat.release()
+
+    async def _unwritten(self, left: Records) -> Records:
+        entries = await self._redis.xrevrange(redis_keys.job_steps(left.job_id), count=1)
+        if not entries:
+            return left
+        _, fields = cast("tuple[str, dict[str, str]]", entries[0])
+        last = StepRecord.model_validate_json(fields[redis_keys.MESSAGE_FIELD])
+        later = (s for s in left.steps if (s.fence, s.step) > (last.fence, last.step))
+        return replace(left, steps=tuple(later))
+
+    async def _beat_once(self) -> None:
+        self._supervisor.urgent.clear()
+        if self._unconfirmed is None:
+            self._number += 1
+            self._unconfirmed = self._supervisor.take_records()
+        answer = await self._beat.write(self._number, self._supervisor.samples(), self._unconfirmed)
+        if answer.taken_by is not None:
+            raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
+        self._unconfirmed = None
+        if not self._connected:
+            self._connected = True
+            _log.info("redis_is_back")
+        if answer.lapsed:
+            # The controller may have given this node up, or Redis may have lost what it knew.
+            _log.warning("lease_had_lapsed")
+            self.join()
+        self._supervisor.fence_off(list(answer.fenced))
+        self._supervisor.records_written()
+
+    def _lost(self, error: Exception) -> None:
+        if self._connected:
+            self._connected = False
+            _log.warning("redis_unreachable", why=str(error))
+
+
+def _taken(node_id: str, holder: str) -> str:
+    return (
+        f"node id {node_id} is in use by another agent (incarnation {holder}): "
+        "give each agent its own MESHLOOM_NODE_ID"
+    )

@@ -1,0 +1,238 @@
+"""Carries out commands, and has every gang of this node seen to its end."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from services.contract.commit_chain import ChainError
+from services.contract.messages.commands import (
+    Command,
+    CommitCheckpoint,
+    LaunchGang,
+    RetireCheckpoint,
+    StopGang,
+    TakeCheckpoint,
+)
+from services.contract.messages.facts import (
+    Fact,
+    GangEnded,
+    GangLaunched,
+    LaunchRefused,
+    RunningGang,
+)
+from services.contract.messages.telemetry import RankSample
+from services.contract.warm_channel import RankReaped
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
+from services.worker.agent.gang_runtime import GangRuntime
+from services.worker.agent.launch import Launcher, LaunchError
+from services.worker.agent.storage import Storage
+from services.worker.agent.telemetry import Records
+
+TICK_S: Final = 0.1
+_log = structlog.get_logger()
+GangKey = tuple[str, int]
+
+
+class Supervisor:
+    """All gangs of a node.
+
+    Args:
+        node_id: The node.
+        folder: Its files.
+        storage: The checkpoints of all jobs.
+        launcher: Forks the ranks of a gang.
+        tell: Takes the facts, in order.
+
+    Attributes:
+        urgent: Set when there is something that the next beat should not wait for.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        folder: NodeFolder,
+        storage: Storage,
+        launcher: Launcher,
+        tell: Callable[[Fact], None],
+    ) -> None:
+        self.urgent = asyncio.Event()
+        self._node_id = node_id
+        self._folder = folder
+        self._storage = storage
+        self._launcher = launcher
+        self._tell = tell
+        self._gangs: dict[GangKey, GangRuntime] = {}
+        self._silent: set[GangKey] = set()
+        self._early: dict[int, RankReaped] = {}
+        self._unrecorded: dict[GangKey, GangEnded] = {}
+        # One at a time and in order: what concerns a job's gang, and what concerns its storage,
+        # which may be slow and must not hold up a kill.
+        self._lanes: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._stirred = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def handle(self, command: Command) -> None:
+        """Carry a command out; one that was carried out before changes nothing."""
+        on_storage = isinstance(command, CommitCheckpoint | RetireCheckpoint)
+        async with self._lanes[command.job_id, on_storage]:
+            match command:
+                case LaunchGang():
+                    await self._launch(command)
+                case StopGang():
+                    self._happen(command, StopAsked(command))
+                case TakeCheckpoint():
+                    self._happen(command, CheckpointAsked())
+                case CommitCheckpoint():
+                    self._tell(await asyncio.to_thread(self._storage.commit, command))
+                case RetireCheckpoint():
+                    await self._retire(command)
+
+    async def run(self) -> None:
+        """Watch all gangs until cancelled."""
+        while True:
+            for key, gang in list(self._gangs.items()):
+                gang.tick()
+                if key not in self._silent and gang.silent():
+                    await gang.sweep(self._folder.mark)
+                    self._silent.add(key)
+                    self.urgent.set()
+            self._settle(only_fenced=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), TICK_S)
+            self._stirred.clear()
+
+    def rank_reaped(self, reaped: RankReaped) -> None:
+        """The warm process reaped a rank."""
+        for gang in self._gangs.values():
+            if reaped.pid in gang.pids.values():
+                gang.reaped(reaped.pid, reaped.exit_code, reaped.signal)
+                break
+        else:  # it died before its launch was complete
+            self._early[reaped.pid] = reaped
+        self._stirred.set()
+
+    def warm_process_gone(self, reason: str) -> None:
+        """The warm process died and the kernel kills all of its ranks."""
+        for gang in self._gangs.values():
+            gang.forker_gone(reason)
+
+    def condemn_all(self, reason: str) -> None:
+        """Kill all gangs."""
+        for gang in self._gangs.values():
+            gang.happen(Condemned(reason))
+
+    def fence_off(self, fenced: list[GangKey]) -> None:
+        """Redis said that newer attempts of these gangs' jobs are open, or that the job is gone."""
+        for key in fenced:
+            if key in self._gangs:
+                self._gangs[key].fence_off()
+
+    async def emptied(self) -> None:
+        """Return once there is no gang, nor one to report."""
+        await self._empty.wait()
+
+    def running(self) -> tuple[RunningGang, ...]:
+        """The gangs with live ranks."""
+        return tuple(
+            gang.living
+            for gang in self._gangs.values()
+            if gang.living is not None and not gang.fenced
+        )
+
+    def samples(self) -> dict[GangKey, list[RankSample]]:
+        """Where every rank stands."""
+        return {key: gang.samples() for key, gang in self._gangs.items() if not gang.fenced}
+
+    def take_records(self) -> list[Records]:
+        """Steps and log lines that were not taken before; to be appended exactly once."""
+        return [gang.take_records() for gang in self._gangs.values() if not gang.fenced]
+
+    def records_written(self) -> None:
+        """All records that were taken are in Redis: gangs without further ones are reported."""
+        self._settle(only_fenced=False)
+        if self._silent:
+            self.urgent.set()
+
+    async def _launch(self, command: LaunchGang) -> None:
+        key = (command.job_id, command.fence)
+        if key in self._gangs:
+            return
+        folder = self._folder.attempt(*key)
+        ended = self._ended(key)
+        if ended is not None:
+            self._tell(ended)
+            return
+        try:
+            await asyncio.to_thread(self._storage.open_attempt, *key)
+            crew = await self._launcher.launch(command, folder)
+        except (LaunchError, ChainError, OSError) as error:
+            _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
+            refusal = LaunchRefused(
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=self._node_id,
+                reason=str(error),
+            )
+            with contextlib.suppress(OSError):
+                folder.close(refusal)
+            self._tell(refusal)
+            return
+        gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
+        self._gangs[key] = gang
+        self._empty.clear()
+        self._tell(
+            GangLaunched(
+                job_id=command.job_id, fence=command.fence, node_id=self._node_id, pids=crew.pids
+            )
+        )
+        gang.connect(crew.pipes)
+        for pid in crew.pids.values():
+            if pid in self._early:
+                self.rank_reaped(self._early.pop(pid))
+
+    def _happen(self, command: StopGang | TakeCheckpoint, event: Event) -> None:
+        key = (command.job_id, command.fence)
+        gang = self._gangs.get(key)
+        if gang is not None:
+            gang.happen(event)
+            return
+        ended = self._ended(key)
+        if ended is not None and isinstance(command, StopGang):
+            self._tell(ended)
+
+    def _ended(self, key: GangKey) -> GangEnded | LaunchRefused | None:
+        return self._unrecorded.get(key) or self._folder.attempt(*key).ended()
+
+    async def _retire(self, command: RetireCheckpoint) -> None:
+        try:
+            fact = await asyncio.to_thread(self._storage.retire, command)
+        except (ChainError, OSError) as error:
+            _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
+        else:
+            self._tell(fact)
+
+    def _settle(self, *, only_fenced: bool) -> None:
+        for key in list(self._silent):
+            gang = self._gangs[key]
+            if gang.drained() and (gang.fenced or not only_fenced):
+                self._conclude(key, gang)
+                self._silent.discard(key)
+                del self._gangs[key]
+        if not self._gangs:
+            self._empty.set()
+
+    def _conclude(self, key: GangKey, gang: GangRuntime) -> None:
+        end = gang.end()
+        try:
+            gang.conclude(end)
+        except OSError as error:  # the controller must learn of it whatever the disk says
+            self._unrecorded[key] = end
+            _log.error("end_not_recorded", job=key[0], fence=key[1], why=str(error))
+        self._tell(end)
+        _log.info("gang_ended", job=key[0], fence=key[1])

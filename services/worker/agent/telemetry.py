@@ -1,0 +1,211 @@
+"""What an agent sees of a gang from outside: its boards and its output, for the next beats."""
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import structlog
+
+from services.contract.messages.rank_pipe import RankReady, RankSeat
+from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from services.contract.rank_channel import BoardReader, BoardSnapshot, BoardStep
+from services.contract.states import RankPhase
+from services.worker.agent.folders import AttemptFolder
+from services.worker.agent.log_tail import LogTail
+from services.worker.agent.verdict import LastSeen
+
+STEPS_PER_BEAT: Final = 2_000
+LINES_PER_BEAT: Final = 1_000
+_LINES_PER_READ: Final = 250
+_NS: Final = 1_000_000_000
+_STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a beat appends for one gang, each record once."""
+
+    job_id: str
+    fence: int
+    steps: tuple[StepRecord, ...]
+    logs: tuple[LogLine, ...]
+
+
+class GangTelemetry:
+    """Boards and logs of the ranks of one attempt on this node.
+
+    Args:
+        seats: The ranks' seats.
+        pids: Their processes, by rank.
+        node_id: This node.
+        folder: Where their files lie.
+    """
+
+    def __init__(
+        self,
+        seats: Mapping[int, RankSeat],
+        pids: Mapping[int, int],
+        node_id: str,
+        folder: AttemptFolder,
+    ) -> None:
+        self._seats = seats
+        self._pids = pids
+        self._node_id = node_id
+        self._folder = folder
+        self._readers: dict[int, BoardReader] = {}
+        self._tails = {
+            (rank, stream): LogTail(folder.log(rank, stream))
+            for rank in seats
+            for stream in _STREAMS
+        }
+        self._seen: dict[int, BoardSnapshot] = {}
+        self._started: set[int] = set()
+        self._steps: deque[StepRecord] = deque()
+        self._last_step: int | None = None
+
+    def watch(self) -> dict[int, int]:
+        """Take in the new steps; answer the first step of each rank that just finished one.
+
+        To be called often: a ring holds the last 256 steps.
+        """
+        begun = {}
+        for rank in self._seats:
+            reader = self._reader(rank)
+            if reader is not None and rank not in self._started:
+                steps = reader.steps_after(0)
+                if steps:
+                    begun[rank] = steps[0].step
+                    self._started.add(rank)
+        self._watch_steps()
+        return begun
+
+    def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
+        """Where each rank stands now."""
+        return [self._sample(rank, ready[rank]) for rank in self._seats]
+
+    def take(self, *, last: bool) -> Records:
+        """The records for the next beat; each is handed out once.
+
+        ``last`` says that no rank writes any more.
+        """
+        any_seat = next(iter(self._seats.values()))
+        count = min(len(self._steps), STEPS_PER_BEAT)
+        steps = tuple(self._steps.popleft() for _ in range(count))
+        return Records(any_seat.job_id, any_seat.fence, steps, self._read_logs(last=last))
+
+    def drained(self) -> bool:
+        """Whether there is nothing left to take."""
+        return not self._steps and all(tail.at_end() for tail in self._tails.values())
+
+    def last_seen(self) -> dict[int, LastSeen]:
+        """What each board shows; a rank that died before it made one was only spawned."""
+        seen = {}
+        for rank in self._seats:
+            snapshot = self._snapshot(rank)
+            seen[rank] = LastSeen(step=snapshot.step, phase=snapshot.phase.name)
+        return seen
+
+    def close(self) -> None:
+        """Unmap the boards."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _watch_steps(self) -> None:
+        # The figures of a step are the same on all ranks: rank 0 speaks for the job.
+        reader = self._readers.get(0)
+        if reader is None:
+            return
+        for entry in reader.steps_after(self._last_step or 0):
+            if self._last_step is not None and entry.step > self._last_step + 1:
+                _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
+            self._last_step = entry.step
+            self._steps.append(step_record(entry, self._seats[0].fence))
+
+    def _read_logs(self, *, last: bool) -> tuple[LogLine, ...]:
+        lines: list[LogLine] = []
+        # In turns, so that one rank's flood does not silence the others.
+        reading = deque(self._tails)
+        while reading and len(lines) < LINES_PER_BEAT:
+            rank, stream = key = reading.popleft()
+            budget = min(_LINES_PER_READ, LINES_PER_BEAT - len(lines))
+            tailed = self._tails[key].read(budget, last=last)
+            now = time.time_ns() // 1_000_000
+            lines += [
+                LogLine(
+                    rank=rank,
+                    fence=self._seats[rank].fence,
+                    stream=stream,
+                    level=line.level,
+                    time_ms=now,
+                    text=line.text,
+                )
+                for line in tailed
+            ]
+            if len(tailed) == budget:
+                reading.append(key)
+        return tuple(lines)
+
+    def _reader(self, rank: int) -> BoardReader | None:
+        if rank not in self._readers:
+            # A rank that was just forked has no board yet, or half of one.
+            with contextlib.suppress(OSError, ValueError):
+                self._readers[rank] = BoardReader.open(self._folder.board(rank))
+        return self._readers.get(rank)
+
+    def _snapshot(self, rank: int) -> BoardSnapshot:
+        reader = self._reader(rank)
+        read = reader.read() if reader is not None else None
+        # A fast writer can tear both snapshots under one look: what was seen before still holds.
+        if read is not None:
+            self._seen[rank] = read
+        return self._seen.get(rank) or BoardSnapshot(fence=self._seats[rank].fence)
+
+    def _sample(self, rank: int, ready: RankReady | None) -> RankSample:
+        seat, board = self._seats[rank], self._snapshot(rank)
+        units = ready.units if ready is not None else ()
+        groups = ready.groups if ready is not None else ()
+        age_ns = time.monotonic_ns() - board.stored_ns if board.stored_ns else 0
+        return RankSample(
+            rank=rank,
+            local_rank=seat.local_rank,
+            fence=seat.fence,
+            node_id=self._node_id,
+            device=seat.device,
+            pid=self._pids[rank],
+            phase=RankPhase(board.phase).name,
+            unit=next(itertools.islice(units, board.unit_index, None), None)
+            if board.unit_index is not None
+            else None,
+            step=max(board.step, 0),
+            loss=_finite(board.loss),
+            tokens_per_s=_finite(board.tokens_per_s),
+            step_time_s=_finite(board.step_time_s),
+            memory_bytes=max(board.memory_bytes, 0),
+            issued=dict(zip(groups, board.issued, strict=False)),
+            completed=dict(zip(groups, board.completed, strict=False)),
+            beat_age_s=max(age_ns, 0) / _NS,
+        )
+
+
+def step_record(entry: BoardStep, fence: int) -> StepRecord:
+    """A finished step as the controller reads it."""
+    return StepRecord(
+        step=entry.step,
+        fence=fence,
+        loss=_finite(entry.loss),
+        grad_norm=_finite(entry.grad_norm),
+        learning_rate=_finite(entry.learning_rate),
+        tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
+        step_time_s=_finite(entry.step_time_s) or 0.0,
+    )
+
+
+def _finite(figure: float) -> float | None:
+    return figure if math.isfinite(figure) else None

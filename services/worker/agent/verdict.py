@@ -1,0 +1,85 @@
+"""How the ranks of an ended gang ended, and which of them failed first.
+
+What reaches an agent first is partly luck: when a rank dies, its peers see their connections
+break before the kernel tells the parent. So failures are ordered by kind, then by arrival.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from services.contract.messages.facts import RankExit
+from services.worker.agent.gang import GangState, RankState
+
+
+class Standing(IntEnum):
+    """How an exit stands among the others of its gang; the lowest came first."""
+
+    OWN_FAILURE = 0
+    """An exception, an exit code, or a signal that was not ours."""
+    ECHO = 1
+    """An error that says that a peer was lost, or the abort that follows one."""
+    VICTIM = 2
+    """Killed by us while it was well."""
+    FINISHED = 3
+    """It had done all its work."""
+
+
+@dataclass(frozen=True)
+class LastSeen:
+    """What a rank's board showed last."""
+
+    step: int
+    phase: str
+
+
+def exits(state: GangState, boards: Mapping[int, LastSeen]) -> tuple[RankExit, ...]:
+    """How every rank of an ended gang ended, in the order of failure."""
+    ordered = sorted(state.ranks.values(), key=lambda rank: (standing(rank), rank.arrived or 0))
+    return tuple(_exit(state, rank, boards[rank.rank], order) for order, rank in enumerate(ordered))
+
+
+def standing(rank: RankState) -> Standing:
+    """How the exit of an ended rank stands."""
+    if rank.finished is not None:
+        return Standing.FINISHED
+    if rank.failed is None and rank.killed and rank.signal == signal.SIGKILL:
+        return Standing.VICTIM
+    return Standing.ECHO if rank.echoes else Standing.OWN_FAILURE
+
+
+def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> RankExit:
+    failed, finished = rank.failed, rank.finished
+    return RankExit(
+        rank=rank.rank,
+        pid=rank.pid,
+        exit_code=rank.exit_code,
+        signal=rank.signal,
+        order=order,
+        step=max(seen.step, 0),
+        phase=seen.phase,
+        finished=finished is not None,
+        drained=finished is not None and finished.drained,
+        error=failed.error if failed is not None else _explanation(state, rank),
+        traceback=failed.traceback if failed is not None else None,
+    )
+
+
+def _explanation(state: GangState, rank: RankState) -> str | None:
+    match standing(rank):
+        case Standing.FINISHED:
+            return None
+        case Standing.VICTIM:
+            return f"killed: {state.stopped or 'another rank of the gang failed'}"
+        case _ if rank.signal is not None:
+            return f"ended by {_signal_name(rank.signal)}"
+        case _:
+            return f"left with exit code {rank.exit_code} before it had finished"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,94 @@
+"""Tells the board where the rank is: the trainer's phases and the engine's states."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from fsdp_core import TrainingState
+from services.contract.rank_channel import MAX_GROUPS, BoardStep, BoardWriter
+from services.contract.states import RankPhase
+
+_PHASES: Final = {
+    TrainingState.FORWARD: RankPhase.FORWARD,
+    TrainingState.PRE_BACKWARD: RankPhase.PRE_BACKWARD,
+    TrainingState.POST_BACKWARD: RankPhase.POST_BACKWARD,
+}
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class BoardWatch:
+    """An observer of the engine that stores each change on the board, on the training thread.
+
+    Args:
+        board: The rank's board.
+        groups: Names of the groups whose collectives are counted, in the board's order.
+        device: Whose memory is reported: of an accelerator what its allocator holds, else what
+            this process has resident.
+
+    Raises:
+        ValueError: There are more groups than the board has places for.
+    """
+
+    def __init__(self, board: BoardWriter, groups: Sequence[str], device: torch.device) -> None:
+        if len(groups) > MAX_GROUPS:
+            raise ValueError(f"the board counts {MAX_GROUPS} groups, not {len(groups)}")
+        self._board = board
+        self._device = device
+        self._place = {group: place for place, group in enumerate(groups)}
+        self._issued = [0] * MAX_GROUPS
+        self._completed = [0] * MAX_GROUPS
+        self._evaluates = False
+
+    def enter(self, phase: RankPhase) -> None:
+        """The trainer begins ``phase``, outside all units."""
+        self._evaluates = phase is RankPhase.EVAL
+        self._store(phase=phase, unit_index=None)
+
+    def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:  # noqa: ARG002 (the engine's signature)
+        """A unit entered ``state``. Its return to IDLE is not told: its parent computes on."""
+        phase = _PHASES.get(state)
+        if phase is not None:
+            # A forward pass of an evaluation is evaluation to whoever looks from outside.
+            self._store(phase=RankPhase.EVAL if self._evaluates else phase, unit_index=unit_index)
+
+    def on_issue(self, group: str, sequence: int) -> None:
+        """Collective ``sequence`` of ``group`` was started."""
+        place = self._place.get(group)
+        if place is not None:
+            self._issued[place] = sequence
+            self._store()
+
+    def on_complete(self, group: str, sequence: int) -> None:
+        """Collective ``sequence`` of ``group`` was waited for."""
+        place = self._place.get(group)
+        if place is not None:
+            self._completed[place] = sequence
+            self._store()
+
+    def resume(self, step: int) -> None:
+        """``step`` steps were made before this attempt."""
+        self._store(step=step)
+
+    def finish_step(self, step: BoardStep) -> None:
+        """A step and its figures are known."""
+        self._board.finish_step(step, memory_bytes=self._memory_bytes(), now_ns=time.monotonic_ns())
+
+    def _store(self, **changes: object) -> None:
+        fields = {
+            "issued": tuple(self._issued),
+            "completed": tuple(self._completed),
+            "stored_ns": time.monotonic_ns(),
+            **changes,
+        }
+        self._board.store(replace(self._board.snapshot, **fields))  # type: ignore[arg-type]  # the names are ours
+
+    def _memory_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(resident) * _PAGE_BYTES

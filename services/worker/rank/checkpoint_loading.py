@@ -1,0 +1,54 @@
+"""Loads the checkpoint from which an attempt resumes."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from fsdp_core.errors import CheckpointError
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import job_of_checkpoint
+from services.contract.manifests import Manifest
+from services.contract.messages.rank_pipe import RankSeat
+from services.worker.rank import shard_file
+from services.worker.rank.run import DataMismatchError, Run
+from services.worker.rank.training_state import restore
+
+
+def resume(run: Run, seat: RankSeat) -> int:
+    """Fills the run from the seat's checkpoint, at any world size, and returns its step.
+
+    Without one it returns 0 and the run begins anew.
+
+    Raises:
+        ChainError: The checkpoint was never committed, or it was deleted.
+        CorruptShardError: A file of which this rank needs something is not what was committed.
+        CheckpointError: The files do not hold what this model and optimizer need.
+        DataMismatchError: The job's data is not that on which the checkpoint was trained.
+    """
+    if seat.resume_from is None:
+        return 0
+    job = job_of_checkpoint(seat.resume_from)
+    chain = CommitChain(Path(seat.storage_root), job)
+    manifest = chain.find(seat.resume_from)
+    # A clone may go on with other data; the same job must not do so unnoticed.
+    if job == seat.job_id and manifest.data_digest not in ("", run.data.digest):
+        raise DataMismatchError(
+            f"data: checkpoint {seat.resume_from} was trained on data of digest "
+            f"{manifest.data_digest}, here it is {run.data.digest}: the run would not be "
+            "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
+        )
+    _fill(run, chain.shard_folder(manifest.checkpoint_id), manifest)
+    return manifest.step
+
+
+def _fill(run: Run, folder: Path, manifest: Manifest) -> None:
+    try:
+        with ExitStack() as stack:
+            restore(
+                run,
+                [stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards],
+            )
+    except (CheckpointError, ValueError, KeyError, TypeError):
+        # A damaged header can look like a checkpoint of another model: look before blaming that.
+        for shard in manifest.shards:
+            shard_file.verify(folder, shard)
+        raise

@@ -1,0 +1,48 @@
+"""The text at hand on every machine: the sources of the running interpreter's standard library."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+# Third-party packages and test suites differ between installations of one Python.
+_SKIPPED: Final = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+)
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One source file: its path below the library, and its bytes."""
+
+    name: str
+    content: bytes
+
+
+def stdlib_sources(library: Path | None = None) -> list[CorpusFile]:
+    """Reads all sources of the standard library (about 11 MB), sorted by name.
+
+    Args:
+        library: Another folder to read instead.
+
+    Raises:
+        FileNotFoundError: There is no source file (some distributions ship compiled code only).
+    """
+    root = Path(sysconfig.get_path("stdlib")) if library is None else library
+    names = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if _SKIPPED.isdisjoint(path.relative_to(root).parts)
+    )
+    if not names:
+        raise FileNotFoundError(
+            f"data: {root} holds no Python sources; install the interpreter's standard library "
+            "with sources or name another data factory"
+        )
+    return [CorpusFile(name, (root / name).read_bytes()) for name in names]
+
+
+def manifest(files: list[CorpusFile]) -> str:
+    """A line a file, ``<sha256>  <name>``: what ``sha256sum --check`` reads in the library."""
+    return "".join(f"{hashlib.sha256(file.content).hexdigest()}  {file.name}\n" for file in files)

@@ -1,0 +1,57 @@
+"""What the trainer asks of a model.
+
+A model factory is a callable that takes the arguments of ``model.args`` and returns an
+``nn.Module``. Nothing more is required than a ``forward`` that takes tokens and gives logits; the
+trainer then computes the mean cross entropy of the next token. Two things a model may add:
+
+- a method ``loss(tokens)``. It is called instead, with whole sequences (one token longer than the
+  input of ``forward``), and returns the mean loss over the batch. The engine gathers parameters
+  around it exactly as around ``forward``.
+- the attribute ``meta_init = True``. It promises that every submodule which directly owns
+  parameters or buffers has a ``reset_parameters()`` that gives all of them their values. The
+  model is then built on the meta device, sharded, and only then filled, one submodule at a time,
+  so that no rank ever holds all of it. Without the promise, every rank builds the whole model in
+  host memory under the job's seed, and the engine keeps this rank's slices.
+
+Either way the values depend on the job's seed alone, not on the number of ranks.
+"""
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+
+
+class TokenModel(Protocol):
+    """A model by ``forward``.
+
+    ``tokens``: int64 ``[batch, length]``. Returns logits, floating, ``[batch, length, vocab]``.
+    """
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the token after each given one."""
+        ...
+
+
+@runtime_checkable
+class LossModel(Protocol):
+    """A model that computes its own loss."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss, a scalar, of int64 ``tokens`` ``[batch, length + 1]``."""
+        ...
+
+
+@runtime_checkable
+class MetaInit(Protocol):
+    """A model that may be built on the meta device (see the module's text)."""
+
+    meta_init: ClassVar[bool]
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    """A module that can fill its own parameters and buffers, and those of no submodule."""
+
+    def reset_parameters(self) -> None:
+        """Gives every parameter and buffer that the module directly owns its first value."""
+        ...

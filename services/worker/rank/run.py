@@ -1,0 +1,158 @@
+"""What a rank trains with: everything that the loop needs, built whole."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from fsdp_core import fully_shard, observe
+from services.contract.messages.rank_pipe import RankSeat
+from services.contract.specs import JobSpec
+from services.worker.rank import registry
+from services.worker.rank.board_watch import BoardWatch
+from services.worker.rank.data.source import DataSource, HasManifest
+from services.worker.rank.groups import Gang
+from services.worker.rank.loss import Loss, loss_of
+from services.worker.rank.materialise import sharded_model
+from services.worker.rank.schedules import Schedule
+from services.worker.rank.seeds import derive
+
+_MICRO_BATCH_TOKENS: Final = 16_384
+
+
+class DataMismatchError(RuntimeError):
+    """The ranks, or an attempt and its checkpoint, do not see the same data."""
+
+
+class BatchError(ValueError):
+    """An attempt of another size than the spec's cannot share out the global batch evenly."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run on one rank.
+
+    Attributes:
+        spec: The job.
+        gang: The ranks.
+        model: Sharded, with values.
+        loss: Of a batch, by ``model``.
+        optimizer: Over the sharded parameters.
+        base_rates: Learning rate of each of its groups before the schedule.
+        schedule: Factor by step.
+        data: Sequences by step and index.
+        micro_batch: Sequences of one forward and backward pass.
+        tokens_per_step: Tokens that all ranks predict in a step.
+        watch: Tells the board.
+    """
+
+    spec: JobSpec
+    gang: Gang
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    base_rates: tuple[float, ...]
+    schedule: Schedule
+    data: DataSource
+    micro_batch: int
+    tokens_per_step: int
+    watch: BoardWatch
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the engine's units in the order of its unit indices; the root is first."""
+        names: dict[object, list[str]] = {}
+        for name, module in self.model.named_modules():
+            state = fully_shard.state(module)
+            if state is not None:
+                names.setdefault(state, []).append(name or "root")
+        return tuple(", ".join(fqns) for fqns in names.values())
+
+
+def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
+    """Builds model, optimizer, schedule and data as the seat's spec and plan say.
+
+    Raises:
+        FactoryError: The spec names no factory, or arguments that it does not take.
+        BatchError: The global batch does not divide by the number of ranks.
+        DataMismatchError: The ranks see different data.
+    """
+    spec = seat.spec
+    if spec.train.global_batch % gang.world_size:
+        raise BatchError(
+            f"train.global_batch: {spec.train.global_batch} does not divide by the "
+            f"{gang.world_size} ranks of this attempt"
+        )
+    make = functools.partial(registry.create, "model", spec.model)
+    model = sharded_model(
+        _with_mark(make, registry.find("model", spec.model.factory)),
+        seat.plan.sharding,
+        gang,
+        spec.train.seed,
+    )
+    observe(model, watch)
+    optimizer: torch.optim.Optimizer = registry.create(
+        "optimizer", spec.optimizer, list(model.named_parameters())
+    )
+    schedule: Schedule = registry.create(
+        "schedule", spec.schedule, offered={"steps": spec.train.steps}
+    )
+    data: DataSource = registry.create("data", spec.data, offered={"seed": spec.train.seed})
+    if not gang.control.agree_on(_fingerprint(data.digest)):
+        raise DataMismatchError(
+            f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "
+            "data: all nodes of a job need the same files (for stdlib_bytes: the same Python)"
+        )
+    if gang.rank == 0 and isinstance(data, HasManifest):
+        (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
+    length = data.batch(1, [0]).shape[1] - 1
+    # From here on the ranks differ: dropout must not drop the same places on all of them.
+    torch.manual_seed(derive(spec.train.seed, "rank", gang.rank))
+    return Run(
+        spec=spec,
+        gang=gang,
+        model=model,
+        loss=loss_of(model),
+        optimizer=optimizer,
+        base_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        schedule=schedule,
+        data=data,
+        micro_batch=micro_batch(
+            spec.train.micro_batch, spec.train.global_batch // gang.world_size, length
+        ),
+        tokens_per_step=spec.train.global_batch * length,
+        watch=watch,
+    )
+
+
+def micro_batch(wanted: int | Literal["auto"], per_rank: int, length: int) -> int:
+    """Sequences of one pass.
+
+    ``auto``: as many as divide the rank's share of the step and keep a pass at 16 384 tokens or
+    fewer. Beyond that a pass gains no speed, and its activations cost memory.
+
+    Args:
+        wanted: From the spec; a number is taken as it is.
+        per_rank: Sequences of a step on this rank.
+        length: Tokens of a sequence.
+    """
+    if wanted != "auto":
+        return wanted
+    divisors = (n for n in range(per_rank, 0, -1) if per_rank % n == 0)
+    return next((n for n in divisors if n * length <= _MICRO_BATCH_TOKENS), 1)
+
+
+def _fingerprint(digest: str) -> bytes:
+    # A user's digest has any length, and what the ranks compare must have one.
+    return hashlib.sha256(digest.encode()).digest()
+
+
+def _with_mark(make: Callable[[], object], factory: object) -> Callable[[], object]:
+    if getattr(factory, "meta_init", False):
+        vars(make)["meta_init"] = True
+    return make

@@ -1,0 +1,133 @@
+"""A rank takes its seat: the board and the pipe around one call of the trainer.
+
+The trainer is found by name, so that this module and the warm process know no torch; it is any
+callable of the shape ``Train``. Its exception, or its return, is all that decides how a rank ends.
+"""
+
+import contextlib
+import importlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NoReturn, Protocol, cast
+
+from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
+from services.contract.rank_channel import BoardWriter
+from services.contract.states import RankPhase
+
+DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
+_TEXT_LIMIT: Final = 32_768
+_READ_BYTES: Final = 65_536
+
+
+class AgentPipe:
+    """The rank's end of the pipe to its agent: one JSON object a line, both ways.
+
+    ``send`` may be called from any thread; ``poll_orders`` from one.
+
+    Args:
+        channel: A connected stream socket in blocking mode.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._unread = b""
+
+    def send(self, message: RankMessage) -> None:
+        """Tell the agent. Does nothing when the agent is gone: training does not depend on it."""
+        line = message.model_dump_json().encode() + b"\n"
+        with self._sending, contextlib.suppress(OSError):
+            self._channel.sendall(line)
+
+    def poll_orders(self) -> list[RankOrder]:
+        """The orders that came since the last call, oldest first; never blocks."""
+        while True:
+            try:
+                received = self._channel.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except OSError:  # nothing there now (EAGAIN), or the agent is gone
+                break
+            if not received:
+                break
+            self._unread += received
+        *lines, self._unread = self._unread.split(b"\n")
+        return [RankOrder.model_validate_json(line) for line in lines]
+
+
+class Train(Protocol):
+    """What a trainer is: it trains until done, drained or failed (an exception).
+
+    ``listen_fd`` is the bound rendezvous socket of the store that rank 0 hosts, None elsewhere.
+    It sends ``RankFinished`` itself, for only it knows whether it drained.
+    """
+
+    def __call__(
+        self, *, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None
+    ) -> None:
+        """Train the seat's share of the job."""
+        ...
+
+
+def load_trainer(name: str) -> Train:
+    """The callable that ``package.module:callable`` names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: It has no such callable.
+    """
+    module, _, attribute = name.partition(":")
+    return cast("Train", getattr(importlib.import_module(module), attribute))
+
+
+def take_seat(
+    seat: RankSeat, channel: socket.socket, listen_fd: int | None, trainer: str = DEFAULT_TRAINER
+) -> NoReturn:
+    """Run the trainer in this process, then end the process: code 0, or 1 after an exception.
+
+    The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
+    must not turn a success into a failure. Every kind of exception counts, ``SystemExit`` too.
+    """
+    pipe = AgentPipe(channel)
+    step = 0
+    code = 1
+    try:
+        board = BoardWriter.create(Path(seat.board_path), seat.fence)
+        board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
+        try:
+            load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
+            code = 0
+        finally:
+            step = board.snapshot.step
+    except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
+        text = _traceback_of(error)
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
+            sys.stderr.write(text)
+        pipe.send(RankFailed(error=_one_line(error), traceback=_shortened(text), step=step))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _one_line(error: BaseException) -> str:
+    first, *_ = str(error).splitlines() or [""]
+    return _shortened(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+
+
+def _traceback_of(error: BaseException) -> str:
+    # The first frame is this module's own: the reader wants to start in the trainer.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return "".join(traceback.format_exception(error.with_traceback(frames)))
+
+
+def _shortened(text: str) -> str:
+    """``text``, its middle cut where it is too long: the two ends say where and what."""
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"

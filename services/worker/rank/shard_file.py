@@ -1,0 +1,200 @@
+"""One rank's file of a checkpoint, in the safetensors format; nothing in it can run code.
+
+It is written by hand rather than by the library, so that it is digested while it is written and
+never serialised a second time in memory: https://huggingface.co/docs/safetensors (format). It is
+read by the library.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.contract.durable import make_folders, sync_folder
+from services.contract.manifests import ShardFile
+
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT: Final = 8
+_READ_BYTES: Final = 1 << 20
+
+
+class CorruptShardError(RuntimeError):
+    """A shard file is missing, or is not what its manifest says that was committed."""
+
+
+class UnsavableTensorError(TypeError):
+    """The format has no name for a tensor's dtype."""
+
+
+def file_name(rank: int) -> str:
+    """Name of the file of ``rank`` in a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write(
+    folder: Path, rank: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> ShardFile:
+    """Writes the file of ``rank`` so that it is there whole and durably, or not at all.
+
+    Args:
+        folder: The checkpoint's, in that of the job's shards; made if missing.
+        rank: Whose file.
+        tensors: By name, on the CPU.
+        metadata: Text beside them.
+
+    Raises:
+        OSError: The storage refused.
+        UnsavableTensorError: A tensor's dtype has no name in the format.
+    """
+    shards = folder.parent
+    make_folders(folder, shards.parent)
+    path = folder / file_name(rank)
+    draft = folder / f".{path.name}.partial"
+    digest = hashlib.sha256()
+    size = 0
+    try:
+        with draft.open("wb") as file:
+            for part in _parts(tensors, metadata):
+                digest.update(part)
+                size += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(folder)
+    return ShardFile(rank=rank, name=path.name, bytes=size, sha256=digest.hexdigest())
+
+
+def verify(folder: Path, shard: ShardFile) -> None:
+    """Compares a shard file's bytes with the manifest's digest.
+
+    Raises:
+        CorruptShardError: It is missing, or has another digest.
+    """
+    path = folder / shard.name
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(_READ_BYTES):
+                digest.update(part)
+    except OSError as error:
+        raise CorruptShardError(f"checkpoint file {path} cannot be read: {error}") from error
+    if digest.hexdigest() != shard.sha256:
+        raise CorruptShardError(
+            f"checkpoint file {path} is corrupt: sha256 is {digest.hexdigest()}, the manifest "
+            f"says {shard.sha256}; restore the file or resume from another checkpoint"
+        )
+
+
+class ShardReader:
+    """An open shard file. Its digest is verified before the first value is read from it.
+
+    Args:
+        handle: The file, opened by ``safetensors.safe_open``.
+        folder: Of the checkpoint.
+        shard: What the manifest says of the file.
+    """
+
+    def __init__(self, handle: safe_open, folder: Path, shard: ShardFile) -> None:
+        self._handle = handle
+        self._folder = folder
+        self._shard = shard
+        self._is_verified = False
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The text beside the tensors, not verified."""
+        metadata: dict[str, str] | None = self._handle.metadata()  # type: ignore[no-untyped-call]  # safetensors'
+        return metadata or {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Reads one tensor.
+
+        Raises:
+            CorruptShardError: The file is not what was committed.
+        """
+        self._verify_once()
+        tensor: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]  # safetensors'
+        return tensor
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Reads a part of a tensor, one slice a dim.
+
+        Raises:
+            CorruptShardError: The file is not what was committed.
+        """
+        if not slices:
+            return self.tensor(name)
+        self._verify_once()
+        part: torch.Tensor = self._handle.get_slice(name)[slices]  # type: ignore[no-untyped-call]  # safetensors'
+        return part
+
+    def _verify_once(self) -> None:
+        if not self._is_verified:
+            verify(self._folder, self._shard)
+            self._is_verified = True
+
+
+@contextmanager
+def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
+    """Opens a shard file of a checkpoint.
+
+    Raises:
+        CorruptShardError: It is missing or no safetensors file.
+    """
+    try:
+        with safe_open(folder / shard.name, framework="pt") as handle:
+            yield ShardReader(handle, folder, shard)
+    except (OSError, SafetensorError) as error:
+        verify(folder, shard)  # the digest says more than a parser's complaint
+        raise CorruptShardError(
+            f"checkpoint file {folder / shard.name} cannot be read: {error}"
+        ) from error
+
+
+def _parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    # Widest elements first: so every tensor is aligned, as the format asks of writers.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _dtype_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for _, tensor in ordered:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        yield memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy types no buffer in 3.11
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPES:
+        raise UnsavableTensorError(f"tensor {name!r} has dtype {dtype}, which safetensors lacks")
+    return _DTYPES[dtype]

@@ -1,0 +1,148 @@
+"""What a rank does, from its seat to its last word."""
+
+import time
+from typing import Protocol
+
+import torch
+
+# The first optimizer imports it. Here the warm process does, once for all ranks of a node: each
+# would else begin a second later.
+import torch._dynamo
+
+from services.contract.messages.rank_pipe import (
+    RankEvaluated,
+    RankFinished,
+    RankMessage,
+    RankOrder,
+    RankReady,
+    RankSeat,
+)
+from services.contract.rank_channel import BoardStep, BoardWriter
+from services.contract.states import RankPhase
+from services.worker.rank import narration
+from services.worker.rank.agreement import propose
+from services.worker.rank.board_watch import BoardWatch
+from services.worker.rank.checkpoint_loading import resume
+from services.worker.rank.checkpoint_writer import CheckpointWriter
+from services.worker.rank.control import CONTROL_GROUP
+from services.worker.rank.evaluation import evaluate
+from services.worker.rank.groups import SHARD_AXIS, joined
+from services.worker.rank.run import Run, build
+from services.worker.rank.step import train_step
+from services.worker.rank.training_state import capture
+
+_GROUPS = (SHARD_AXIS, CONTROL_GROUP)
+
+
+class Pipe(Protocol):
+    """The rank's agent, as ``seat.AgentPipe`` is."""
+
+    def send(self, message: RankMessage) -> None:
+        """Tells it; callable from any thread."""
+        ...
+
+    def poll_orders(self) -> list[RankOrder]:
+        """What it asks; never blocks."""
+        ...
+
+
+def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None) -> None:
+    """Trains the seat's share of the job, until the last step or until the agent stops it.
+
+    Args:
+        seat: What to train, with whom, from where.
+        pipe: Told of readiness, checkpoints, evaluations and the end; asked for orders.
+        board: Told of every phase and step.
+        listen_fd: On rank 0, the bound socket of the rendezvous store.
+
+    Raises:
+        Exception: Whatever ends the rank early, the user's own exceptions included.
+    """
+    torch.set_num_threads(seat.threads)
+    watch = BoardWatch(board, _GROUPS, torch.device(seat.device))
+    watch.enter(RankPhase.RENDEZVOUS)
+    with joined(seat, listen_fd, watch) as gang:
+        watch.enter(RankPhase.BUILD)
+        run = build(seat, gang, watch)
+        watch.enter(RankPhase.LOAD)
+        resumed = resume(run, seat)
+        watch.resume(resumed)
+        writer = CheckpointWriter(
+            seat,
+            pipe.send,
+            seat.spec.checkpoint.mode,
+            data_digest=run.data.digest,
+            resumed_step=resumed,
+        )
+        pipe.send(_ready(run))
+        narration.ready(run, resumed)
+        last, drained = _loop(run, pipe, writer, resumed)
+        watch.enter(RankPhase.CHECKPOINT)
+        writer.finish(last)
+        watch.enter(RankPhase.FINISHED)
+        pipe.send(RankFinished(step=last, drained=drained))
+
+
+def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple[int, bool]:
+    """Steps until the last one or an agreed stop; returns the step, and whether it was a stop."""
+    steps = run.spec.train.steps
+    for step in range(resumed + 1, steps + 1):
+        agreement = propose(pipe, run.gang.control)
+        loss = _timed_step(run, step)
+        agreed = agreement.outcome()
+        if _is_due(step, run.spec.train.eval_every, steps):
+            _report_evaluation(run, pipe, step)
+        if agreed.checkpoint or _is_due(step, run.spec.checkpoint.every_steps, steps):
+            _save(run, writer, step, loss)
+        if agreed.stop and step < steps:
+            return step, True
+    return max(steps, resumed), False
+
+
+def _timed_step(run: Run, step: int) -> float:
+    began = time.perf_counter()
+    figures = train_step(run, step)
+    elapsed = time.perf_counter() - began
+    done = BoardStep(
+        step=step,
+        loss=figures.loss,
+        grad_norm=figures.grad_norm,
+        learning_rate=figures.learning_rate,
+        tokens_per_s=run.tokens_per_step / elapsed,
+        step_time_s=elapsed,
+    )
+    run.watch.finish_step(done)
+    narration.stepped(run, done)
+    return figures.loss
+
+
+def _is_due(step: int, every: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def _save(run: Run, writer: CheckpointWriter, step: int, loss: float) -> None:
+    if writer.is_due(step):
+        run.watch.enter(RankPhase.CHECKPOINT)
+        writer.save(capture(run, step, loss))
+
+
+def _report_evaluation(run: Run, pipe: Pipe, step: int) -> None:
+    evaluation = evaluate(run)
+    if evaluation is None or run.gang.rank != 0:
+        return
+    baselines = dict(run.data.baselines())
+    pipe.send(
+        RankEvaluated(
+            step=step, loss=evaluation.loss, tokens=evaluation.tokens, baselines=baselines
+        )
+    )
+    narration.evaluated(step, evaluation.loss, baselines)
+
+
+def _ready(run: Run) -> RankReady:
+    return RankReady(
+        units=run.units,
+        groups=_GROUPS,
+        parameters=sum(p.numel() for p in run.model.parameters()),
+        data_digest=run.data.digest,
+    )

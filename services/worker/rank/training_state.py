@@ -1,0 +1,145 @@
+"""All that a run is after a step, as tensors and text: what a checkpoint holds of one rank.
+
+Tensors of the model and the optimizer are boxes of whole tensors, which the boxes of all ranks
+tile, so a run of another number of ranks can be filled from them. Random states belong to a rank.
+Nothing else is state: data, schedule and seeds follow from the step and the spec.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from fsdp_core.checkpoint import (
+    SavedShard,
+    load_model_state,
+    load_optimizer_state,
+    local_shards,
+    model_state,
+    optimizer_state,
+)
+from services.worker.rank.run import Run
+from services.worker.rank.seeds import derive
+from services.worker.rank.shard_file import ShardReader
+
+_KEY: Final = "meshloom"
+_VERSION: Final = 1
+_TORCH_RANDOM: Final = "random.torch"
+_CUDA_RANDOM: Final = "random.cuda"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What one rank saves.
+
+    Attributes:
+        step: Steps that were made.
+        loss: Of the last of them; None before the first.
+        tensors: By name, on the CPU.
+        text: The boxes and the random states that are no tensors, as safetensors metadata.
+        is_live: Whether the next step changes the tensors, because they were on the CPU already.
+    """
+
+    step: int
+    loss: float | None
+    tensors: Mapping[str, torch.Tensor]
+    text: Mapping[str, str]
+    is_live: bool = True
+
+    def detached(self) -> "TrainingState":
+        """The same, in tensors that the next step does not change."""
+        if not self.is_live:
+            return self
+        copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return replace(self, tensors=copies, is_live=False)
+
+
+def capture(run: Run, step: int, loss: float | None) -> TrainingState:
+    """The state of ``run`` after ``step`` steps on this rank."""
+    entries = local_shards({**model_state(run.model), **optimizer_state(run.model, run.optimizer)})
+    tensors = {entry.fqn: entry.tensor.cpu() for entry in entries}
+    tensors[_TORCH_RANDOM] = torch.get_rng_state()
+    if run.gang.device.type == "cuda":
+        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(run.gang.device)
+    about = {
+        "version": _VERSION,
+        "step": step,
+        "rank": run.gang.rank,
+        "world_size": run.gang.world_size,
+        "data_digest": run.data.digest,
+        "boxes": {
+            entry.fqn: {
+                "global_shape": entry.global_shape,
+                "offsets": entry.offsets,
+                "shape": tuple(entry.tensor.shape),
+            }
+            for entry in entries
+        },
+        "python_random": random.getstate(),
+        "numpy_random": _numpy_state(),
+    }
+    is_live = run.gang.device.type == "cpu"
+    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, is_live=is_live)
+
+
+def restore(run: Run, readers: Iterable[ShardReader]) -> None:
+    """Fills the run from the files of all ranks that saved.
+
+    Args:
+        run: Freshly built.
+        readers: One a saved rank. Values are read from those files only that hold something of
+            this rank's.
+
+    Raises:
+        CheckpointError: The files do not hold what this model and optimizer need.
+        ValueError: A file's text is not what ``capture`` wrote.
+    """
+    abouts = [(reader, _about(reader)) for reader in readers]
+    shards = [shard for reader, about in abouts for shard in _shards(reader, about["boxes"])]
+    load_model_state(run.model, shards)
+    load_optimizer_state(run.model, run.optimizer, shards)
+    step = abouts[0][1]["step"]
+    for reader, about in abouts:
+        if (about["rank"], about["world_size"]) == (run.gang.rank, run.gang.world_size):
+            _restore_random(run, reader, about)
+            return
+    # At another world size no saved rank is this one. A seed of its own is as good as any, and
+    # the same whenever the same checkpoint is resumed at this size.
+    torch.manual_seed(derive(run.spec.train.seed, "rank", run.gang.rank, "resumed at", step))
+
+
+def _about(reader: ShardReader) -> dict[str, Any]:
+    about = json.loads(reader.metadata.get(_KEY, "null"))
+    if not isinstance(about, dict) or about.get("version") != _VERSION:
+        raise ValueError(f"the shard file was not written by version {_VERSION} of this format")
+    return about
+
+
+def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+    for name, box in boxes.items():
+        yield SavedShard(
+            fqn=name,
+            global_shape=tuple(box["global_shape"]),
+            offsets=tuple(box["offsets"]),
+            shape=tuple(box["shape"]),
+            read=lambda slices, name=name: reader.part(name, slices),  # type: ignore[misc]  # mypy cannot type a default in a lambda
+        )
+
+
+def _restore_random(run: Run, reader: ShardReader, about: Mapping[str, Any]) -> None:
+    torch.set_rng_state(reader.tensor(_TORCH_RANDOM))
+    if run.gang.device.type == "cuda":
+        torch.cuda.set_rng_state(reader.tensor(_CUDA_RANDOM), run.gang.device)
+    version, words, gauss = about["python_random"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(about["numpy_random"])
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    words = state["state"]
+    return {**state, "state": {"key": words["key"].tolist(), "pos": words["pos"]}}

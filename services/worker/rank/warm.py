@@ -1,0 +1,202 @@
+"""The warm process: it has imported torch and the trainer once, and forks every rank of a node.
+
+It has one thread and never touches CUDA, for neither survives a fork. It holds no credential: its
+environment was scrubbed by the agent. It dies with the agent, and its ranks die with it.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Final, NoReturn
+
+from services.contract.messages.rank_pipe import RankSeat
+from services.contract.warm_channel import (
+    ForkFailed,
+    ForkRank,
+    RankForked,
+    RankReaped,
+    WarmChannel,
+    WarmReady,
+)
+from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer, take_seat
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
+_prctl = ctypes.CDLL(None).prctl
+
+
+class WarmProcess:
+    """Forks ranks on request and reports how each ended.
+
+    Args:
+        channel: The end of the socket to the agent.
+        trainer: What a rank runs, as ``package.module:callable``.
+        wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
+    """
+
+    def __init__(
+        self, channel: WarmChannel, trainer: str, wake: tuple[socket.socket, socket.socket]
+    ) -> None:
+        self._channel = channel
+        self._trainer = trainer
+        self._wake = wake
+        self._ranks: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> None:
+        """Answer until the agent closes the channel."""
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._selector.register(self._wake[0], selectors.EVENT_READ)
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            while True:
+                self._selector.select()
+                with contextlib.suppress(BlockingIOError):
+                    self._wake[0].recv(4096)
+                # The whole batch is taken before the first fork: a rank closes what is not its own.
+                orders = self._channel.receive()
+                for index, (message, descriptors) in enumerate(orders):
+                    if isinstance(message, ForkRank):
+                        later = [fd for _, fds in orders[index + 1 :] for fd in fds]
+                        self._fork(message.seat, descriptors, later)
+                self._reap()
+
+    def _fork(self, seat: RankSeat, descriptors: tuple[int, ...], later: list[int]) -> None:
+        warm = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._channel.send(ForkFailed(rank=seat.rank, reason=str(error)))
+            return
+        finally:
+            if os.getpid() == warm:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        if pid == 0:
+            self._become_rank(warm, seat, descriptors, later)
+        self._ranks.add(pid)
+        self._channel.send(RankForked(rank=seat.rank, pid=pid))
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                # Others are orphans of ranks, which this process adopts so that they are reaped.
+                if pid in self._ranks:
+                    self._ranks.discard(pid)
+                    self._channel.send(_reaped(pid, status))
+        if not self._ranks:
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _become_rank(
+        self, warm: int, seat: RankSeat, descriptors: tuple[int, ...], later: list[int]
+    ) -> NoReturn:
+        try:
+            os.setsid()
+            die_with_parent(warm)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            self._channel.close()
+            for end in self._wake:
+                end.close()
+            for descriptor in later:
+                os.close(descriptor)
+            _redirect_output(Path(seat.log_folder), seat.rank)
+            faulthandler.enable()
+            _limit_threads(seat.threads)
+            channel, *listening = descriptors
+            listen_fd = listening[0] if listening else None
+            take_seat(seat, socket.socket(fileno=channel), listen_fd, self._trainer)
+        except BaseException:  # noqa: BLE001 a forked child must never return into the loop
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(_NOT_STARTED)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Raises:
+        SystemExit: ``parent`` ended before this call could take effect.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the parent process is gone")
+
+
+def main() -> None:
+    """Import the trainer, say so, and serve."""
+    parser = argparse.ArgumentParser(prog="python -m services.worker.rank.warm")
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of the unix socket")
+    parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--trainer", default=DEFAULT_TRAINER, help="package.module:callable")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.agent)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    wake = socket.socketpair()
+    for end in wake:
+        end.settimeout(0)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake[1].fileno(), warn_on_full_buffer=False)
+    channel = WarmChannel(socket.socket(fileno=arguments.channel))
+    started = time.monotonic()
+    load_trainer(arguments.trainer)
+    # What is alive now is shared by all ranks: the collector must not touch (and so copy) it.
+    gc.collect()
+    gc.freeze()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    channel.send(WarmReady(import_s=time.monotonic() - started, threads=threads))
+    WarmProcess(channel, arguments.trainer, wake).serve()
+
+
+def _reaped(pid: int, status: int) -> RankReaped:
+    code = os.waitstatus_to_exitcode(status)
+    return RankReaped(pid=pid, exit_code=code) if code >= 0 else RankReaped(pid=pid, signal=-code)
+
+
+def _children() -> list[int]:
+    listing = Path(f"/proc/self/task/{os.getpid()}/children")
+    try:
+        return [int(pid) for pid in listing.read_text().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return []
+
+
+def _redirect_output(folder: Path, rank: int) -> None:
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
+        os.dup2(nothing.fileno(), 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
+            os.dup2(log.fileno(), number)
+    # Files are buffered by blocks: a person who follows the log wants lines.
+    for stream in (sys.stdout, sys.stderr):
+        getattr(stream, "reconfigure", lambda **_: None)(line_buffering=True)
+
+
+def _limit_threads(threads: int) -> None:
+    # Looked up, not imported: whether there is a torch to limit is the trainer's choice.
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A trainer without torch: real processes that step, fail, hang and checkpoint as a spec asks."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import checkpoint_id
+from services.contract.manifests import ShardFile
+from services.contract.messages.rank_pipe import (
+    RankCheckpointBegan,
+    RankEvaluated,
+    RankFinished,
+    RankReady,
+    RankSeat,
+    RankVote,
+)
+from services.contract.rank_channel import BoardStep, BoardWriter
+from services.worker.rank.seat import AgentPipe
+
+
+def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
+    """Run the steps of the spec; what else happens is in ``spec.model.args``."""
+    wishes: dict[str, Any] = seat.spec.model.args
+    if wishes.get("environment_to"):
+        Path(wishes["environment_to"]).write_text(json.dumps(dict(os.environ)))  # noqa: TID251 what a rank sees
+    pipe.send(RankReady(units=("blocks.0", ""), groups=("dp",), parameters=1, data_digest="d"))
+    if wishes.get("child"):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import signal; signal.pause()"],
+            start_new_session=wishes["child"] == "of its own session",
+        )
+        sys.stdout.write(f"child {child.pid}\n")
+    for number in range(wishes.get("lines", 0)):
+        sys.stdout.write(f"line {number}\n")
+    steps = seat.spec.train.steps
+    drained = False
+    for step in range(1, steps + 1):
+        _misbehave(wishes, seat.rank, step)
+        threading.Event().wait(wishes.get("pause_s", 0.0))
+        board.finish_step(
+            BoardStep(
+                step, float(wishes.get("loss", 1 / step)), 0.1 * step, 1e-3 / 3, 1000.0, 0.01
+            ),
+            memory_bytes=4096,
+            now_ns=time.monotonic_ns(),
+        )
+        orders = pipe.poll_orders()
+        if step == steps or any(order.checkpoint for order in orders):
+            _checkpoint(seat, pipe, step)
+        if any(order.stop for order in orders):
+            drained = True
+            break
+    if seat.rank == 0:
+        pipe.send(RankEvaluated(step=steps, loss=1.5, tokens=10, baselines={"bigram": 2.4}))
+        assert (listen_fd is None) is (seat.rank != 0)
+    pipe.send(RankFinished(step=board.snapshot.step, drained=drained))
+
+
+def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
+    if step != wishes.get("at_step", 3) or rank != wishes.get("bad_rank", 1):
+        return
+    match wishes.get("then"):
+        case "raise":
+            raise ValueError("the model has a fault")
+        case "lose_peer":
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+        case "exit":
+            os._exit(7)
+        case "hang":
+            threading.Event().wait()
+
+
+def _checkpoint(seat: RankSeat, pipe: AgentPipe, step: int) -> None:
+    name = checkpoint_id(seat.job_id, step, seat.fence)
+    pipe.send(RankCheckpointBegan(checkpoint_id=name, step=step))
+    folder = CommitChain(Path(seat.storage_root), seat.job_id).shard_folder(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = f"rank {seat.rank} step {step}".encode()
+    path = folder / f"rank-{seat.rank}.bin"
+    path.write_bytes(content)
+    shard = ShardFile(
+        rank=seat.rank,
+        name=path.name,
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+    pipe.send(RankVote(checkpoint_id=name, step=step, shard=shard, loss=1 / step))

@@ -1,0 +1,262 @@
+"""How an agent lives, dies and comes back: kills, restarts, a Redis that goes away."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.contract import redis_keys
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import (
+    GangEnded,
+    GangProgressed,
+    LaunchRefused,
+    NodeJoined,
+    NodeLeft,
+)
+from services.contract.rank_channel import BoardReader
+from services.local.embedded_redis import EmbeddedRedis
+from services.local.settings import child_environment
+from tests.agent.conftest import (
+    FOREVER,
+    JOB,
+    NODE,
+    AgentProcess,
+    Controller,
+    StartAgent,
+    ended,
+    is_gone,
+    launch,
+    launched,
+    running,
+    step_of,
+)
+from tests.waiting import until
+
+
+def lease_of(controller: Controller) -> object:
+    return controller.client.get(redis_keys.node_lease(NODE))
+
+
+def test_the_next_agent_sweeps_and_tells_what_the_killed_one_could_not(
+    agent: AgentProcess, controller: Controller, start_agent: StartAgent
+) -> None:
+    running(controller, child=True)
+    until(lambda: len(controller.steps()) > 3)
+    sentinel = agent.sentinel()
+    agent.process.send_signal(signal.SIGSTOP)  # it would start another
+    sentinel.kill()
+    until(lambda: is_gone(sentinel.pid))
+    agent.kill()
+    orphans = agent.marked()
+    assert orphans, "without a sentinel, children of ranks survive the kernel's kill of the ranks"
+    start_agent()
+    end = ended(controller)
+    until(lambda: len(controller.all_of(NodeJoined)) == 2)
+    assert all(is_gone(pid) for pid in orphans)
+    assert [e.signal for e in end.exits] == [signal.SIGKILL] * 2
+    last = next(e.step for e in end.exits if e.rank == 0)
+    steps = [record.step for record in controller.steps()]
+    # The kill can come between a step's entry in the ring and its snapshot.
+    assert 3 < last <= len(steps) <= last + 1
+    assert steps == list(range(1, len(steps) + 1))
+    first, second = controller.all_of(NodeJoined)
+    assert first.incarnation != second.incarnation
+    assert second.gangs == ()
+    controller.send(launch())
+    until(lambda: len(controller.all_of(GangEnded)) == 2)
+    assert controller.all_of(GangEnded) == [end, end], "an attempt is launched once, ever"
+
+
+def test_a_stopped_agent_tells_all_and_leaves_nothing(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    pids = running(controller, child=True).pids
+    assert agent.stop() == 0
+    assert [fact.kind for fact in controller.facts()][-2:] == ["node_left", "gang_ended"]
+    assert controller.all_of(NodeLeft)[0].node_id == NODE
+    assert {e.error for e in ended(controller).exits} == {"killed: the agent was stopped"}
+    assert lease_of(controller) is None
+    assert all(is_gone(pid) for pid in pids.values())
+    assert not agent.marked()
+    boards = Path("/dev/shm")  # noqa: S108 where boards lie
+    assert not list(boards.glob(f"meshloom-{agent.folder.mark}-*"))
+
+
+def test_a_gang_lives_on_while_redis_is_away_and_nothing_is_lost(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        controller = Controller(server.url)
+        controller.open_job()
+        agent = start_agent(url=server.url)
+        pids = running(controller, lines=50).pids
+        until(lambda: len(controller.steps()) > 5 and controller.logs())
+        server.process.kill()
+        server.process.wait()
+    board = agent.folder.attempt(JOB, 1).board(0)
+    reader = until(lambda: BoardReader.open(board) if board.exists() else None)
+    seen = step_of(reader)
+    until(lambda: step_of(reader) > seen + 100)
+    reader.close()
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        assert not any(is_gone(pid) for pid in pids.values())
+        controller.client.connection_pool.disconnect()
+        controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+        end = ended(controller)
+        last = next(e.step for e in end.exits if e.rank == 0)
+        assert [record.step for record in controller.steps()] == list(range(1, last + 1))
+        assert len([line for line in controller.logs() if line.rank == 0]) == 50
+        assert len(controller.all_of(GangProgressed)) == 1
+        controller.client.close()
+        assert agent.stop() == 0
+
+
+def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    running(controller)
+    until(controller.steps)
+    controller.open_job(fence=2)
+    end = until(lambda: controller.all_of(GangEnded), timeout_s=2)[0]
+    assert {e.signal for e in end.exits} == {signal.SIGKILL}
+    assert end.last_step >= controller.steps()[-1].step
+    assert agent.process.poll() is None
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_gang_whose_job_is_gone_is_killed(controller: Controller) -> None:
+    running(controller)
+    controller.client.delete(redis_keys.job(JOB))
+    until(lambda: controller.all_of(GangEnded), timeout_s=2)
+
+
+def test_a_lapsed_lease_is_taken_anew_and_the_agent_joins_again_with_its_gangs(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    running(controller)
+    controller.client.delete(redis_keys.node_lease(NODE))
+    again = controller.fact(NodeJoined, lambda fact: bool(fact.gangs))
+    assert again.incarnation == lease_of(controller) == controller.all_of(NodeJoined)[0].incarnation
+    assert again.gangs[0].ranks == (0, 1)
+    assert agent.process.poll() is None
+
+
+def test_an_agent_whose_lease_another_took_kills_its_gangs_and_says_why(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    pids = running(controller).pids
+    controller.client.set(redis_keys.node_lease(NODE), "somebody-else")
+    assert agent.process.wait(10) == 3
+    assert "in use by another agent" in agent.log.read_text()
+    until(lambda: all(is_gone(pid) for pid in pids.values()))
+    assert lease_of(controller) == "somebody-else"
+
+
+def test_a_second_agent_of_one_folder_or_of_one_node_id_is_refused(
+    agent: AgentProcess, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    same_folder = start_agent()
+    same_node = start_agent(home=tmp_path / "elsewhere")
+    assert same_folder.process.wait(10) == 3
+    assert "another agent works in" in same_folder.log.read_text()
+    assert same_node.process.wait(20) == 3
+    assert "in use by another agent" in same_node.log.read_text()
+    assert agent.process.poll() is None
+
+
+def test_the_death_of_the_warm_process_ends_its_gangs_and_a_new_one_forks_the_next(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    pids = running(controller).pids
+    warm = agent.warm()
+    assert psutil.Process(pids[0]).ppid() == warm.pid
+    warm.kill()
+    end = ended(controller)
+    assert {e.signal for e in end.exits} == {signal.SIGKILL}
+    assert all("warm process" in (e.error or "") for e in end.exits)
+    controller.open_job(fence=2)
+    controller.send(launch(fence=2))
+    assert all(e.exit_code == 0 for e in ended(controller, fence=2).exits)
+
+
+def test_a_trainer_that_cannot_be_imported_refuses_the_launch_with_its_words(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    controller.open_job()
+    start_agent(MESHLOOM_TRAINER="no_such_module:train")
+    command = launch()
+    controller.send(command, command)
+    reason = controller.fact(LaunchRefused).reason
+    assert "No module named 'no_such_module'" in reason
+    until(lambda: len(controller.all_of(LaunchRefused)) == 2)
+
+
+def test_commands_that_came_while_no_agent_was_there_are_carried_out(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    controller.open_job()
+    controller.send(launch())
+    start_agent()
+    ended(controller)
+    until(lambda: controller.client.xlen(redis_keys.node_inbox(NODE)) == 0)
+
+
+def test_an_unreadable_command_is_passed_over(agent: AgentProcess, controller: Controller) -> None:
+    controller.client.xadd(redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: "{}"})
+    controller.send(launch())
+    ended(controller)
+    assert agent.process.poll() is None
+
+
+def test_the_warm_process_has_one_thread_and_ranks_are_its_children(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01))
+    pids = launched(controller).pids
+    warm = agent.warm()
+    assert warm.num_threads() == 1
+    assert {psutil.Process(pid).ppid() for pid in pids.values()} == {warm.pid}
+    assert os.getsid(warm.pid) == warm.pid
+
+
+def test_bad_settings_are_named_in_one_line_each() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "services.worker.agent"],
+        env=child_environment(MESHLOOM_NODE_ID="Not A Node", MESHLOOM_CPU_SLOTS="many"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    assert answer.returncode == 2
+    lines = answer.stderr.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == [
+        "MESHLOOM_REDIS_URL",
+        "MESHLOOM_NODE_ID",
+        "MESHLOOM_CPU_SLOTS",
+    ]
+
+
+def test_the_health_check_tells_a_living_agent_from_a_dead_one(
+    agent: AgentProcess, controller: Controller, redis_url: str
+) -> None:
+    until(lambda: lease_of(controller))
+    assert check(redis_url) == 0
+    agent.process.send_signal(signal.SIGTERM)
+    agent.process.wait(20)
+    assert check(redis_url) == 1
+    assert check("redis://127.0.0.1:9") == 1
+
+
+def check(redis_url: str) -> int:
+    return subprocess.run(
+        [sys.executable, "-m", "services.worker.agent", "--check"],
+        env=child_environment(MESHLOOM_REDIS_URL=redis_url, MESHLOOM_NODE_ID=NODE),
+        check=False,
+        timeout=20,
+    ).returncode

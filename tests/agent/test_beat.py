@@ -1,0 +1,103 @@
+"""The beat's script against a real Redis: once, fenced, and under the lease."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+import pytest
+
+from services.contract import redis_keys
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.worker.agent.beat import Beat, BeatAnswer
+from services.worker.agent.redis_clients import writing_client
+from services.worker.agent.telemetry import Records
+from tests.agent.conftest import JOB, NODE, Controller
+
+T = TypeVar("T")
+GANG = (JOB, 2)
+SAMPLE = RankSample(
+    rank=0, local_rank=0, fence=2, node_id=NODE, device="cpu", pid=1, phase="IDLE", step=7
+)
+STEP = StepRecord(step=7, fence=2, loss=0.1 + 0.2, tokens_per_s=1 / 3, step_time_s=0.1)
+
+
+def write(url: str, number: int, *, life: str = "one", fence: int = 2) -> BeatAnswer:
+    async def beat() -> BeatAnswer:
+        async with writing_client(url) as redis:
+            gang = (JOB, fence)
+            records = [Records(JOB, fence, (STEP,), ())]
+            return await Beat(redis, NODE, life).write(number, {gang: [SAMPLE]}, records)
+
+    return run(beat())
+
+
+def run(work: Coroutine[object, object, T]) -> T:
+    return asyncio.run(work)
+
+
+@pytest.fixture
+def job(controller: Controller) -> Controller:
+    controller.open_job(fence=2)
+    return controller
+
+
+def test_a_repeated_beat_renews_the_lease_and_writes_no_record_twice(
+    job: Controller, redis_url: str
+) -> None:
+    assert write(redis_url, 1) == BeatAnswer(lapsed=True)
+    assert write(redis_url, 1) == BeatAnswer()
+    assert job.steps() == [STEP]
+    write(redis_url, 2)
+    write(redis_url, 1)
+    assert job.steps() == [STEP, STEP]
+    lease_ms = job.client.pttl(redis_keys.node_lease(NODE))
+    assert 0 < lease_ms <= redis_keys.NODE_LEASE_MS
+
+
+def test_the_moment_of_a_sample_is_redis_time(job: Controller, redis_url: str) -> None:
+    write(redis_url, 1)
+    stored = job.client.hget(redis_keys.job_ranks(JOB), "0")
+    sample = RankSample.model_validate_json(str(stored))
+    seconds, _ = job.client.time()
+    assert abs(sample.seen_ms - seconds * 1000) < 5_000
+    assert sample == SAMPLE.model_copy(update={"seen_ms": sample.seen_ms})
+
+
+@pytest.mark.parametrize("fence", [1, 2])
+def test_a_beat_writes_nothing_for_a_void_attempt(
+    job: Controller, redis_url: str, fence: int
+) -> None:
+    job.open_job(fence=fence + 1)
+    assert write(redis_url, 1, fence=fence).fenced == ((JOB, fence),)
+    assert job.steps() == []
+    assert not job.client.exists(redis_keys.job_ranks(JOB))
+
+
+def test_a_gang_without_a_job_is_fenced(controller: Controller, redis_url: str) -> None:
+    assert write(redis_url, 1).fenced == (GANG,)
+    assert controller.steps() == []
+
+
+def test_a_beat_under_anothers_lease_writes_nothing(job: Controller, redis_url: str) -> None:
+    write(redis_url, 1, life="one")
+    assert write(redis_url, 1, life="two") == BeatAnswer(taken_by="one")
+    assert job.steps() == [STEP]
+
+
+def test_another_life_counts_its_beats_anew(job: Controller, redis_url: str) -> None:
+    write(redis_url, 9, life="one")
+    job.client.delete(redis_keys.node_lease(NODE))
+    write(redis_url, 1, life="two")
+    assert job.steps() == [STEP, STEP]
+
+
+def test_a_lease_is_released_by_its_holder_alone(job: Controller, redis_url: str) -> None:
+    async def release(life: str) -> None:
+        async with writing_client(redis_url) as redis:
+            await Beat(redis, NODE, life).release()
+
+    write(redis_url, 1)
+    run(release("two"))
+    assert job.client.exists(redis_keys.node_lease(NODE))
+    run(release("one"))
+    assert not job.client.exists(redis_keys.node_lease(NODE))

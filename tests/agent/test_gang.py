@@ -1,0 +1,161 @@
+"""The decisions about a gang, and who is to blame when it ends, without any process."""
+
+import signal
+
+import pytest
+
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import RankExit
+from services.contract.messages.rank_pipe import RankFailed, RankFinished, RankOrder
+from services.worker.agent.gang import (
+    ECHO_WAITS_S,
+    FAILED_LEAVES_WITHIN_S,
+    WEDGED_AFTER_S,
+    CheckpointAsked,
+    Condemned,
+    Effect,
+    Event,
+    Exited,
+    GangState,
+    Instruct,
+    Kill,
+    MessageCame,
+    RankState,
+    StopAsked,
+    Ticked,
+    decide,
+)
+from services.worker.agent.verdict import LastSeen, exits
+from tests.agent.conftest import JOB, NODE
+
+KILLED = int(signal.SIGKILL)
+
+
+def gang(ranks: int = 3) -> GangState:
+    return GangState(
+        job_id=JOB,
+        fence=1,
+        node_id=NODE,
+        ranks={rank: RankState(rank=rank, pid=100 + rank) for rank in range(ranks)},
+    )
+
+
+def after(state: GangState, *events: Event | tuple[float, Event]) -> tuple[GangState, list[Effect]]:
+    """The state and all effects after events, each at time 0 or at the time beside it."""
+    effects: list[Effect] = []
+    for entry in events:
+        now, event = entry if isinstance(entry, tuple) else (0.0, entry)
+        state, decided = decide(state, event, now)
+        effects += decided
+    return state, effects
+
+
+def failed(rank: int, error: str = "ValueError: no") -> MessageCame:
+    return MessageCame(rank, RankFailed(error=error, traceback="Traceback", step=1))
+
+
+def finished(rank: int) -> MessageCame:
+    return MessageCame(rank, RankFinished(step=9, drained=False))
+
+
+def verdict(state: GangState) -> list[RankExit]:
+    return list(exits(state, dict.fromkeys(state.ranks, LastSeen(step=1, phase="FORWARD"))))
+
+
+def lost_peer(rank: int) -> MessageCame:
+    return failed(rank, "RuntimeError: Connection closed by peer [127.0.0.1]:1")
+
+
+def test_the_others_are_killed_when_a_rank_reports_an_error_and_it_leaves_by_itself() -> None:
+    _, effects = after(gang(), failed(1))
+    assert effects == [Kill((0, 2))]
+
+
+def test_a_rank_that_reported_an_error_and_stays_is_killed_too() -> None:
+    _, effects = after(gang(), failed(1), (FAILED_LEAVES_WITHIN_S, Ticked()))
+    assert effects == [Kill((0, 2)), Kill((1,))]
+
+
+def test_the_others_are_killed_when_a_rank_exits_before_it_finished() -> None:
+    _, effects = after(gang(), Exited(1, 0, None))
+    assert effects == [Kill((0, 2))]
+
+
+def test_no_rank_is_killed_when_one_exits_after_it_finished() -> None:
+    _, effects = after(gang(), finished(1), Exited(1, None, int(signal.SIGABRT)))
+    assert effects == []
+
+
+def test_a_rank_that_wedges_after_it_finished_is_killed() -> None:
+    state, effects = after(gang(), finished(1), (WEDGED_AFTER_S, Ticked()))
+    assert effects == [Kill((1,))]
+    assert after(state, (WEDGED_AFTER_S + 1, Ticked()))[1] == []
+
+
+def test_an_echo_leaves_the_one_to_blame_a_moment_to_speak() -> None:
+    state, effects = after(gang(), lost_peer(0), Exited(0, 1, None))
+    assert effects == []
+    assert after(state, (ECHO_WAITS_S, Ticked()))[1] == [Kill((1, 2))]
+    state, effects = after(state, failed(2))
+    assert effects == [Kill((1,))]
+    state, _ = after(state, Exited(1, None, KILLED), Exited(2, 1, None))
+    assert [e.rank for e in verdict(state)] == [2, 0, 1]
+
+
+def test_a_rank_that_died_before_our_signal_is_no_victim() -> None:
+    events = failed(0), Exited(0, 1, None), Exited(2, None, KILLED)
+    state, _ = after(gang(), *events, Exited(1, None, KILLED, by_itself=True))
+    assert [e.rank for e in verdict(state)] == [0, 1, 2]
+    state, _ = after(
+        gang(), lost_peer(0), Exited(0, 1, None), (ECHO_WAITS_S, Ticked()),
+        Exited(2, None, KILLED), Exited(1, None, KILLED, by_itself=True),
+    )  # fmt: skip
+    assert [(e.rank, e.error) for e in verdict(state)] == [
+        (1, "ended by SIGKILL"),
+        (0, "RuntimeError: Connection closed by peer [127.0.0.1]:1"),
+        (2, "killed: another rank of the gang failed"),
+    ]
+
+
+def test_an_abort_alone_is_still_the_first_failure() -> None:
+    state, effects = after(gang(2), Exited(1, None, int(signal.SIGABRT)), (1.0, Ticked()))
+    assert effects == [Kill((0,))]
+    state, _ = after(state, Exited(0, None, KILLED))
+    assert [(e.rank, e.order) for e in verdict(state)] == [(1, 0), (0, 1)]
+
+
+def test_finished_ranks_come_last_and_keep_their_word() -> None:
+    state, _ = after(gang(2), finished(0), Exited(0, 0, None), failed(1), Exited(1, 1, None))
+    first, second = verdict(state)
+    assert (first.rank, first.finished, first.traceback) == (1, False, "Traceback")
+    assert (second.rank, second.finished, second.error) == (0, True, None)
+
+
+@pytest.mark.parametrize(("wish", "asked"), [("none", False), ("required", True)])
+def test_a_drain_orders_a_stop_and_kills_after_its_grace(wish: str, asked: bool) -> None:  # noqa: FBT001 a parameter of the test
+    stop = StopGang.model_validate(
+        {"job_id": JOB, "fence": 1, "mode": "drain", "checkpoint": wish, "grace_s": 5}
+    )
+    state, effects = after(gang(2), StopAsked(stop), StopAsked(stop), (4.9, Ticked()))
+    assert effects == [Instruct((0, 1), RankOrder(checkpoint=asked, stop=True))]
+    assert after(state, (5.0, Ticked()))[1] == [Kill((0, 1))]
+
+
+def test_a_checkpoint_is_asked_of_one_living_rank_which_the_others_follow() -> None:
+    order = RankOrder(checkpoint=True, stop=False)
+    state, effects = after(gang(), CheckpointAsked())
+    assert effects == [Instruct((0,), order)]
+    _, effects = after(state, finished(0), Exited(0, 0, None), CheckpointAsked())
+    assert effects == [Instruct((1,), order)]
+
+
+def test_a_second_drain_may_shorten_the_grace_but_not_lengthen_it() -> None:
+    long = StopAsked(StopGang(job_id=JOB, fence=1, mode="drain", grace_s=100))
+    short = StopAsked(StopGang(job_id=JOB, fence=1, mode="drain", grace_s=1))
+    state, _ = after(gang(1), long, short, long)
+    assert after(state, (1.0, Ticked()))[1] == [Kill((0,))]
+
+
+def test_a_condemned_gang_is_killed_once() -> None:
+    _, effects = after(gang(2), Condemned("fenced"), Condemned("fenced"))
+    assert effects == [Kill((0, 1))]

@@ -1,0 +1,206 @@
+"""From a launch to the last fact of a gang, with real processes."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.contract import redis_keys
+from services.contract.messages.commands import StopGang, TakeCheckpoint
+from services.contract.messages.facts import (
+    CheckpointVoted,
+    Evaluated,
+    GangEnded,
+    GangLaunched,
+    LaunchRefused,
+)
+from services.contract.messages.telemetry import RankSample
+from tests.agent.conftest import (
+    FOREVER,
+    JOB,
+    AgentProcess,
+    Controller,
+    StartAgent,
+    ended,
+    is_gone,
+    launch,
+    launched,
+    running,
+)
+from tests.waiting import until
+
+
+def test_a_gang_runs_to_its_end_and_tells_it_in_order(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    controller.send(launch(steps=5))
+    end = ended(controller)
+    kinds = [fact.kind for fact in controller.facts()]
+    assert kinds[:2] == ["node_joined", "gang_launched"]
+    assert kinds[-1] == "gang_ended"
+    assert kinds.count("gang_progressed") == kinds.count("checkpoint_began") == 1
+    assert kinds.count("checkpoint_voted") == 2
+    assert controller.all_of(Evaluated)[0].baselines == {"bigram": 2.4}
+    assert end.last_step == 5
+    assert all(e.finished and e.exit_code == 0 and e.step == 5 for e in end.exits)
+    assert {e.rank: e.pid for e in end.exits} == launched(controller).pids
+    until(lambda: not agent.folder.attempt(JOB, 1).boards.exists())
+
+
+@pytest.mark.usefixtures("agent")
+def test_every_step_and_every_line_is_written_once_and_exactly(controller: Controller) -> None:
+    controller.send(launch(steps=2_000, pause_s=0.001, lines=700))
+    ended(controller)
+    steps = controller.steps()
+    assert [record.step for record in steps] == list(range(1, 2_001))
+    assert [record.loss for record in steps] == [1 / step for step in range(1, 2_001)]
+    assert steps[6].learning_rate == 1e-3 / 3
+    for rank in (0, 1):
+        lines = [line.text for line in controller.logs() if line.rank == rank]
+        assert lines == [f"line {number}" for number in range(700)]
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_steps_figures_that_are_no_numbers_are_null(controller: Controller) -> None:
+    controller.send(launch(steps=3, loss="nan"))
+    ended(controller)
+    assert [record.loss for record in controller.steps()] == [None] * 3
+
+
+@pytest.mark.usefixtures("agent")
+def test_the_first_rank_to_fail_is_named_with_its_traceback(controller: Controller) -> None:
+    controller.send(launch(ranks=3, steps=FOREVER, pause_s=0.01, then="raise", at_step=4))
+    end = ended(controller)
+    first, *others = end.exits
+    assert (first.rank, first.order, first.exit_code, first.step) == (1, 0, 1, 3)
+    assert first.error == "ValueError: the model has a fault"
+    assert first.traceback is not None
+    assert first.traceback.startswith("Traceback")
+    assert "_misbehave" in first.traceback
+    assert [e.signal for e in others] == [signal.SIGKILL] * 2
+    assert all("another rank" in (e.error or "") for e in others)
+    errors = [line.text for line in controller.logs() if line.level == "error"]
+    assert "ValueError: the model has a fault" in errors
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_exit_code_without_an_exception_is_a_failure(controller: Controller) -> None:
+    controller.send(launch(steps=FOREVER, pause_s=0.01, then="exit"))
+    first = ended(controller).exits[0]
+    assert (first.rank, first.exit_code, first.finished) == (1, 7, False)
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_rank_that_is_killed_from_outside_is_named_first(controller: Controller) -> None:
+    pids = running(controller).pids
+    os.kill(pids[1], signal.SIGKILL)
+    first, other = ended(controller).exits
+    assert (first.rank, first.signal, first.error) == (1, signal.SIGKILL, "ended by SIGKILL")
+    assert (other.rank, other.signal, other.order) == (0, signal.SIGKILL, 1)
+    assert first.phase == "INIT"
+    assert first.step >= 1
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_gang_drains_with_a_checkpoint(controller: Controller) -> None:
+    running(controller)
+    controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+    end = ended(controller)
+    assert all(e.drained and e.exit_code == 0 for e in end.exits)
+    assert len(controller.all_of(CheckpointVoted)) == 2
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_gang_that_does_not_drain_in_time_is_killed(controller: Controller) -> None:
+    running(controller, then="hang", at_step=2)
+    controller.send(StopGang(job_id=JOB, fence=1, mode="drain", grace_s=0.2))
+    end = ended(controller)
+    hung = next(e for e in end.exits if e.rank == 1)
+    assert hung.signal == signal.SIGKILL
+    assert hung.error == "killed: it did not drain within its grace"
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_kill_and_its_repetition_end_a_gang_once(controller: Controller) -> None:
+    running(controller)
+    stop = StopGang(job_id=JOB, fence=1, mode="kill")
+    controller.send(stop, stop)
+    assert {e.signal for e in ended(controller).exits} == {signal.SIGKILL}
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_checkpoint_is_taken_and_the_gang_goes_on(controller: Controller) -> None:
+    pids = running(controller).pids
+    controller.send(TakeCheckpoint(job_id=JOB, fence=1))
+    vote = controller.fact(CheckpointVoted)
+    assert not any(is_gone(pid) for pid in pids.values())
+    assert not controller.all_of(GangEnded)
+    controller.send(StopGang(job_id=JOB, fence=1, mode="drain", checkpoint="none"))
+    assert all(e.drained for e in ended(controller).exits)
+    # These ranks agree on nothing: of them only the one that was asked takes it.
+    assert controller.all_of(CheckpointVoted) == [vote]
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_repeated_launch_starts_nothing_and_tells_the_end_again(controller: Controller) -> None:
+    command = launch(steps=300, pause_s=0.001)
+    controller.send(command, command)
+    end = ended(controller)
+    assert len(controller.all_of(GangLaunched)) == 1
+    controller.send(command)
+    until(lambda: len(controller.all_of(GangEnded)) == 2)
+    assert controller.all_of(GangEnded) == [end, end]
+    assert len(controller.steps()) == 300
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("child", ["of the rank's session", "of its own session"])
+def test_what_a_rank_leaves_behind_is_swept(controller: Controller, child: str) -> None:
+    controller.send(launch(steps=2, child=child))
+    ended(controller)
+    children = [int(line.text.split()[1]) for line in controller.logs() if "child" in line.text]
+    assert len(children) == 2
+    until(lambda: all(is_gone(pid) for pid in children))
+
+
+def test_ranks_see_no_credentials_and_lead_their_own_sessions(
+    start_agent: StartAgent, controller: Controller, tmp_path: Path
+) -> None:
+    controller.open_job()
+    private = ("MESHLOOM_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
+    start_agent(**dict.fromkeys(private, "hidden"), COLOUR="blue")
+    seen = tmp_path / "environment.json"
+    running(controller, environment_to=str(seen))
+    rank = psutil.Process(launched(controller).pids[0])
+    assert os.getsid(rank.pid) == os.getpgid(rank.pid) == rank.pid
+    for environment in (seen.read_text(), str(rank.environ())):
+        assert "COLOUR" in environment
+        for word in (*private, "REDIS_URL", "redis.sock", "MESHLOOM_HOME", "hidden"):
+            assert word not in environment
+
+
+@pytest.mark.usefixtures("agent")
+def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
+    pids = running(controller).pids
+
+    def look() -> dict[int, RankSample]:
+        rows = controller.client.hgetall(redis_keys.job_ranks(JOB))
+        samples = {int(rank): RankSample.model_validate_json(row) for rank, row in rows.items()}
+        return samples if samples and all(s.step > 3 for s in samples.values()) else {}
+
+    samples = until(look)
+    now_ms = controller.client.time()[0] * 1000
+    assert {rank: s.pid for rank, s in samples.items()} == pids
+    assert all(abs(s.seen_ms - now_ms) < 5_000 and s.memory_bytes == 4096 for s in samples.values())
+    assert samples[0].issued == {"dp": 0}
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_plan_for_another_node_is_refused(controller: Controller) -> None:
+    command = launch()
+    elsewhere = command.plan.ranks[1].model_copy(update={"node_id": "elsewhere"})
+    plan = command.plan.model_copy(update={"ranks": (command.plan.ranks[0], elsewhere)})
+    controller.send(command.model_copy(update={"plan": plan}))
+    assert "several nodes" in controller.fact(LaunchRefused).reason

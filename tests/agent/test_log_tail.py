@@ -1,0 +1,90 @@
+"""Files that ranks write become log lines: each once, bounded, readable."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.agent.log_tail import BACKLOG_BYTES, LINE_CHARACTERS, LogTail, level_of
+
+
+def texts(tail: LogTail, limit: int = 1_000, *, last: bool = False) -> list[str]:
+    return [line.text for line in tail.read(limit, last=last)]
+
+
+def drained(tail: LogTail, limit: int = 1_000) -> list[str]:
+    found: list[str] = []
+    while not tail.at_end():
+        found += texts(tail, limit, last=True)
+    return found
+
+
+def append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+def test_a_line_is_read_once_and_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    assert texts(tail) == []
+    append(path, b"one\ntw")
+    assert texts(tail) == ["one"]
+    append(path, b"o\n\n")
+    assert texts(tail) == ["two", ""]
+    append(path, b"end")
+    assert texts(tail) == []
+    assert texts(tail, last=True) == ["end"]
+    assert tail.at_end()
+
+
+@given(st.lists(st.text(alphabet="aé—\t b", max_size=30), max_size=40), st.integers(1, 7))
+def test_any_lines_are_read_whole_whatever_the_limit(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "log"
+    append(path, "".join(f"{line}\n" for line in lines).encode())
+    assert drained(LogTail(path), limit) == lines
+
+
+def test_a_long_line_is_cut_with_a_mark_and_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"x" * 700_000 + b"\nafter\n")
+    cut, after = drained(LogTail(path))
+    assert cut.startswith("x" * LINE_CHARACTERS + " … (")
+    assert cut.endswith("characters cut)")
+    assert after == "after"
+
+
+def test_a_flood_is_passed_over_with_a_count_and_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    count = 4 * BACKLOG_BYTES // 10
+    append(path, b"".join(b"%08d\n" % number for number in range(count)))
+    dropped, *kept = drained(LogTail(path))
+    assert dropped.endswith("dropped here: the rank writes faster than its log is followed")
+    assert int(dropped.split()[1]) + len(kept) == count
+    assert kept[-1] == f"{count - 1:08d}"
+
+
+def test_a_terminals_signs_are_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"  1%|#\r 50%|##\r100%|####\r\n\x1b[31mred\x1b[0m \xff\n")
+    assert texts(LogTail(path)) == ["100%|####", "red �"]
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("step 1: loss 2.0", "info"),
+        ("no errors so far, warning lights are off", "info"),
+        ("2026-01-01 10:00:00 WARNING data: slow", "warning"),
+        ("/x/y.py:3: UserWarning: careful", "warning"),
+        ("Traceback (most recent call last):", "error"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "error"),
+        ("[ERROR] it broke", "error"),
+        ("DEBUG here", "debug"),
+    ],
+)
+def test_a_level_is_guessed_from_the_beginning_of_a_line(text: str, level: str) -> None:
+    assert level_of(text) == level

@@ -1,0 +1,91 @@
+"""Settings, inventory and folders of a node."""
+
+from pathlib import Path
+
+import pytest
+
+from services.contract.messages.facts import Device
+from services.worker.agent.devices import parse_devices, take_inventory
+from services.worker.agent.folders import NodeBusyError, NodeFolder
+from services.worker.agent.processes import NODE_MARK
+from services.worker.agent.settings import rank_environment
+from tests.agent.conftest import JOB, NODE, launch
+
+
+def folder(tmp_path: Path) -> NodeFolder:
+    return NodeFolder(tmp_path, NODE, shared_memory=tmp_path)
+
+
+def test_gpus_are_read_from_the_drivers_listing() -> None:
+    listing = "0, NVIDIA H200, 143771\n1, Odd, Name, 16\nno devices were found\n"
+    assert parse_devices(listing) == (
+        Device(index=0, name="NVIDIA H200", memory_bytes=143771 << 20),
+        Device(index=1, name="Odd, Name", memory_bytes=16 << 20),
+    )
+
+
+def test_an_inventory_tells_slots_and_memory() -> None:
+    inventory = take_inventory(cpu_slots=3)
+    assert inventory.cpu_slots == 3
+    assert inventory.cpu_count >= 1
+    assert inventory.memory_bytes > 1 << 20
+
+
+def test_a_folder_has_one_agent_at_a_time(tmp_path: Path) -> None:
+    first, second = folder(tmp_path), folder(tmp_path)
+    with first.locked(), pytest.raises(NodeBusyError, match="MESHLOOM_NODE_ID"), second.locked():
+        pass
+    with second.locked():
+        pass
+
+
+def test_an_attempt_is_opened_once_and_unfinished_until_its_end_is_recorded(
+    tmp_path: Path,
+) -> None:
+    attempt = folder(tmp_path).attempt(JOB, 3)
+    placements = launch().plan.ranks
+    assert attempt.open(placements)
+    assert not attempt.open(placements)
+    (unfinished,) = folder(tmp_path).unfinished()
+    assert (unfinished.job_id, unfinished.fence) == (JOB, 3)
+    assert unfinished.placements() == placements
+
+
+def test_boards_are_private_to_the_user(tmp_path: Path) -> None:
+    boards = folder(tmp_path).attempt(JOB, 1).boards
+    assert boards.parent.parent == tmp_path
+    assert boards.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_board_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> None:
+    boards = folder(tmp_path).attempt(JOB, 1).boards
+    boards.parent.chmod(0o777)
+    assert folder(tmp_path).attempt(JOB, 1).boards.name == "boards"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MESHLOOM_REDIS_URL", "x"),
+        ("HF_TOKEN", "x"),
+        ("db_password", "x"),
+        ("AWS_ACCESS_KEY_ID", "x"),
+        ("SSH_AUTH_SOCK", "x"),
+        ("DATA_SOURCE", "postgres://user:secret@host/db"),
+        ("CACHE", "redis://host/0?password=secret"),
+    ],
+)
+def test_what_looks_like_a_credential_is_kept_from_ranks(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert name not in rank_environment((), "mark")
+
+
+def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    environment = rank_environment((Path("/models"),), "mark")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert environment["PYTHONPATH"] == "/theirs:/models"
+    assert environment[NODE_MARK] == "mark"

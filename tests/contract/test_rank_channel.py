@@ -1,0 +1,148 @@
+"""The board: whole records only, whatever a kill or a stop tore."""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.contract.rank_channel import (
+    BOARD_BYTES,
+    MAX_GROUPS,
+    BoardReader,
+    BoardSnapshot,
+    BoardStep,
+    BoardWriter,
+)
+from services.contract.states import RankPhase
+
+SLOT_A, SLOT_B, RING, RING_ENTRY, RING_LENGTH = 64, 1088, 4096, 64, 256
+
+
+class Board:
+    """A writer, a reader, and a hand that tears."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writer = BoardWriter.create(path, fence=3)
+        self.reader = BoardReader.open(path)
+
+    def tear(self, offset: int, content: bytes) -> None:
+        with self.path.open("r+b") as file, mmap.mmap(file.fileno(), BOARD_BYTES) as memory:
+            memory[offset : offset + len(content)] = content
+
+    def at_step(self, step: int) -> BoardSnapshot:
+        snapshot = replace(self.writer.snapshot, step=step, stored_ns=step)
+        self.writer.store(snapshot)
+        return snapshot
+
+    def finish(self, step: int) -> BoardStep:
+        record = BoardStep(step, 1 / step, 2.0, 1e-3 / 3, 10.0, 0.5)
+        self.writer.finish_step(record, memory_bytes=7, now_ns=step)
+        return record
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    board = Board(tmp_path / "board")
+    yield board
+    board.reader.close()
+
+
+def test_an_empty_board_has_no_snapshot_and_no_step(board: Board) -> None:
+    assert board.reader.read() is None
+    assert board.reader.steps_after(-1) == []
+
+
+def test_a_snapshot_is_read_back_exactly(board: Board) -> None:
+    snapshot = BoardSnapshot(
+        fence=3,
+        phase=RankPhase.POST_BACKWARD,
+        unit_index=5,
+        step=9,
+        memory_bytes=1 << 40,
+        stored_ns=123,
+        loss=0.1 + 0.2,
+        tokens_per_s=1 / 3,
+        step_time_s=0.5,
+        issued=tuple(range(MAX_GROUPS)),
+        completed=tuple(range(1, MAX_GROUPS + 1)),
+    )
+    board.writer.store(snapshot)
+    assert board.reader.read() == snapshot
+
+
+@pytest.mark.parametrize(("newest", "slot"), [(2, SLOT_A), (3, SLOT_B)])
+@pytest.mark.parametrize("where", [0, 8, 40, 100])
+def test_the_other_snapshot_is_read_when_the_newest_is_torn(
+    board: Board, newest: int, slot: int, where: int
+) -> None:
+    for step in range(1, newest + 1):
+        board.at_step(step)
+    board.tear(slot + where, b"\xee" * 8)
+    snapshot = board.reader.read()
+    assert snapshot is not None
+    assert snapshot.step == newest - 1
+
+
+def test_two_torn_snapshots_are_no_snapshot(board: Board) -> None:
+    for step in (1, 2):
+        board.at_step(step)
+    for slot in (SLOT_A, SLOT_B):
+        board.tear(slot + 16, struct.pack("<q", 77))
+    assert board.reader.read() is None
+
+
+def test_storing_goes_on_after_a_torn_snapshot(board: Board) -> None:
+    board.at_step(1)
+    board.tear(SLOT_B, b"\xee" * 200)
+    for step in (2, 3):
+        board.at_step(step)
+    snapshot = board.reader.read()
+    assert snapshot is not None
+    assert snapshot.step == 3
+
+
+@given(st.integers(1, 600), st.integers(0, 600))
+def test_the_ring_holds_the_last_steps_in_order(
+    tmp_path_factory: pytest.TempPathFactory, last: int, after: int
+) -> None:
+    board = Board(tmp_path_factory.mktemp("board") / "board")
+    written = [board.finish(step) for step in range(1, last + 1)]
+    held = written[-RING_LENGTH:]
+    assert board.reader.steps_after(after) == [step for step in held if step.step > after]
+    board.reader.close()
+
+
+def test_a_torn_step_is_left_out_and_the_others_are_read(board: Board) -> None:
+    for step in range(1, 6):
+        board.finish(step)
+    board.tear(RING + 3 * RING_ENTRY + 8, b"\xee" * 8)
+    assert [step.step for step in board.reader.steps_after(0)] == [1, 2, 4, 5]
+
+
+def test_a_finished_step_is_in_the_snapshot_too(board: Board) -> None:
+    board.finish(4)
+    snapshot = board.reader.read()
+    assert snapshot is not None
+    assert (snapshot.step, snapshot.loss, snapshot.memory_bytes) == (4, 0.25, 7)
+
+
+def test_a_board_can_be_read_after_its_writer_is_gone(board: Board) -> None:
+    board.finish(4)
+    del board.writer
+    again = BoardReader.open(board.path)
+    assert [step.step for step in again.steps_after(0)] == [4]
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(BOARD_BYTES)])
+def test_what_is_no_board_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(ValueError):  # noqa: PT011 of mmap or of ours: the caller treats both alike
+        BoardReader.open(path)

@@ -1,0 +1,119 @@
+"""A spec is judged whole, and every fault is named."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from services.contract.ids import checkpoint_id, job_of_checkpoint, new_job_id
+from services.contract.specs import JobSpec
+
+SPEC: dict[str, Any] = {
+    "model": {"factory": "decoder"},
+    "data": {"factory": "stdlib_bytes"},
+    "train": {"steps": 10},
+}
+
+
+def test_model_data_and_steps_are_enough() -> None:
+    spec = JobSpec.model_validate(SPEC)
+    assert spec.resources.ranks == 1
+    assert spec.mesh == "auto"
+    assert spec.checkpoint.keep_last == 2
+
+
+def test_all_faults_are_named_at_once() -> None:
+    faulty = {
+        **SPEC,
+        "train": {"steps": 0, "clip_norm": -1},
+        "resources": {"ranks": 0},
+        "colour": "red",
+    }
+    with pytest.raises(ValidationError) as caught:
+        JobSpec.model_validate(faulty)
+    places = {".".join(map(str, error["loc"])) for error in caught.value.errors()}
+    assert places == {"train.steps", "train.clip_norm", "resources.ranks", "colour"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mesh": {"dp_shard": 3}, "resources": {"ranks": 2}}, "3 ranks, but resources.ranks is 2"),
+        ({"train": {"steps": 1, "global_batch": 7}, "resources": {"ranks": 2}}, "nearest"),
+        ({"train": {"steps": 1, "global_batch": 8, "micro_batch": 3}}, "does not divide"),
+        ({"train": {"steps": float("nan")}}, "steps"),
+        ({"model": {"factory": "os.system; rm"}}, "factory"),
+        ({"name": "../../etc"}, "name"),
+    ],
+)
+def test_a_contradiction_is_refused_in_words(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        JobSpec.model_validate({**SPEC, **change})
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "code"),
+    [
+        (
+            {"model": {"factory": "m", "args": nested(33)}},
+            ("model", "args", "a"),
+            "nested_too_deep",
+        ),
+        ({"plan": nested(5000)}, ("plan", "a"), "nested_too_deep"),
+        (
+            {"data": {"factory": "d", "args": {"x": [0, 1 << 63]}}},
+            ("data", "args", "x", 1),
+            "int_beyond_64_bits",
+        ),
+        ({"plan": {"units": -(10**400)}}, ("plan", "units"), "int_beyond_64_bits"),
+        ({"train": {"steps": 1, "global_batch": 10**400 + 1}}, ("train", "global_batch"), "less_"),
+        ({"checkpoint": {"keep_last": 10**400}}, ("checkpoint", "keep_last"), "less_"),
+        ({"checkpoint": {"every_steps": 10**400}}, ("checkpoint", "every_steps"), "less_"),
+        ({"faults": {"max_restarts": 10**400}}, ("faults", "max_restarts"), "less_"),
+        ({"faults": {"hang_timeout_s": 0}}, ("faults", "hang_timeout_s"), "greater_"),
+        ({"mesh": {"dp_shard": 10**400}}, ("mesh", "dp_shard"), "less_"),
+        ({"model": {"factory": "m", "args": {"x": "\ud800" * 30_000}}}, (), "value_error"),
+        ({"model": {"factory": "m", "args": {"x": [0] * 70_000}}}, ("model", "args"), "too_long"),
+    ],
+)
+def test_what_no_reader_could_bear_is_refused_at_its_place(
+    change: dict[str, Any], place: tuple[str | int, ...], code: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        JobSpec.model_validate({**SPEC, **change})
+    first = caught.value.errors()[0]
+    assert tuple(part for part in first["loc"] if part in place) == place
+    assert first["type"].startswith(code)
+
+
+def test_the_deepest_spec_that_is_taken_can_be_read_back() -> None:
+    deepest = {"factory": "m", "args": nested(32)}
+    spec = JobSpec.model_validate({**SPEC, "model": deepest, "plan": nested(32)})
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@given(
+    st.integers(0, (1 << 48) - 1),
+    st.integers(0, (1 << 48) - 1),
+    st.binary(min_size=10, max_size=10),
+)
+def test_job_ids_sort_by_time(first_ms: int, second_ms: int, randomness: bytes) -> None:
+    first, second = new_job_id(first_ms, randomness), new_job_id(second_ms, randomness)
+    assert (first < second) == (first_ms < second_ms)
+
+
+@given(st.integers(0, 999_999_999), st.integers(0, 999_999_999), st.integers(1, 9999))
+def test_checkpoint_ids_sort_by_step_and_name_their_job(one: int, other: int, fence: int) -> None:
+    job = new_job_id(1_700_000_000_000, bytes(10))
+    a, b = checkpoint_id(job, one, fence), checkpoint_id(job, other, fence)
+    assert (a < b) == (one < other)
+    assert job_of_checkpoint(a) == job

@@ -1,0 +1,202 @@
+"""An agent without ranks: a test says what a real one would say, on the real streams."""
+
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+from pydantic import BaseModel
+from redis import Redis
+
+from services.contract import redis_keys as keys
+from services.contract.ids import checkpoint_id
+from services.contract.manifests import ShardFile
+from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
+from services.contract.messages.facts import (
+    CheckpointBegan,
+    CheckpointLinked,
+    CheckpointVoted,
+    GangEnded,
+    GangLaunched,
+    GangProgressed,
+    Inventory,
+    NodeJoined,
+    NodeLeft,
+    RankExit,
+    RunningGang,
+)
+from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from tests.waiting import until
+
+C = TypeVar("C", bound=BaseModel)
+LONG_MS: Final = 600_000
+
+
+class AgentDouble:
+    """The agent of one node of four CPU slots."""
+
+    def __init__(self, redis: Redis, node_id: str = "loom-1") -> None:
+        self._redis = redis
+        self.node_id = node_id
+
+    def join(
+        self,
+        incarnation: str = "life-1",
+        *,
+        slots: int = 4,
+        lease_ms: int = LONG_MS,
+        gangs: tuple[RunningGang, ...] = (),
+    ) -> None:
+        self._redis.set(keys.node_lease(self.node_id), incarnation, px=lease_ms)
+        inventory = Inventory(hostname="loom", cpu_slots=slots, cpu_count=8, memory_bytes=1 << 34)
+        self.tell(
+            NodeJoined(
+                node_id=self.node_id, incarnation=incarnation, inventory=inventory, gangs=gangs
+            )
+        )
+
+    def leave(self, incarnation: str = "life-1") -> None:
+        """Say farewell; the lease lives until the ranks are gone."""
+        self.tell(NodeLeft(node_id=self.node_id, incarnation=incarnation))
+
+    def lose_lease(self) -> None:
+        self._redis.delete(keys.node_lease(self.node_id))
+
+    def tell(self, fact: BaseModel) -> None:
+        self._append(keys.FACTS, fact)
+
+    def commands(self) -> list[Command]:
+        entries = self._redis.xrange(keys.node_inbox(self.node_id)) or []
+        return [
+            COMMAND.validate_json(fields[keys.MESSAGE_FIELD]) for _, fields in entries if fields
+        ]
+
+    def awaits(self, kind: type[C], job_id: str, fence: int = 1) -> C:
+        """The newest such command, once it is there."""
+
+        def look() -> C | None:
+            for command in reversed(self.commands()):
+                if (
+                    isinstance(command, kind)
+                    and command.job_id == job_id
+                    and command.fence == fence
+                ):
+                    return command
+            return None
+
+        return until(look, timeout_s=20, every_s=0.01)
+
+    def launches(self, job_id: str, fence: int = 1) -> LaunchGang:
+        launch = self.awaits(LaunchGang, job_id, fence)
+        pids = {seat.rank: 100 + seat.rank for seat in launch.plan.ranks}
+        self.tell(GangLaunched(job_id=job_id, fence=fence, node_id=self.node_id, pids=pids))
+        return launch
+
+    def trains(self, gang: LaunchGang, steps: Iterable[int]) -> None:
+        numbers = list(steps)
+        for step in numbers:
+            record = StepRecord(
+                step=step,
+                fence=gang.fence,
+                loss=5.0 / step,
+                tokens_per_s=1000,
+                step_time_s=0.5,
+            )
+            self._append(keys.job_steps(gang.job_id), record)
+        self.tell(
+            GangProgressed(
+                job_id=gang.job_id, fence=gang.fence, node_id=self.node_id, step=numbers[0]
+            )
+        )
+
+    def samples(self, gang: LaunchGang, issued: Iterable[int], step: int = 3) -> None:
+        for seat, number in zip(gang.plan.ranks, issued, strict=True):
+            sample = RankSample(
+                rank=seat.rank,
+                local_rank=seat.local_rank,
+                fence=gang.fence,
+                node_id=self.node_id,
+                device=seat.device,
+                pid=100 + seat.rank,
+                phase="FORWARD",
+                step=step,
+                issued={"dp_shard": number},
+                seen_ms=1_700_000_000_000,
+            )
+            self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())
+
+    def writes(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
+        line = LogLine(
+            rank=rank,
+            fence=gang.fence,
+            stream="stderr" if is_error else "stdout",
+            level="error" if is_error else "info",
+            time_ms=1,
+            text=text,
+        )
+        self._append(keys.job_logs(gang.job_id), line)
+
+    def saves(self, gang: LaunchGang, step: int, number: int = 2) -> str:
+        """Write, vote, wait for the command, link."""
+        name = self.votes(gang, step)
+
+        def look() -> CommitCheckpoint | None:
+            for command in self.commands():
+                if isinstance(command, CommitCheckpoint) and command.manifest.checkpoint_id == name:
+                    return command
+            return None
+
+        commit = until(look, timeout_s=20, every_s=0.01)
+        self.tell(
+            CheckpointLinked(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                number=number,
+                manifest=commit.manifest,
+            )
+        )
+        return name
+
+    def votes(self, gang: LaunchGang, step: int) -> str:
+        name = checkpoint_id(gang.job_id, step, gang.fence)
+        about = {
+            "job_id": gang.job_id,
+            "fence": gang.fence,
+            "node_id": self.node_id,
+            "checkpoint_id": name,
+            "step": step,
+        }
+        self.tell(CheckpointBegan.model_validate(about))
+        for seat in gang.plan.ranks:
+            shard = ShardFile(
+                rank=seat.rank, name=f"rank-{seat.rank}.bin", bytes=7, sha256="ab" * 32
+            )
+            self.tell(CheckpointVoted.model_validate(about | {"shard": shard, "loss": 1.0}))
+        return name
+
+    def ends(self, gang: LaunchGang, step: int, **how: object) -> None:
+        """End all ranks alike: ``how`` are fields of their exits."""
+        exits = tuple(
+            RankExit.model_validate(
+                {
+                    "rank": seat.rank,
+                    "pid": 100 + seat.rank,
+                    "order": seat.rank,
+                    "step": step,
+                    "phase": "FORWARD",
+                }
+                | (how or {"exit_code": 0, "finished": True})
+            )
+            for seat in gang.plan.ranks
+        )
+        self.tell(
+            GangEnded(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                exits=exits,
+                last_step=step,
+            )
+        )
+
+    def _append(self, stream: str, message: BaseModel) -> None:
+        self._redis.xadd(stream, {keys.MESSAGE_FIELD: message.model_dump_json()})

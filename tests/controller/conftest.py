@@ -1,0 +1,125 @@
+"""A whole controller in this process, on a real Redis, with an agent that a test speaks for."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import structlog
+from anyio.from_thread import start_blocking_portal
+from fastapi.testclient import TestClient
+from redis import Redis
+
+from services.controller.adapters.redis import redis_ports
+from services.controller.api.app import create_app
+from services.controller.api.context import Context
+from services.controller.api.guard import AccessPolicy
+from services.controller.api.monitoring import Monitor
+from services.controller.loops.leader import Leader
+from services.controller.loops.reign import reign
+from tests.controller.agent_double import AgentDouble
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _log_through_pytest() -> None:
+    """Through the standard library, so that pytest keeps it and shows it of failures alone."""
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass(frozen=True)
+class House:
+    """A controller that leads: its client, and an agent on the same Redis."""
+
+    client: TestClient
+    redis: Redis
+    agent: AgentDouble
+
+    def submit(self, **changes: object) -> str:
+        """The id of a new job."""
+        answer = self.client.post("/v1/jobs", json=job_body(**changes))
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer = self.client.get(path)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self.get(f"/v1/jobs/{job_id}")
+
+    def in_state(self, job_id: str, state: str) -> dict[str, Any]:
+        """The job once it is in that state."""
+
+        def look() -> dict[str, Any] | None:
+            job = self.job(job_id)
+            return job if job["state"] == state else None
+
+        return until(look, timeout_s=20, every_s=0.01)
+
+    def act(self, job_id: str, verb: str, body: object = None) -> dict[str, Any]:
+        """Ask for a change that is accepted."""
+        answer = self.client.post(f"/v1/jobs/{job_id}/{verb}", json=body)
+        assert answer.status_code == 202, answer.text
+        return dict(answer.json())
+
+
+def job_body(**changes: object) -> dict[str, object]:
+    """A spec of two ranks and ten steps."""
+    fields: dict[str, object] = {
+        "model": {"factory": "decoder"},
+        "data": {"factory": "stdlib_bytes"},
+        "train": {"steps": 10},
+        "resources": {"ranks": 2},
+    }
+    return fields | changes
+
+
+@contextlib.contextmanager
+def open_house(redis_url: str, policy: AccessPolicy, *, leads: bool = True) -> Iterator[House]:
+    """A controller on ``redis_url`` until the block ends."""
+    with (
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
+    ):
+        leader = Leader(ports.leadership, "test", functools.partial(reign, ports))
+        context = Context(ports, Monitor(), portal.call(_event), lambda: leader.epoch)
+        leading = portal.start_task_soon(leader.lead) if leads else None
+        client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
+        client.portal = portal
+        try:
+            yield House(client, redis, AgentDouble(redis))
+        finally:
+            if leading is not None:
+                leading.cancel()
+
+
+async def _event() -> asyncio.Event:
+    return asyncio.Event()
+
+
+@pytest.fixture
+def house(redis_url: str) -> Iterator[House]:
+    with open_house(redis_url, AccessPolicy(loopback_only=True)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def quiet_house(redis_url: str) -> Iterator[House]:
+    """A controller that does not lead: jobs stay as they were submitted."""
+    with open_house(redis_url, AccessPolicy(loopback_only=True), leads=False) as opened:
+        yield opened

@@ -1,0 +1,58 @@
+"""However many follow a job's logs, the controller's own loops are heard, and the rest is told."""
+
+import asyncio
+
+import pytest
+from redis import Redis
+
+from services.contract import redis_keys as keys
+from services.controller.adapters.redis import redis_ports
+from services.controller.api.context import Context
+from services.controller.ports.machines import Log
+from tests.controller.conftest import House
+
+STREAM = {"Accept": "text/event-stream"}
+
+
+@pytest.mark.anyio
+@pytest.mark.redis
+async def test_followers_in_any_number_silence_no_loop(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        await ports.facts.prepare()
+        followers = [
+            asyncio.create_task(ports.telemetry.wait("job_x", Log.OUTPUT, None, 20))
+            for _ in range(120)
+        ]
+        with Redis.from_url(redis_url, decode_responses=True) as outside:
+            async with asyncio.timeout(20):
+                while len(outside.client_list()) < 60:  # noqa: ASYNC110 Redis sets no event
+                    await asyncio.sleep(0)
+            outside.xadd(keys.FACTS, {keys.MESSAGE_FIELD: "fact"})
+            (entry,) = await ports.facts.next(10, 5)
+            assert entry.body == "fact"
+            async with ports.listen() as waker:
+                outside.publish(keys.WAKE, "now")
+                await waker.wait(5)
+            assert await ports.clock.now_ms()
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+
+
+@pytest.mark.redis
+def test_a_stream_beyond_the_limit_is_told_to_come_back(quiet_house: House) -> None:
+    job_id = quiet_house.submit()
+    quiet_house.act(job_id, "cancel")
+    context: Context = quiet_house.client.app.state.context  # type: ignore[attr-defined] # FastAPI's
+    limit = context.streams.free
+    for path in (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}/logs"):
+        context.streams.free = 0
+        refused = quiet_house.client.get(path, headers=STREAM)
+        assert (refused.status_code, refused.json()["code"]) == (503, "too_many_streams")
+        assert refused.headers["retry-after"] == "5"
+        assert quiet_house.client.get(path).status_code == 200
+        context.streams.free = limit
+        assert quiet_house.client.get(path, headers=STREAM).status_code == 200
+        expired = quiet_house.client.get("/v1/jobs/job_nope/events", headers=STREAM)
+        assert expired.status_code == 404
+        assert context.streams.free == limit

@@ -1,0 +1,140 @@
+"""What a client sees of jobs, ranks, steps, nodes, logs and events."""
+
+import re
+
+import pytest
+
+from services.contract import redis_keys as keys
+from tests.controller.conftest import House
+
+pytestmark = pytest.mark.redis
+
+
+def test_who_polls_gets_304_until_something_changes(house: House) -> None:
+    job_id = house.submit()
+    house.agent.join()
+    gang = house.agent.launches(job_id)
+    house.in_state(job_id, "STARTING")
+    paths = ["", "/ranks", "/metrics", "/events", "/checkpoints", "/logs", "/attempts"]
+    for path in [f"/v1/jobs/{job_id}{path}" for path in paths] + ["/v1/jobs", "/version"]:
+        first = house.client.get(path)
+        known = {"If-None-Match": f'"other", W/{first.headers["etag"]}'}
+        again = house.client.get(path, headers=known)
+        assert (again.status_code, again.content) == (304, b""), path
+    known = {"If-None-Match": house.client.get(f"/v1/jobs/{job_id}").headers["etag"]}
+    house.agent.trains(gang, [1])
+    assert house.client.get(f"/v1/jobs/{job_id}", headers=known).status_code == 200
+
+
+def test_jobs_come_in_pages_and_by_filter(quiet_house: House) -> None:
+    ids = [quiet_house.submit(name=f"run-{n}", labels={"n": str(n)}) for n in range(5)]
+    first = quiet_house.client.get("/v1/jobs", params={"limit": 2, "state": "QUEUED"})
+    assert [job["id"] for job in first.json()["items"]] == [ids[4], ids[3]]
+    link = re.fullmatch(r'<(.*)>; rel="next"', first.headers["link"])
+    assert link is not None
+    quiet_house.submit(name="later")
+    second = quiet_house.client.get(link.group(1))
+    assert [job["id"] for job in second.json()["items"]] == [ids[2], ids[1]]
+    assert "cursor" in second.headers["link"]
+    for query, found in {
+        "label=n%3D3": [ids[3]],
+        "label=n": ids[::-1],
+        "q=RUN-1": [ids[1]],
+        "state=RUNNING": [],
+        "label=n%3D3&label=x": [],
+    }.items():
+        page = quiet_house.get(f"/v1/jobs?{query}")
+        assert [job["id"] for job in page["items"]] == found, query
+        assert page["next_cursor"] is None
+
+
+def test_ranks_show_who_is_behind(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    ranks = house.get(f"/v1/jobs/{job_id}/ranks")
+    assert [(r["rank"], r["phase"]) for r in ranks["items"]] == [(0, "PENDING"), (1, "PENDING")]
+    house.agent.samples(gang, [10, 7])
+    ranks = house.get(f"/v1/jobs/{job_id}/ranks")
+    assert [r["arrival_lag"] for r in ranks["items"]] == [0, 3]
+    assert house.get(f"/v1/jobs/{job_id}/ranks/1")["last_seen_at"] == "2023-11-14T22:13:20Z"
+    assert house.client.get(f"/v1/jobs/{job_id}/ranks/2").status_code == 404
+    assert house.job(job_id)["progress"]["step"] == 3
+
+
+def test_metrics_show_the_newest_attempt_of_each_step_thinned_out(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit(train={"steps": 100})
+    gang = house.agent.launches(job_id)
+    house.agent.trains(gang, range(1, 61))
+    house.agent.trains(gang.model_copy(update={"fence": 2}), range(50, 101))
+    metrics = house.get(f"/v1/jobs/{job_id}/metrics?max_points=7")
+    steps = [record["step"] for record in metrics["items"]]
+    assert (len(steps), steps[0], steps[-1], metrics["total"]) == (7, 1, 100, 100)
+    part = house.get(f"/v1/jobs/{job_id}/metrics?from_step=49&to_step=51")
+    assert [(r["step"], r["fence"]) for r in part["items"]] == [(49, 1), (50, 2), (51, 2)]
+
+
+def test_nodes_show_what_runs_there(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    house.agent.launches(job_id)
+    view = house.get("/v1/nodes/loom-1")
+    assert (view["state"], view["cpu_slots_used"], view["jobs"]) == ("READY", 2, [job_id])
+    assert view["lease_s"] > 0
+    assert house.client.get("/v1/nodes/nobody").status_code == 404
+    assert house.client.get("/v1/checkpoints/ckpt_nope").status_code == 404
+
+
+def test_logs_are_filtered_and_paged(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    for number in range(4):
+        house.agent.writes(gang, number % 2, f"line {number}", is_error=number == 3)
+    path = f"/v1/jobs/{job_id}/logs"
+    texts = {
+        "rank=1": ["line 1", "line 3"],
+        "stream=stderr": ["line 3"],
+        "level=warning": ["line 3"],
+        "level=info&text=LINE%202": ["line 2"],
+    }
+    for query, expected in texts.items():
+        assert [line["text"] for line in house.get(f"{path}?{query}")["items"]] == expected
+    page = house.get(f"{path}?limit=3")
+    rest = house.get(f"{path}?cursor={page['next_cursor']}")
+    assert [line["text"] for line in rest["items"]] == ["line 3"]
+
+
+def test_a_trimmed_log_answers_410_to_an_old_cursor(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    for number in range(4):
+        house.agent.writes(gang, 0, f"line {number}")
+    path = f"/v1/jobs/{job_id}/logs"
+    cursor = house.get(f"{path}?limit=1")["next_cursor"]
+    house.redis.xtrim(keys.job_logs(job_id), maxlen=1, approximate=False)
+    stream = {"Accept": "text/event-stream", "Last-Event-ID": cursor}
+    for answer in (
+        house.client.get(path, params={"cursor": cursor}),
+        house.client.get(path, headers=stream),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (410, "cursor_expired")
+
+
+def test_a_stream_tells_all_resumes_and_ends_with_the_job(house: House) -> None:
+    job_id = house.submit()
+    house.act(job_id, "cancel")
+    path = f"/v1/jobs/{job_id}/events"
+    stream = house.client.get(path, headers={"Accept": "text/event-stream"})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    told = re.findall(r"^id: (.*)$", stream.text, re.MULTILINE)
+    assert told == [event["id"] for event in house.get(path)["items"]]
+    assert stream.text.endswith("event: end\ndata: {}\n\n")
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": told[0]}
+    rest = house.client.get(path, headers=headers)
+    assert re.findall(r"^id: (.*)$", rest.text, re.MULTILINE) == told[1:]
+    missing = house.client.get("/v1/jobs/job_nope/events", headers=headers)
+    assert missing.status_code == 404
+    assert house.client.get(f"/v1/jobs/{job_id}:events").status_code == 404

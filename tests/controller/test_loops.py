@@ -1,0 +1,132 @@
+"""Leadership and the fact consumer, on the twin in memory."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.errors import DeposedError, StoreUnavailableError
+from services.controller.loops import facts as fact_loop
+from services.controller.loops.endurance import Endurance
+from services.controller.loops.leader import Leader
+from services.controller.ports.machines import Entry
+from services.controller.ports.office import Ports
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    ticks = itertools.count(1_000_000)
+    return MemoryServer(now_ms=lambda: next(ticks))
+
+
+async def come_true(look: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not look():  # noqa: ASYNC110 what is awaited sets no event
+            await asyncio.sleep(0)
+
+
+async def test_one_leads_and_the_next_takes_over_when_it_ends(server: MemoryServer) -> None:
+    reigns: list[int] = []
+
+    async def reign(epoch: int) -> None:
+        reigns.append(epoch)
+        await asyncio.Event().wait()
+
+    leadership = memory_ports(server).leadership
+    first, second = Leader(leadership, "a", reign), Leader(leadership, "b", reign)
+    leading = asyncio.create_task(first.lead())
+    await come_true(lambda: first.epoch == 1)
+    waiting = asyncio.create_task(second.lead())
+    leading.cancel()
+    await asyncio.wait([leading])
+    assert first.epoch is None
+    await come_true(lambda: reigns == [1, 2])
+    assert second.epoch == 2
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert server.leader is None
+
+
+@pytest.mark.parametrize("error", [DeposedError("over"), RuntimeError("a bug")])
+async def test_a_reign_that_ends_gives_the_lead_back_and_is_followed_by_another(
+    server: MemoryServer, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.controller.loops.leader._ASK_EVERY_S", 0)
+    epochs: list[int] = []
+
+    async def reign(epoch: int) -> None:
+        epochs.append(epoch)
+        if epoch == 1:
+            raise error
+        await asyncio.Event().wait()
+
+    leading = asyncio.create_task(Leader(memory_ports(server).leadership, "a", reign).lead())
+    await come_true(lambda: epochs == [1, 2])
+    leading.cancel()
+    await asyncio.wait([leading])
+
+
+async def test_a_loop_bears_an_absent_store_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("services.controller.loops.endurance._FIRST_WAIT_S", 0.001)
+    absences: list[int] = []
+    endurance = Endurance("test", lambda: absences.append(1))
+    answers = iter([StoreUnavailableError("gone"), StoreUnavailableError("gone"), None])
+
+    async def work() -> None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    for _ in range(3):
+        await endurance.round(work)
+    assert len(absences) == 2
+    assert [record.message for record in caplog.records] == ["store_unavailable", "store_is_back"]
+
+
+async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heeded: list[str] = []
+    tries: list[str] = []
+
+    async def heed(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
+        for entry in entries:
+            if entry.body == "poison":
+                tries.append(entry.body)
+                raise RuntimeError("a bug in a handler")
+            heeded.append(entry.body)
+
+    monkeypatch.setattr(fact_loop, "heed", heed)
+    monkeypatch.setattr(fact_loop, "_LOOK_BACK_EVERY_S", 0.01)
+    monkeypatch.setattr(fact_loop, "_BLOCK_S", 0.001)
+    for body in ("poison", "good"):
+        server.facts.append(server.entry(body))
+    running = asyncio.create_task(fact_loop.FactLoop(memory_ports(server), 1).run())
+    await come_true(lambda: not server.facts and not server.delivered)
+    running.cancel()
+    await asyncio.wait([running])
+    assert set(heeded) == {"good"}
+    assert len(tries) > 5
+
+
+async def test_a_fact_is_acknowledged_only_after_it_was_committed(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = iter([StoreUnavailableError("gone"), DeposedError("over")])
+
+    async def heed(_ports: Ports, _entries: Sequence[Entry], _epoch: int) -> None:
+        raise next(outcomes)
+
+    monkeypatch.setattr(fact_loop, "heed", heed)
+    server.facts.append(server.entry("fact"))
+    with pytest.raises(DeposedError):
+        await fact_loop.FactLoop(memory_ports(server), 1).run()
+    assert [entry.body for entry in server.delivered.values()] == ["fact"]

@@ -1,0 +1,46 @@
+"""The API is frozen: a change to it is deliberate.
+
+Write the present document with ``python -m tests.controller.test_openapi``.
+"""
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.api.app import create_app
+from services.controller.api.context import Context
+from services.controller.api.guard import AccessPolicy
+from services.controller.api.monitoring import Monitor
+
+FROZEN = Path(__file__).parent / "openapi.json"
+
+
+def document() -> dict[str, Any]:
+    """The document of the application as it is."""
+    ticks = itertools.count()
+    ports = memory_ports(MemoryServer(now_ms=lambda: next(ticks)))
+    context = Context(ports, Monitor(), asyncio.Event(), lambda: None)
+    return create_app(context, AccessPolicy()).openapi()
+
+
+def test_the_api_is_the_one_that_was_promised() -> None:
+    assert document() == json.loads(FROZEN.read_text()), (
+        "the OpenAPI document changed; if that is meant, run "
+        "`python -m tests.controller.test_openapi` and say so in the change"
+    )
+
+
+def test_every_error_is_promised_as_a_problem() -> None:
+    for path, operations in document()["paths"].items():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400 and path.startswith("/v1"):
+                    assert set(answer["content"]) == {"application/problem+json"}, (path, status)
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(document(), indent=1, sort_keys=True) + "\n")

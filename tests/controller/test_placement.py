@@ -1,0 +1,155 @@
+"""Gang placement, planning, and the judgement on nodes."""
+
+import pytest
+
+from services.contract.messages.facts import NodeJoined, NodeLeft
+from services.contract.redis_keys import NODE_LEASE_MS
+from services.contract.specs import ResourceSpec
+from services.contract.states import NodeState
+from services.controller.domain import planner
+from services.controller.domain.errors import InvalidRequestError
+from services.controller.domain.node import Lease, join, judge, leave
+from services.controller.domain.placement import (
+    Never,
+    NotNow,
+    Seated,
+    Standing,
+    occupy,
+    place,
+    stand,
+)
+from tests.controller.histories import NODE, finished, node, play, running, spec
+
+
+def ask(ranks: int, device: str = "auto") -> ResourceSpec:
+    return ResourceSpec.model_validate({"ranks": ranks, "device": device})
+
+
+def test_a_gang_sits_on_one_node_which_it_fills_best() -> None:
+    outcome = place(ask(2), [Standing(node("big", slots=8)), Standing(node("small", slots=2))])
+    assert isinstance(outcome, Seated)
+    assert {seat.node_id for seat in outcome.ranks} == {"small"}
+    assert [seat.local_rank for seat in outcome.ranks] == [0, 1]
+
+
+def test_two_half_free_nodes_do_not_make_a_gang() -> None:
+    standings = [Standing(node("a", slots=2), cpu_taken=1), Standing(node("b", slots=2), 1)]
+    outcome = place(ask(2), standings)
+    assert isinstance(outcome, NotNow)
+    assert outcome.blocks
+    assert "at most 1 are free" in outcome.reason
+
+
+@pytest.mark.parametrize("leases", [{}, {NODE: Lease("life-0", 5000)}])
+def test_a_gang_is_not_sent_to_an_agent_that_may_be_dead(leases: dict[str, Lease]) -> None:
+    outcome = place(ask(2), stand([node()], [], leases))
+    assert isinstance(outcome, NotNow)
+    assert not outcome.blocks
+    assert f"silent: {NODE}" in outcome.reason
+    assert isinstance(place(ask(2), stand([node()], [], {NODE: Lease("life-1", 1)})), Seated)
+
+
+def test_a_node_that_left_comes_back_only_by_joining() -> None:
+    left = leave(node(), NodeLeft(node_id=NODE, incarnation="life-1"), "60-0")
+    assert judge(left, Lease("life-1", 5000), NODE_LEASE_MS) == left
+    again = NodeJoined(node_id=NODE, incarnation="life-2", inventory=left.inventory)
+    assert join(left, again, "61-0").state is NodeState.READY
+
+
+def test_no_node_yet_is_not_never() -> None:
+    assert isinstance(place(ask(2), []), NotNow)
+
+
+def test_more_ranks_than_any_node_has_can_never_be() -> None:
+    outcome = place(ask(9), [Standing(node(slots=4), cpu_taken=4)])
+    assert isinstance(outcome, Never)
+    assert "largest known node has 4" in outcome.reason
+    no_gpu = place(ask(1, "cuda"), [Standing(node())])
+    assert isinstance(no_gpu, Never)
+    assert "no known node has a GPU" in no_gpu.reason
+
+
+def test_auto_takes_gpus_where_they_suffice_and_waits_for_busy_ones() -> None:
+    gpus = Standing(node("g", gpus=2))
+    seated = place(ask(2), [Standing(node("c")), gpus])
+    assert isinstance(seated, Seated)
+    assert [seat.device for seat in seated.ranks] == ["cuda:0", "cuda:1"]
+    busy = place(ask(2), [Standing(node("c")), Standing(gpus.node, 0, frozenset({0}))])
+    assert isinstance(busy, NotNow)
+    assert busy.device == "cuda"
+    too_many = place(ask(3), [Standing(node("c")), gpus])
+    assert isinstance(too_many, Seated)
+    assert too_many.device == "cpu"
+
+
+def test_a_taken_gpu_is_not_given_twice() -> None:
+    standing = Standing(node("g", gpus=2))
+    first = place(ask(1), [standing])
+    assert isinstance(first, Seated)
+    second = place(ask(1), occupy([standing], first, "job"))
+    assert isinstance(second, Seated)
+    assert second.ranks[0].device == "cuda:1"
+
+
+def test_a_lost_node_takes_nobody_but_proves_nothing_impossible() -> None:
+    outcome = place(ask(2), [Standing(node(state=NodeState.LOST))])
+    assert isinstance(outcome, NotNow)
+    assert not outcome.blocks
+
+
+def test_a_living_attempt_takes_its_seats_until_it_has_ended() -> None:
+    job = running()
+    (standing,) = stand([node()], [job], {NODE: Lease("life-1", 5000)})
+    assert (standing.cpu_taken, standing.jobs) == (2, (job.id,))
+    (standing,) = stand([node()], [play(job, [finished(job)]).job], {})
+    assert standing.cpu_taken == 0
+
+
+def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
+    plan = planner.shard(spec())
+    assert plan.mesh.dp_shard == 2
+    assert [unit.modules for unit in plan.units] == [("blocks.*",)]
+    assert (plan.param_dtype, plan.reduce_dtype) == (None, None)
+    mixed = planner.shard(
+        spec(
+            train={"steps": 1, "precision": {"params": "bf16"}},
+            plan={"units": [{"modules": ["layers.*"], "reshard_after_forward": False}]},
+        )
+    )
+    assert (mixed.param_dtype, mixed.reduce_dtype) == ("bf16", "fp32")
+    assert mixed.units[0].modules == ("layers.*",)
+
+
+def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
+    bad = spec(
+        resources={"ranks": 4},
+        mesh={"dp_replicate": 2, "tp": 2},
+        plan={"units": [{"modules": [], "shard": 1}], "param_dtype": "int4", "colour": "red"},
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        planner.shard(bad)
+    pointers = {fault.pointer for fault in refused.value.faults}
+    assert {"/mesh/dp_replicate", "/mesh/tp", "/plan/colour", "/plan/units/0/shard"} <= pointers
+    assert any(pointer.startswith("/plan/units/0") for pointer in pointers)
+    assert any(pointer.startswith("/plan/param_dtype") for pointer in pointers)
+
+
+def test_a_lease_that_ran_out_while_redis_was_away_proves_nothing() -> None:
+    assert judge(node(), None, NODE_LEASE_MS - 1).state is NodeState.READY
+    assert judge(node(), None, NODE_LEASE_MS).state is NodeState.LOST
+    assert judge(node(), Lease("life-1", 10), NODE_LEASE_MS).state is NodeState.READY
+    lost = node(state=NodeState.LOST)
+    assert judge(lost, Lease("life-1", 10), 0).state is NodeState.READY
+    assert judge(lost, Lease("life-2", 10), 0).state is NodeState.LOST
+
+
+def test_an_old_join_or_leave_told_again_is_void() -> None:
+    known = node()
+    fact = NodeJoined(node_id=NODE, incarnation="life-2", inventory=known.inventory)
+    second = join(known, fact, "50-0")
+    assert (second.incarnation, second.joined_ms) == ("life-2", 50)
+    first_again = NodeJoined(node_id=NODE, incarnation="life-1", inventory=known.inventory)
+    assert join(second, first_again, "40-0") == second
+    assert leave(second, NodeLeft(node_id=NODE, incarnation="life-1"), "60-0") == second
+    left = leave(second, NodeLeft(node_id=NODE, incarnation="life-2"), "60-0")
+    assert left.state is NodeState.LOST

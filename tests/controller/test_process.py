@@ -1,0 +1,222 @@
+"""The controller as a process: how it starts, how it ends, and what a kill costs."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+from pydantic import ValidationError
+from redis import Redis
+
+from services.contract import redis_keys as keys
+from services.controller.__main__ import one_line
+from services.controller.settings import Settings
+from services.local.embedded_redis import EmbeddedRedis
+from services.local.settings import child_environment
+from tests.controller.agent_double import AgentDouble
+from tests.controller.conftest import job_body
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+COMMAND = [sys.executable, "-m", "services.controller"]
+
+
+def environment(redis_url: str | None, **settings: str) -> dict[str, str]:
+    bare = {k: v for k, v in child_environment().items() if not k.startswith("MESHLOOM_")}
+    given = {} if redis_url is None else {"MESHLOOM_REDIS_URL": redis_url}
+    return bare | given | {f"MESHLOOM_{name.upper()}": text for name, text in settings.items()}
+
+
+@dataclass
+class Controller:
+    """A controller process and its log so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[dict[str, object]]
+    client: httpx2.Client
+
+    def said(self, event: str) -> bool:
+        return any(line["event"] == event for line in self.lines)
+
+    def state(self, job_id: str) -> str:
+        return str(self.client.get(f"/v1/jobs/{job_id}").json()["state"])
+
+
+@contextlib.contextmanager
+def started(redis_url: str) -> Iterator[Controller]:
+    """A controller on any free port, until the block ends."""
+    process = subprocess.Popen(
+        COMMAND, env=environment(redis_url, port="0"), stderr=subprocess.PIPE, text=True
+    )
+    lines: list[dict[str, object]] = []
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(json.loads(line))  # noqa: PERF401 each line is seen as it comes
+
+    def url_said() -> str | None:
+        assert process.poll() is None, lines
+        return next((str(line["url"]) for line in lines if line["event"] == "listening"), None)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        url = until(url_said, timeout_s=30)
+        with httpx2.Client(base_url=url, timeout=10) as client:
+            yield Controller(process, lines, client)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_a_controller_that_others_can_reach_wants_a_token() -> None:
+    ended = subprocess.run(
+        COMMAND,
+        env=environment("redis://127.0.0.1:1", host="0.0.0.0"),  # noqa: S104 that is refused
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "MESHLOOM_TOKEN" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"host": "meshloom.example", "token": None}, "MESHLOOM_TOKEN"),
+        ({"token": ""}, "MESHLOOM_TOKEN"),
+        ({"port": "high"}, "MESHLOOM_PORT"),
+        ({"log_level": "loud"}, "MESHLOOM_LOG_LEVEL"),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(settings: dict[str, object], word: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Settings.model_validate({"redis_url": "redis://x", **settings})
+    told = one_line(refused.value)
+    assert word in told
+    assert "\n" not in told
+    for host in ("::1", "localhost", "127.0.0.2"):
+        assert Settings.model_validate({"redis_url": "redis://x", "host": host}).is_loopback
+
+
+def test_a_missing_redis_url_is_named() -> None:
+    ended = subprocess.run(
+        COMMAND, env=environment(None), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 2
+    assert "MESHLOOM_REDIS_URL" in ended.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            COMMAND,
+            env=environment("redis://127.0.0.1:1", port=port),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert port in line
+    assert "MESHLOOM_PORT" in line
+
+
+def test_a_controller_ends_at_once_although_streams_are_open(redis_url: str) -> None:
+    with started(redis_url) as controller, Redis.from_url(redis_url) as redis:
+        until(lambda: redis.exists(keys.LEADER))
+        job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+        headers = {"Accept": "text/event-stream"}
+        with controller.client.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as sse:
+            told = sse.iter_lines()
+            assert next(line for line in told if line.startswith("data:"))
+            controller.process.send_signal(signal.SIGTERM)
+            assert controller.process.wait(2) == 0
+        assert not redis.exists(keys.LEADER)
+
+
+def test_a_stream_tells_what_happens_as_it_happens(redis_url: str) -> None:
+    with started(redis_url) as controller, Redis.from_url(redis_url, decode_responses=True) as r:
+        job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+        headers = {"Accept": "text/event-stream"}
+        path = f"/v1/jobs/{job_id}/events"
+        with controller.client.stream("GET", path, headers=headers) as sse:
+            told = (json.loads(x[5:]) for x in sse.iter_lines() if x.startswith("data:"))
+            assert next(told)["kind"] == "job.queued"
+            AgentDouble(r).join()
+            assert next(told)["kind"] == "job.placing"
+            controller.client.post(f"/v1/jobs/{job_id}/kill")
+            assert next(told)["kind"] == "job.cancelling"
+
+
+def test_a_killed_controller_loses_nothing(redis_url: str) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        agent = AgentDouble(redis)
+        agent.join()
+        with started(redis_url) as first:
+            job_id = first.client.post("/v1/jobs", json=job_body()).json()["id"]
+            gang = agent.launches(job_id)
+            agent.trains(gang, range(1, 6))
+            until(lambda: first.state(job_id) == "RUNNING", every_s=0.01)
+            os.kill(first.process.pid, signal.SIGKILL)
+            first.process.wait()
+        name = agent.votes(gang, 10)
+        with started(redis_url) as second:
+            assert second.state(job_id) == "RUNNING"
+            waiting = second.client.post("/v1/jobs", json=job_body(resources={"ranks": 4}))
+            assert agent.saves(gang, 10) == name
+            agent.ends(gang, 10)
+            until(lambda: second.state(job_id) == "SUCCEEDED")
+            assert second.client.get(f"/v1/jobs/{job_id}").json()["attempt"] == 1
+            agent.launches(waiting.json()["id"])
+            launches = [c.kind for c in agent.commands()].count("launch_gang")
+            assert launches == 2
+
+
+def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with EmbeddedRedis.start(tmp_path) as server:
+            url = server.url
+            controller = stack.enter_context(started(url))
+            job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+            until(lambda: controller.client.get("/readyz").status_code == 200)
+        answer = until(lambda: _unready(controller))
+        assert answer.headers["retry-after"] == "1"
+        refused = controller.client.get("/v1/jobs")
+        assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+        assert controller.client.get("/healthz").status_code == 200
+        with (
+            EmbeddedRedis.start(tmp_path) as server,
+            Redis.from_url(server.url, decode_responses=True) as redis,
+        ):
+            assert server.url == url
+            agent = AgentDouble(redis)
+            agent.join()
+            agent.launches(job_id)
+            until(lambda: controller.state(job_id) == "STARTING")
+            assert controller.client.get("/readyz").status_code == 200
+            warnings = [line for line in controller.lines if line["event"] == "store_unavailable"]
+            assert len(warnings) <= 3
+
+
+def _unready(controller: Controller) -> httpx2.Response | None:
+    answer = controller.client.get("/readyz")
+    return answer if answer.status_code == 503 else None

@@ -1,0 +1,328 @@
+"""One suite for both residents of the ports: Redis, and the twin in memory."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import pytest
+from redis import Redis
+
+from services.contract import redis_keys as keys
+from services.contract.ids import new_job_id
+from services.contract.messages.commands import COMMAND, Command, StopGang
+from services.contract.messages.telemetry import StepRecord
+from services.contract.states import JobState
+from services.contract.views import StopRequest
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decide import first_decision
+from services.controller.domain.effects import Decision, Send
+from services.controller.domain.errors import (
+    CursorExpiredError,
+    DeposedError,
+    KeyReusedError,
+    NotFoundError,
+    StaleWriteError,
+    StoreUnavailableError,
+)
+from services.controller.domain.events import PauseAsked
+from services.controller.domain.job import Job
+from services.controller.domain.node import Lease
+from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
+from services.controller.ports.machines import Log
+from services.controller.ports.office import Ports
+from tests.controller.histories import NODE, node, placed, play, saved, spec
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+ACTOR = Actor("test", "req-1")
+
+
+class Outside(Protocol):
+    """What other processes write and read, past the ports."""
+
+    def fact(self, body: str) -> None: ...
+    def lease(self, node_id: str, incarnation: str) -> None: ...
+    def step(self, job_id: str, record: StepRecord) -> None: ...
+    def output(self, job_id: str, body: str) -> None: ...
+    def trim(self, job_id: str) -> None: ...
+    def inbox(self, node_id: str) -> list[Command]: ...
+
+
+@dataclass
+class OutsideRedis:
+    redis: Redis
+
+    def fact(self, body: str) -> None:
+        self.redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: body})
+
+    def lease(self, node_id: str, incarnation: str) -> None:
+        self.redis.set(keys.node_lease(node_id), incarnation, px=5000)
+
+    def step(self, job_id: str, record: StepRecord) -> None:
+        self.redis.xadd(keys.job_steps(job_id), {keys.MESSAGE_FIELD: record.model_dump_json()})
+
+    def output(self, job_id: str, body: str) -> None:
+        self.redis.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: body})
+
+    def trim(self, job_id: str) -> None:
+        self.redis.xtrim(keys.job_logs(job_id), maxlen=1, approximate=False)
+
+    def inbox(self, node_id: str) -> list[Command]:
+        entries = self.redis.xrange(keys.node_inbox(node_id)) or []
+        return [COMMAND.validate_json(f[keys.MESSAGE_FIELD]) for _, f in entries if f]
+
+
+@dataclass
+class OutsideMemory:
+    server: MemoryServer
+
+    def fact(self, body: str) -> None:
+        self.server.facts.append(self.server.entry(body))
+
+    def lease(self, node_id: str, incarnation: str) -> None:
+        self.server.leases[node_id] = Lease(incarnation, 5000)
+
+    def step(self, job_id: str, record: StepRecord) -> None:
+        self.server.steps[job_id].append(record)
+
+    def output(self, job_id: str, body: str) -> None:
+        self.server.logs[job_id, Log.OUTPUT].append(self.server.entry(body))
+
+    def trim(self, job_id: str) -> None:
+        del self.server.logs[job_id, Log.OUTPUT][:-1]
+
+    def inbox(self, node_id: str) -> list[Command]:
+        return self.server.commands(node_id)
+
+
+@dataclass
+class World:
+    ports: Ports
+    outside: Outside
+
+    async def keep(self, job: Job, claim: Claim | None = None) -> Stored:
+        return await self.ports.jobs.create(first_decision(job), ACTOR, claim)
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    if request.param == "memory":
+        ticks = itertools.count(1_000_000)
+        server = MemoryServer(now_ms=lambda: next(ticks))
+        yield World(memory_ports(server), OutsideMemory(server))
+        return
+    url = request.getfixturevalue("redis_url")
+    with Redis.from_url(url, decode_responses=True) as redis:
+        async with redis_ports(url) as ports:
+            yield World(ports, OutsideRedis(redis))
+
+
+def job(created_ms: int = 5, name: str = "job") -> Job:
+    return Job(
+        id=new_job_id(created_ms, os.urandom(10)),
+        spec=spec(name=name),
+        created_ms=created_ms,
+        updated_ms=created_ms,
+    )
+
+
+async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
+    kept = await world.keep(job())
+    assert await world.ports.jobs.load(kept.job.id) == kept
+    assert [stored.job for stored in await world.ports.jobs.active()] == [kept.job]
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.load("job_" + "0" * 26)
+
+
+async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(world: World) -> None:
+    claim = Claim("key", "digest")
+    assert await world.ports.jobs.claimed(claim) is None
+    first = await world.keep(job(), claim)
+    again = await world.keep(job(), claim)
+    assert again == first
+    assert await world.ports.jobs.claimed(claim) == first
+    assert len(await world.ports.jobs.page(None, 10)) == 1
+    with pytest.raises(KeyReusedError):
+        await world.keep(job(), Claim("key", "other"))
+    with pytest.raises(KeyReusedError):
+        await world.ports.jobs.claimed(Claim("key", "other"))
+
+
+async def test_a_decision_is_committed_as_a_whole(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job), *saved(before.job, 10)])
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    assert await world.ports.jobs.load(before.job.id) == after
+    assert after.version == before.version + 1
+    kinds = [c.kind for c in world.outside.inbox(NODE)]
+    assert kinds == ["launch_gang", "commit_checkpoint"]
+    events = await world.ports.telemetry.read(before.job.id, Log.EVENTS, None, 100)
+    assert len(events) == 1 + len(decision.notes)
+    assert '"req-1"' in events[-1].body
+    removed = after.job.model_copy(update={"checkpoints": {}})
+    await world.ports.jobs.commit(Change(after, Decision(removed), ACTOR))
+    assert (await world.ports.jobs.load(before.job.id)).job.checkpoints == {}
+
+
+async def test_a_stale_writer_writes_nothing(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job)])
+    await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    assert len(world.outside.inbox(NODE)) == 1
+
+
+async def test_a_lower_fence_is_refused_even_with_the_right_version(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job)])
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    older = Change(Stored(after.job, after.version), Decision(before.job), ACTOR)
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(older)
+
+
+async def test_a_deposed_leader_writes_nothing(world: World) -> None:
+    lead = world.ports.leadership
+    first = await lead.take("a")
+    assert first is not None
+    assert await lead.take("b") is None
+    assert await lead.renew("a")
+    assert not await lead.renew("b")
+    await lead.release("b")
+    await lead.release("a")
+    second = await lead.take("b")
+    assert second == first + 1
+    before = await world.keep(job())
+    change = Change(before, play(before.job, [placed(before.job)]), ACTOR)
+    with pytest.raises(DeposedError):
+        await world.ports.jobs.commit(change, first)
+    with pytest.raises(DeposedError):
+        await world.ports.nodes.put(node(), first)
+    kill = StopGang(job_id=before.job.id, fence=1, mode="kill")
+    with pytest.raises(DeposedError):
+        await world.ports.jobs.send((Send(NODE, kill),), first)
+    assert world.outside.inbox(NODE) == []
+    await world.ports.jobs.send((Send(NODE, kill),), second)
+    await world.ports.jobs.commit(change, second)
+    assert [c.kind for c in world.outside.inbox(NODE)] == ["stop_gang", "launch_gang"]
+
+
+async def test_a_deleted_job_is_gone_with_all_of_its_own(world: World) -> None:
+    kept = await world.keep(job())
+    world.outside.output(kept.job.id, "x")
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.delete(Stored(kept.job, 99))
+    await world.ports.jobs.delete(kept)
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.load(kept.job.id)
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.commit(Change(kept, Decision(kept.job), ACTOR))
+    assert await world.ports.jobs.page(None, 10) == []
+    assert await world.ports.telemetry.read(kept.job.id, Log.OUTPUT, None, 10) == []
+
+
+async def test_pages_go_from_new_to_old_and_bear_equal_times(world: World) -> None:
+    kept = [await world.keep(job(created)) for created in (1, 2, 2, 2, 3)]
+    expected = sorted((Place(s.job.created_ms, s.job.id) for s in kept), reverse=True)
+    seen: list[Place] = []
+    place = None
+    while page := await world.ports.jobs.page(place, 2):
+        seen += [Place(s.job.created_ms, s.job.id) for s in page]
+        place = seen[-1]
+    assert seen == expected
+
+
+async def test_paused_jobs_are_counted_but_not_active(world: World) -> None:
+    before = await world.keep(job())
+    paused = play(before.job, [PauseAsked(StopRequest())])
+    await world.ports.jobs.commit(Change(before, paused, ACTOR))
+    assert await world.ports.jobs.active() == []
+    counts = await world.ports.jobs.counts()
+    assert counts[JobState.PAUSED] == 1
+    assert sum(counts.values()) == 1
+
+
+async def test_facts_come_until_they_are_acknowledged(world: World) -> None:
+    facts = world.ports.facts
+    await facts.prepare()
+    await facts.prepare()
+    assert await facts.next(10, 0.01) == []
+    for number in range(3):
+        world.outside.fact(str(number))
+    first = await facts.next(2, 1)
+    assert [entry.body for entry in first] == ["0", "1"]
+    assert [entry.body for entry in await facts.next(2, 1)] == ["2"]
+    assert [entry.body for entry in await facts.unacknowledged(10)] == ["0", "1", "2"]
+    await facts.acknowledge([entry.id for entry in first])
+    assert [entry.body for entry in await facts.unacknowledged(10)] == ["2"]
+
+
+async def test_nodes_and_leases_are_kept_apart(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await world.ports.nodes.put(node("b"), epoch)
+    await world.ports.nodes.put(node("a"), epoch)
+    world.outside.lease("a", "life-1")
+    assert [n.id for n in await world.ports.nodes.nodes()] == ["a", "b"]
+    leases = await world.ports.nodes.leases(["a", "b"])
+    assert list(leases) == ["a"]
+    assert leases["a"].incarnation == "life-1"
+    assert 0 < leases["a"].left_ms <= 5000
+
+
+async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:
+    name = job().id
+    telemetry = world.ports.telemetry
+    for number in range(5):
+        world.outside.output(name, str(number))
+    first = await telemetry.read(name, Log.OUTPUT, None, 2)
+    rest = await telemetry.read(name, Log.OUTPUT, first[-1].id, 10)
+    assert [entry.body for entry in first + rest] == ["0", "1", "2", "3", "4"]
+    await telemetry.wait(name, Log.OUTPUT, first[-1].id, 10)
+    await telemetry.wait(name, Log.OUTPUT, rest[-1].id, 0.01)
+    world.outside.trim(name)
+    with pytest.raises(CursorExpiredError):
+        await telemetry.read(name, Log.OUTPUT, first[-1].id, 10)
+    assert [entry.body for entry in await telemetry.read(name, Log.OUTPUT, None, 9)] == ["4"]
+
+
+async def test_steps_come_back_in_their_order(world: World) -> None:
+    name, other = job().id, job().id
+    records = [
+        StepRecord(step=n, fence=1, loss=1.0, tokens_per_s=1, step_time_s=1) for n in (1, 2, 3)
+    ]
+    for record in records:
+        world.outside.step(name, record)
+    assert await world.ports.telemetry.steps(name) == records
+    last = await world.ports.telemetry.last_steps([name, other], 2)
+    assert last == {name: records[1:], other: []}
+    assert await world.ports.telemetry.samples([name]) == {name: {}}
+
+
+async def test_a_commit_wakes_who_listens(world: World) -> None:
+    kept = await world.keep(job())
+    async with world.ports.listen() as waker:
+        waiting = asyncio.create_task(waker.wait(60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        change = Change(kept, play(kept.job, [placed(kept.job)]), ACTOR)
+        await world.ports.jobs.commit(change)
+        await asyncio.wait_for(waiting, 20)
+        await waker.wait(0.01)
+    assert await world.ports.clock.now_ms() > 0
+
+
+async def test_an_absent_redis_is_said_in_the_words_of_the_ports() -> None:
+    async with redis_ports("redis://127.0.0.1:1/0") as ports:
+        with pytest.raises(StoreUnavailableError):
+            await ports.jobs.active()
+        with pytest.raises(StoreUnavailableError):
+            await ports.leadership.take("a")
+        with pytest.raises(StoreUnavailableError):
+            async with ports.listen():
+                pass

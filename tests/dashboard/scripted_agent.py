@@ -1,0 +1,241 @@
+"""An agent without ranks: it says to Redis what a real one would say, when a test wants it said."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, TypeVar, cast
+
+from pydantic import BaseModel
+from redis import Redis
+
+from services.contract import ids, redis_keys
+from services.contract.manifests import Manifest, ShardFile
+from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
+from services.contract.messages.facts import (
+    CheckpointBegan,
+    CheckpointLinked,
+    CheckpointVoted,
+    Evaluated,
+    GangEnded,
+    GangLaunched,
+    GangProgressed,
+    Inventory,
+    NodeJoined,
+    RankExit,
+)
+from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from services.contract.states import RankPhase
+from tests.waiting import until
+
+_LEASE_MS: Final = 600_000  # longer than any test: nothing renews it
+_C = TypeVar("_C", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ScriptedAgent:
+    """One life of an agent on a node of four CPU slots."""
+
+    redis: Redis
+    node_id: str = "loom-1"
+    incarnation: str = "first"
+
+    def join(self) -> None:
+        lease = redis_keys.node_lease(self.node_id)
+        self.redis.set(lease, self.incarnation, px=_LEASE_MS)
+        inventory = Inventory(
+            hostname="loom-1.example",
+            cpu_slots=4,
+            cpu_count=4,
+            memory_bytes=16 << 30,
+            versions={"torch": "2.13.0"},
+        )
+        self._tell(
+            NodeJoined(node_id=self.node_id, incarnation=self.incarnation, inventory=inventory)
+        )
+
+    def launch(self, job_id: str) -> LaunchGang:
+        """Wait for the command to launch a job's gang, and say that its ranks live."""
+        command = self.command(LaunchGang, job_id)
+        pids = {seat.rank: 4_000 + seat.rank for seat in command.plan.ranks}
+        self._tell(
+            GangLaunched(job_id=job_id, fence=command.fence, node_id=self.node_id, pids=pids)
+        )
+        return command
+
+    def command(self, kind: type[_C], job_id: str) -> _C:
+        """The newest command of a kind for a job, once there is one."""
+
+        def look() -> _C | None:
+            found = [c for c in self._inbox() if isinstance(c, kind) and c.job_id == job_id]
+            return cast("_C", found[-1]) if found else None
+
+        return until(look)
+
+    def train(self, gang: LaunchGang, steps: Iterable[int]) -> None:
+        """Make steps: their records, and the fact of the first one."""
+        numbers = list(steps)
+        for step in numbers:
+            record = StepRecord(
+                step=step,
+                fence=gang.fence,
+                loss=1.5 + 4.0 / (1 + step / 20) + (0.05 if step % 2 else -0.05),
+                grad_norm=1.0,
+                learning_rate=1e-3,
+                tokens_per_s=5_000.0 + 200 * (step % 5),
+                step_time_s=0.31,
+            )
+            self._append(redis_keys.job_steps(gang.job_id), record)
+        self._tell(
+            GangProgressed(
+                job_id=gang.job_id, fence=gang.fence, node_id=self.node_id, step=numbers[0]
+            )
+        )
+
+    def beat(self, gang: LaunchGang, step: int, phase: RankPhase = RankPhase.FORWARD) -> None:
+        """Sample every rank's board; rank 1 is two collectives behind."""
+        seconds, micros = self.redis.time()
+        for seat in gang.plan.ranks:
+            sample = RankSample(
+                rank=seat.rank,
+                local_rank=seat.local_rank,
+                fence=gang.fence,
+                node_id=self.node_id,
+                device=seat.device,
+                pid=4_000 + seat.rank,
+                phase=phase.name,
+                unit="blocks.3",
+                step=step,
+                loss=2.0,
+                tokens_per_s=2_600.0,
+                step_time_s=0.31,
+                memory_bytes=(1 + seat.rank) << 30,
+                issued={"dp_shard": 100 - 2 * seat.rank},
+                completed={"dp_shard": 100 - 2 * seat.rank},
+                seen_ms=seconds * 1000 + micros // 1000,
+            )
+            ranks = redis_keys.job_ranks(gang.job_id)
+            self.redis.hset(ranks, str(seat.rank), sample.model_dump_json())
+
+    def write(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
+        """Pass on a line that a rank wrote."""
+        seconds, _ = self.redis.time()
+        line = LogLine(
+            rank=rank,
+            fence=gang.fence,
+            stream="stderr" if is_error else "stdout",
+            level="error" if is_error else "info",
+            time_ms=seconds * 1000,
+            text=text,
+        )
+        self._append(redis_keys.job_logs(gang.job_id), line)
+
+    def evaluate(self, gang: LaunchGang, step: int, loss: float) -> None:
+        self._tell(
+            Evaluated(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                step=step,
+                loss=loss,
+                tokens=60_000,
+                baselines={"bigram": 2.43},
+            )
+        )
+
+    def checkpoint(self, gang: LaunchGang, step: int) -> str:
+        """Write, vote, and link when told to; returns the checkpoint's id."""
+        name = ids.checkpoint_id(gang.job_id, step, gang.fence)
+        self._tell(
+            CheckpointBegan(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                checkpoint_id=name,
+                step=step,
+            )
+        )
+        for seat in gang.plan.ranks:
+            shard = ShardFile(
+                rank=seat.rank, name=f"rank-{seat.rank}.bin", bytes=16 << 20, sha256="ab" * 32
+            )
+            self._tell(
+                CheckpointVoted(
+                    job_id=gang.job_id,
+                    fence=gang.fence,
+                    node_id=self.node_id,
+                    checkpoint_id=name,
+                    step=step,
+                    shard=shard,
+                    loss=2.0,
+                )
+            )
+        manifest: Manifest = self.command(CommitCheckpoint, gang.job_id).manifest
+        assert manifest.checkpoint_id == name
+        self._tell(
+            CheckpointLinked(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                number=2,
+                manifest=manifest,
+            )
+        )
+        return name
+
+    def crash(self, gang: LaunchGang, step: int, error: str, traceback: str) -> None:
+        """End the gang by an exception on rank 1; the others are killed."""
+        exits = [
+            RankExit(
+                rank=seat.rank,
+                pid=4_000 + seat.rank,
+                exit_code=1 if seat.rank == 1 else None,
+                signal=None if seat.rank == 1 else 9,
+                order=0 if seat.rank == 1 else 1,
+                step=step,
+                phase=RankPhase.FORWARD.name,
+                error=error if seat.rank == 1 else None,
+                traceback=traceback if seat.rank == 1 else None,
+            )
+            for seat in gang.plan.ranks
+        ]
+        self._end(gang, exits, step)
+
+    def drain(self, gang: LaunchGang, step: int) -> None:
+        """End the gang as a stop command asked."""
+        exits = [
+            RankExit(
+                rank=seat.rank,
+                pid=4_000 + seat.rank,
+                exit_code=0,
+                order=seat.rank,
+                step=step,
+                phase=RankPhase.FINISHED.name,
+                drained=True,
+            )
+            for seat in gang.plan.ranks
+        ]
+        self._end(gang, exits, step)
+
+    def _end(self, gang: LaunchGang, exits: list[RankExit], step: int) -> None:
+        self._tell(
+            GangEnded(
+                job_id=gang.job_id,
+                fence=gang.fence,
+                node_id=self.node_id,
+                exits=tuple(exits),
+                last_step=step,
+            )
+        )
+
+    def _inbox(self) -> list[Command]:
+        entries = self.redis.xrange(redis_keys.node_inbox(self.node_id)) or []
+        return [
+            COMMAND.validate_json(fields[redis_keys.MESSAGE_FIELD])
+            for _, fields in entries
+            if fields
+        ]
+
+    def _tell(self, fact: BaseModel) -> None:
+        self._append(redis_keys.FACTS, fact)
+
+    def _append(self, stream: str, message: BaseModel) -> None:
+        self.redis.xadd(stream, {redis_keys.MESSAGE_FIELD: message.model_dump_json()})

@@ -1,0 +1,366 @@
+"""What people see in a browser, against a real controller on a real Redis."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
+from services.contract.states import JobState
+from services.contract.views import JobView
+from services.local.embedded_redis import EmbeddedRedis
+from tests.dashboard.conftest import Controller, Visit
+from tests.dashboard.scripted_agent import ScriptedAgent
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+
+Open = Callable[..., Visit]
+
+_STEPS: Final = 120
+_TRACEBACK: Final = (
+    "Traceback (most recent call last):\n"
+    '  File "model.py", line 88, in forward\n'
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+)
+# Pixels of a curve: opaque and coloured, as neither grid nor labels are.
+_COLOURED: Final = """(canvas) => {
+  const copy = new OffscreenCanvas(canvas.width, canvas.height);
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    const [red, green, blue, alpha] = data.subarray(at, at + 4);
+    const spread = Math.max(red, green, blue) - Math.min(red, green, blue);
+    count += alpha > 200 && spread > 80 ? 1 : 0;
+  }
+  return count;
+}"""
+_SHOW: Final = """(state) => {
+  Object.defineProperty(document, "visibilityState", { configurable: true, get: () => state });
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => state === "hidden" });
+  document.dispatchEvent(new Event("visibilitychange", { bubbles: true }));
+}"""
+
+
+def _spec(name: str, *, ranks: int = 2, priority: int = 0) -> dict[str, object]:
+    return {
+        "name": name,
+        "model": {"factory": "decoder", "args": {"dim": 32, "layers": 2, "heads": 2}},
+        "data": {"factory": "stdlib_bytes", "args": {"seq_len": 32}},
+        "train": {"steps": 600, "global_batch": 8},
+        "resources": {"ranks": ranks, "device": "cpu"},
+        "faults": {"max_restarts": 0},
+        "priority": priority,
+        "labels": {"team": "demo"},
+    }
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A node on which one job trains, while another waits for room."""
+
+    controller: Controller
+    agent: ScriptedAgent
+    running: JobView
+    gang: LaunchGang
+    waiting: JobView
+    checkpoint: str
+
+
+@pytest.fixture(scope="module")
+def scene(controller: Controller, agent: ScriptedAgent) -> Scene:
+    client = controller.client
+    running = client.submit(_spec("stdlib-gpt"))
+    gang = agent.launch(running.id)
+    agent.train(gang, range(1, _STEPS + 1))
+    agent.beat(gang, _STEPS)
+    agent.evaluate(gang, 100, 2.1)
+    for step in (1, 60, _STEPS):
+        agent.write(gang, 0, f"rank 0 made step {step}")
+    agent.write(gang, 1, "rank 1 warns of a slow disk", is_error=True)
+    checkpoint = agent.checkpoint(gang, 100)
+    waiting = client.submit(_spec("four-ranks", ranks=4, priority=-1))
+    until(lambda: client.job(running.id).latest_checkpoint)
+    until(lambda: client.job(running.id).state == JobState.RUNNING)
+    return Scene(controller, agent, running, gang, waiting, checkpoint)
+
+
+def _row(page: Page, job: JobView) -> Locator:
+    return page.locator(f'tr[data-job="{job.id}"]')
+
+
+def _panel(page: Page, name: str) -> Locator:
+    return page.get_by_role("region", name=name, exact=True)
+
+
+def _curve_pixels(page: Page) -> list[int]:
+    canvases = page.locator(".plot canvas")
+    return [int(canvas.evaluate(_COLOURED)) for canvas in canvases.all()]
+
+
+def test_the_jobs_page_shows_state_progress_and_loss_of_each_job(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
+    page = visit().open("#/jobs")
+    running, waiting = _row(page, scene.running), _row(page, scene.waiting)
+    expect(running).to_contain_text("running")
+    expect(running).to_contain_text("stdlib-gpt")
+    expect(running).to_contain_text("120 / 600")
+    expect(running.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "20")
+    expect(running.locator('[data-cell="loss"]')).to_contain_text(re.compile(r"\d\.\d{3}"))
+    expect(running.locator('[data-cell="tokens"]')).to_contain_text("k")
+    expect(waiting).to_contain_text("queued")
+    names = page.locator("tr[data-job] .name")
+    assert names.all_inner_texts().index("four-ranks") < names.all_inner_texts().index("stdlib-gpt")
+    page.screenshot(path=tmp_path / "jobs.png", full_page=True)
+
+
+def test_jobs_are_filtered_by_state_and_by_text(scene: Scene, visit: Open) -> None:
+    page = visit().open("#/jobs")
+    running, waiting = _row(page, scene.running), _row(page, scene.waiting)
+    expect(running).to_be_visible()
+    page.get_by_role("button", name="Waiting").click()
+    expect(running).to_have_count(0)
+    expect(waiting).to_be_visible()
+    page.get_by_role("button", name="Waiting").click()
+    page.get_by_label("Filter jobs by text").fill("stdlib")
+    expect(waiting).to_have_count(0)
+    expect(running).to_be_visible()
+    page.get_by_label("Filter jobs by text").fill("nothing is called so")
+    expect(page.get_by_text("No job matches")).to_be_visible()
+
+
+def test_the_job_page_draws_both_curves(scene: Scene, visit: Open, tmp_path: Path) -> None:
+    page = visit(viewport={"width": 1440, "height": 900}).open(f"#/jobs/{scene.running.id}")
+    expect(page.locator(".plot canvas")).to_have_count(2)
+    until(lambda: all(count > 300 for count in _curve_pixels(page)))
+    expect(page.get_by_role("img", name=re.compile("Training loss from 5"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("Validation loss 2.1"))).to_be_visible()
+    page.get_by_role("button", name="log", exact=True).click()
+    expect(page.get_by_role("button", name="log", exact=True)).to_have_attribute(
+        "aria-pressed", "true"
+    )
+    until(lambda: all(count > 300 for count in _curve_pixels(page)))
+    page.screenshot(path=tmp_path / "job.png", full_page=True)
+
+
+def test_each_rank_has_a_row_and_a_silent_one_is_greyed(scene: Scene, visit: Open) -> None:
+    page = visit().open(f"#/jobs/{scene.running.id}")
+    first, second = page.locator('tr[data-rank="0"]'), page.locator('tr[data-rank="1"]')
+    expect(first).to_contain_text("forward")
+    expect(first).to_contain_text("blocks.3")
+    expect(first).to_contain_text("1 GiB")
+    expect(second).to_contain_text("2 GiB")
+    expect(second.locator(".lag")).to_have_text("2")
+    scene.agent.beat(scene.gang, _STEPS)
+    expect(first).to_contain_text("now")
+    expect(first).to_contain_text(re.compile("no word for"), timeout=15_000)
+    expect(first).to_have_class("stale")
+
+
+def test_checkpoints_attempts_events_and_logs_are_there(scene: Scene, visit: Open) -> None:
+    page = visit().open(f"#/jobs/{scene.running.id}")
+    row = page.locator(f'tr[data-checkpoint="{scene.checkpoint}"]')
+    expect(row).to_contain_text("committed")
+    expect(row).to_contain_text("latest")
+    expect(row).to_contain_text("32 MiB")
+    expect(_panel(page, "Attempts")).to_contain_text("under way")
+    expect(_panel(page, "Events")).to_contain_text("checkpoint.committed")
+    log = _panel(page, "Log")
+    expect(log).to_contain_text("rank 0 made step 120")
+    expect(log).to_contain_text("rank 1 warns of a slow disk")
+    log.get_by_label("Rank", exact=True).select_option("rank 1")
+    expect(log).not_to_contain_text("rank 0 made step 120")
+    log.get_by_label("Stream").select_option("stdout")
+    expect(log).to_contain_text("No line matches")
+    scene.agent.write(scene.gang, 1, "rank 1 found it again")
+    expect(log).to_contain_text("rank 1 found it again")
+
+
+def test_what_has_not_changed_is_answered_with_304(scene: Scene, visit: Open) -> None:
+    tab = visit()
+    page = tab.open(f"#/jobs/{scene.running.id}")
+    expect(page.locator("tr[data-rank]")).to_have_count(2)
+
+    def several_of_each() -> bool:
+        page.wait_for_event("response")
+        return all(tab.count(304, part) >= 2 for part in (scene.running.id, "/ranks", "/metrics"))
+
+    until(several_of_each)
+    expect(page.locator("tr[data-rank]")).to_have_count(2)
+    assert tab.count(200, "/metrics") <= 2
+
+
+@pytest.mark.usefixtures("scene")
+def test_the_nodes_page_shows_slots_memory_and_jobs(visit: Open) -> None:
+    page = visit().open("#/nodes")
+    card = page.locator('[data-node="loom-1"]')
+    expect(card).to_contain_text("ready")
+    expect(card.get_by_role("meter", name="CPU slots")).to_have_attribute("aria-valuenow", "2")
+    expect(card).to_contain_text("16 GiB")
+    card.get_by_role("link").click()
+    expect(page.get_by_role("heading", name="stdlib-gpt")).to_be_visible()
+
+
+def test_a_checkpoint_can_be_asked_for(scene: Scene, visit: Open) -> None:
+    page = visit().open(f"#/jobs/{scene.running.id}")
+    page.get_by_role("button", name="Checkpoint now").click()
+    assert scene.agent.command(TakeCheckpoint, scene.running.id).fence == scene.gang.fence
+
+
+def test_cancelling_asks_first_and_then_stops_the_job(
+    controller: Controller, agent: ScriptedAgent, visit: Open
+) -> None:
+    job = controller.client.submit(_spec("short-lived"))
+    gang = agent.launch(job.id)
+    agent.train(gang, [1])
+    page = visit().open(f"#/jobs/{job.id}")
+    expect(page.get_by_label("Job", exact=True)).to_contain_text("running")
+    page.get_by_role("button", name="Cancel…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name="Keep it running").click()
+    expect(dialog).to_have_count(0)
+    assert controller.client.job(job.id).state == JobState.RUNNING
+
+    page.get_by_role("button", name="Cancel…").click()
+    dialog.get_by_label("No checkpoint").check()
+    dialog.get_by_role("button", name="Cancel job").click()
+    stop = agent.command(StopGang, job.id)
+    assert (stop.mode, stop.checkpoint) == ("drain", "none")
+    expect(page.get_by_label("Job", exact=True)).to_contain_text("cancelling")
+    agent.drain(gang, 1)
+    expect(page.get_by_label("Job", exact=True)).to_contain_text("cancelled")
+    expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+
+
+def test_a_failed_job_shows_the_first_rank_and_its_traceback(
+    controller: Controller, agent: ScriptedAgent, visit: Open
+) -> None:
+    job = controller.client.submit(_spec("broken-shapes"))
+    gang = agent.launch(job.id)
+    agent.train(gang, [1])
+    agent.crash(gang, 1, _TRACEBACK.splitlines()[-1], _TRACEBACK)
+    page = visit().open(f"#/jobs/{job.id}")
+    failure = _panel(page, "Failure")
+    expect(failure).to_contain_text("Rank 1 failed first on loom-1")
+    expect(failure.locator("pre")).to_have_text(_TRACEBACK)
+    expect(page.get_by_label("Job", exact=True)).to_contain_text("failed")
+
+
+def test_a_refused_order_is_told_in_the_words_of_the_problem(
+    controller: Controller, agent: ScriptedAgent, visit: Open
+) -> None:
+    job = controller.client.submit(_spec("ends-too-soon"))
+    gang = agent.launch(job.id)
+    agent.train(gang, [1])
+    tab = visit()
+    page = tab.open(f"#/jobs/{job.id}")
+    expect(page.get_by_role("button", name="Checkpoint now")).to_be_visible()
+    # The job ends behind the page's back: what it shows is a moment old.
+    page.route(f"**/v1/jobs/{job.id}", lambda route: route.fulfill(status=304))
+    agent.crash(gang, 1, "RuntimeError: gone", "RuntimeError: gone")
+    until(lambda: controller.client.job(job.id).state == JobState.FAILED)
+    page.get_by_role("button", name="Checkpoint now").click()
+    expect(page.get_by_role("alert")).to_contain_text(re.compile(r"\w+ \w+"))
+    assert all("409" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_every_page_without_scrolling_sideways(
+    scene: Scene, visit: Open, tmp_path: Path, scheme: str
+) -> None:
+    tab = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    landmarks = {
+        "#/jobs": "tr[data-job]",
+        f"#/jobs/{scene.running.id}": ".plot canvas",
+        "#/nodes": "[data-node]",
+    }
+    for route, landmark in landmarks.items():
+        page = tab.open(route)
+        expect(page.locator(landmark).first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        name = re.sub(r"\W+", "-", route.rsplit("_", maxsplit=1)[0])
+        page.screenshot(path=tmp_path / f"phone{name}.png", full_page=True)
+
+
+def test_pages_are_reached_and_jobs_are_opened_by_keyboard(scene: Scene, visit: Open) -> None:
+    page = visit().open("#/jobs")
+    link = _row(page, scene.running).get_by_role("link")
+    expect(link).to_be_visible()
+    link.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="stdlib-gpt")).to_be_visible()
+    page.get_by_role("link", name="Nodes").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Nodes")).to_be_visible()
+
+
+def test_a_hidden_tab_asks_nothing_and_asks_at_once_when_it_is_back(
+    scene: Scene, visit: Open
+) -> None:
+    tab = visit()
+    tab.page.clock.install()
+    page = tab.open(f"#/jobs/{scene.running.id}")
+    expect(page.locator("tr[data-rank]")).to_have_count(2)
+    with page.expect_request(re.compile("/ranks")):
+        page.clock.run_for(2_000)
+    page.evaluate(_SHOW, "hidden")
+    asked = len(tab.asked)
+    page.clock.run_for(60_000)
+    page.evaluate("fetch('version')")  # comes behind all that the minute may have asked
+    assert tab.asked[asked:] == [f"{tab.origin}/version"]
+    with page.expect_request(re.compile("/ranks")):
+        page.evaluate(_SHOW, "visible")
+
+
+def test_a_lost_controller_is_told_and_the_last_data_stays(scene: Scene, visit: Open) -> None:
+    tab = visit()
+    page = tab.open(f"#/jobs/{scene.running.id}")
+    expect(page.locator("tr[data-rank]")).to_have_count(2)
+    scene.controller.kill()
+    banner = page.get_by_text("Controller unreachable")
+    try:
+        expect(banner).to_be_visible()
+        expect(page.get_by_role("status")).to_contain_text(re.compile(r"since \d\d:\d\d:\d\d"))
+        expect(page.get_by_role("heading", name="stdlib-gpt")).to_be_visible()
+        expect(page.locator("tr[data-rank]")).to_have_count(2)
+        assert all(count > 300 for count in _curve_pixels(page))
+    finally:
+        scene.controller.start()
+    expect(banner).to_have_count(0)
+    scene.controller.wait_until_ready()
+    scene.agent.write(scene.gang, 0, "the controller is back")
+    expect(_panel(page, "Log")).to_contain_text("the controller is back")
+    assert all("ERR_" in complaint or "503" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
+@pytest.fixture
+def locked(redis_server: EmbeddedRedis, tmp_path: Path) -> Iterator[Controller]:
+    with Controller(redis_server.url, tmp_path, token="open-sesame") as controller:  # noqa: S106
+        yield controller
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab(locked: Controller, visit: Open) -> None:
+    tab = visit(locked.url)
+    page = tab.open("#/jobs")
+    field = page.get_by_label("Bearer token")
+    field.fill("wrong")
+    page.get_by_role("button", name="Use token").click()
+    expect(page.get_by_text("did not accept this token")).to_be_visible()
+    field.fill("open-sesame")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    expect(page.locator("tr[data-job], .empty").first).to_be_visible()
+    page.reload()
+    expect(page.locator("tr[data-job], .empty").first).to_be_visible()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert all("401" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()

@@ -1,0 +1,111 @@
+"""The dashboard's TypeScript types say what the REST views say, field by field."""
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from pydantic import BaseModel, TypeAdapter
+
+from services.contract import views
+from services.contract.problems import Problem
+
+_TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
+_READ: Final[tuple[type[BaseModel], ...]] = (
+    views.JobPage,
+    views.RankList,
+    views.EventPage,
+    views.LogPage,
+    views.MetricsView,
+    views.CheckpointList,
+    views.AttemptList,
+    views.NodeList,
+    views.StopRequest,
+    views.ResumeRequest,
+    Problem,
+)
+
+_ANY_JSON: Final = "JsonValue"
+
+Schema = dict[str, Any]
+Alternatives = frozenset[str]
+
+
+def _schemas() -> dict[str, Schema]:
+    """The JSON schema of every model that travels, by name."""
+    found: dict[str, Schema] = {}
+    for model in _READ:
+        schema = TypeAdapter(model).json_schema(mode="serialization")
+        found |= schema.pop("$defs", {})
+        found[model.__name__] = schema
+    return {name: schema for name, schema in found.items() if name != _ANY_JSON}
+
+
+def _typescript(schema: Schema) -> Alternatives:
+    """The alternatives of the TypeScript type of values that follow ``schema``."""
+    if "anyOf" in schema:
+        return frozenset[str]().union(*(_typescript(option) for option in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return frozenset(f'"{value}"' for value in schema.get("enum", [schema.get("const")]))
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", maxsplit=1)[-1]
+        return frozenset({"unknown" if name == _ANY_JSON else name})
+    return frozenset({_plain(schema)})
+
+
+def _plain(schema: Schema) -> str:
+    match schema.get("type"):
+        case "integer" | "number":
+            return "number"
+        case "array":
+            (item,) = _typescript(schema["items"])
+            return f"{item}[]"
+        case "object":
+            values = schema.get("additionalProperties", True)
+            for pattern in schema.get("patternProperties", {}).values():
+                values = pattern
+            (value,) = _typescript(values) if isinstance(values, dict) else ("unknown",)
+            return f"Record<string, {value}>"
+        case "string" | "boolean" | "null" as name:
+            return str(name)
+    return "unknown"
+
+
+def _split(text: str) -> Alternatives:
+    return frozenset(part.strip() for part in text.split("|") if part.strip())
+
+
+def _interfaces() -> dict[str, dict[str, Alternatives]]:
+    blocks = re.findall(
+        r"^export interface (\w+) \{\n(.*?)^\}", _source(), re.MULTILINE | re.DOTALL
+    )
+    return {
+        name: {
+            field: _split(kind)
+            for field, kind in re.findall(r"^  (\w+): (.+);$", body, re.MULTILINE)
+        }
+        for name, body in blocks
+    }
+
+
+def _aliases() -> dict[str, Alternatives]:
+    found = re.findall(r"^export type (\w+) =(.*?);$", _source(), re.MULTILINE | re.DOTALL)
+    return {name: _split(text) for name, text in found}
+
+
+def _source() -> str:
+    return _TYPES.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(_schemas()))
+def test_each_view_has_the_same_fields_of_the_same_types_in_typescript(name: str) -> None:
+    schema = _schemas()[name]
+    if "enum" in schema:
+        assert _aliases()[name] == _typescript(schema)
+    else:
+        expected = {field: _typescript(kind) for field, kind in schema["properties"].items()}
+        assert _interfaces()[name] == expected
+
+
+def test_no_typescript_type_is_left_over() -> None:
+    assert _interfaces().keys() | _aliases().keys() == _schemas().keys()

@@ -1,0 +1,148 @@
+"""The local stack comes up, refuses a second owner, and goes down without a trace."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from services.cli.client import Client
+from services.contract import redis_keys
+from services.local.settings import child_environment
+from tests.e2e.conftest import LONG, Stack, free_port, tiny_spec
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+
+def _local(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.local", *arguments],
+        env=child_environment(**environment),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_second_owner_of_a_home_is_refused_in_one_line(stack: Stack) -> None:
+    done = _local("up", MESHLOOM_HOME=str(stack.home), MESHLOOM_PORT="0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("meshloom: a stack already runs on")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = _local("up", MESHLOOM_HOME=str(tmp_path), MESHLOOM_PORT=port)
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr
+    assert "MESHLOOM_PORT" in done.stderr
+
+
+def test_redis_killed_alone_comes_back_and_nobody_who_watches_a_job_notices(stack: Stack) -> None:
+    before = stack.rested(stack.submit().id)
+    job_id = stack.submit(**LONG).id
+    stack.at_step(job_id, 20)
+    server = stack.part("redis-server")
+    os.kill(server.pid, signal.SIGKILL)
+    done = stack.rested(job_id)
+    assert done.exit_reason == "completed"
+    assert done.attempt == 1
+    assert sorted(stack.losses(job_id)) == list(range(1, 401))
+    assert stack.job(before.id).state == before.state
+    assert stack.part("redis-server").pid != server.pid
+
+
+def test_killing_the_owner_leaves_no_process(tmp_path: Path) -> None:
+    port = free_port()
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "services.local", "up"],
+        env=child_environment(MESHLOOM_HOME=str(tmp_path), MESHLOOM_PORT=str(port)),
+        stderr=subprocess.DEVNULL,
+    )
+    with Client(f"http://127.0.0.1:{port}") as client:
+        until(lambda: _is_up(client, owner))
+        job = client.submit(tiny_spec(**LONG))
+        until(lambda: client.job(job.id).progress.step > 0)
+    family = psutil.Process(owner.pid).children(recursive=True)
+    assert len(family) >= 6, "Redis, controller, agent, warm process, two ranks"
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_run_that_was_interrupted_goes_on_with_its_job(tmp_path: Path) -> None:
+    spec_file = tmp_path / "spec.yaml"
+    spec_file.write_text(json.dumps(tiny_spec(**LONG)))
+    port = free_port()
+    environment = {"MESHLOOM_HOME": str(tmp_path), "MESHLOOM_PORT": str(port)}
+    command = [sys.executable, "-m", "services.local", "run", str(spec_file)]
+    with (
+        (tmp_path / "first.log").open("wb") as log,
+        subprocess.Popen(
+            command, env=child_environment(**environment), stdout=log, stderr=log
+        ) as first,
+        Client(f"http://127.0.0.1:{port}", patience_s=60) as client,
+    ):
+        until(lambda: any(job.latest_checkpoint for job in client.jobs().items))
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130
+    assert "goes on with the unfinished job" in (tmp_path / "first.log").read_text()
+    second = _local("run", str(spec_file), **environment)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "going on with job_" in second.stdout
+    assert "SUCCEEDED" in second.stdout
+    assert "attempt      2" in second.stdout, second.stdout
+
+
+def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
+    environment = {"MESHLOOM_HOME": str(tmp_path), "MESHLOOM_PORT": str(free_port())}
+    with subprocess.Popen(
+        [sys.executable, "-m", "services.local", "up"],
+        env=child_environment(**environment),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        until(lambda: psutil.Process(owner.pid).children())
+        family = psutil.Process(owner.pid).children(recursive=True)
+        owner.send_signal(signal.SIGINT)
+        _, said = owner.communicate(timeout=60)
+        assert owner.returncode == 0
+    assert "is up" not in said
+    assert "Traceback" not in said
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+
+
+def test_a_redis_that_runs_already_is_used(tmp_path: Path, redis_url: str) -> None:
+    spec_file = tmp_path / "spec.yaml"
+    spec_file.write_text(json.dumps(tiny_spec()))
+    done = _local(
+        *("run", str(spec_file)),
+        MESHLOOM_HOME=str(tmp_path / "home"),
+        MESHLOOM_PORT=str(free_port()),
+        MESHLOOM_REDIS_URL=redis_url,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "home" / "redis").exists()
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.zcard(redis_keys.JOBS) == 1
+
+
+def _is_up(client: Client, owner: subprocess.Popen[bytes]) -> bool:
+    assert owner.poll() is None
+    try:
+        return bool(client.nodes().items)
+    except Exception:  # noqa: BLE001 whatever it is, it is not up yet
+        return False

@@ -1,0 +1,190 @@
+"""Rank processes that live for the whole test session, one gang per world size.
+
+A test ships a module-level function by its qualified name; every rank imports and calls it with
+a `RankContext`. A failure in any rank ends the gang and is raised in the test with that rank's
+traceback; so does a time-out, with the names of the ranks that are missing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from time import monotonic
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function that runs in a rank may use."""
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def batch(self, step: int, *shape: int) -> torch.Tensor:
+        """This rank's own input of a step, the same in every call."""
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(*shape, generator=generator).to(self.device)
+
+
+class GangError(Exception):
+    """A rank raised, died, or did not answer in time."""
+
+
+class Gang:
+    """`world` rank processes with one process group."""
+
+    def __init__(self, world: int, device: str) -> None:
+        # The store's server lives here, on a port that the kernel chose: no race for one.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[connection.Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_serve, args=(theirs, rank, world, self._store.port, device), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def run(
+        self,
+        function: Callable[Concatenate[RankContext, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Calls `function` in every rank; returns the results by rank."""
+        self._send((function.__module__, function.__qualname__, args, kwargs))
+        return self._collect(function.__qualname__, timeout_s=90.0)
+
+    def close(self) -> None:
+        try:
+            self._send(None)
+            self._collect("close", timeout_s=10.0)
+        except (GangError, OSError):
+            self.kill()
+        for process in self._processes:
+            process.join()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _send(self, message: object) -> None:
+        payload = pickle.dumps(message)
+        for pipe in self._pipes:
+            pipe.send_bytes(payload)
+
+    def _collect(self, what: str, timeout_s: float) -> list[R]:
+        answers: dict[int, R] = {}
+        deadline = monotonic() + timeout_s
+        while len(answers) < len(self._pipes):
+            waiting = {p: r for r, p in enumerate(self._pipes) if r not in answers}
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                self.kill()
+                raise GangError(f"{what}: no answer from ranks {sorted(waiting.values())}")
+            for pipe in (p for p in self._pipes if p in ready):
+                rank = waiting[pipe]
+                try:
+                    result, failure = pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own child's
+                except EOFError:
+                    self.kill()
+                    raise GangError(f"{what}: rank {rank} died") from None
+                if failure is not None:
+                    self.kill()
+                    raise GangError(f"{what}: rank {rank} of {len(self._pipes)}:\n{failure}")
+                answers[rank] = result
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+
+class Gangs:
+    """Starts gangs when they are first asked for, and anew when one has died."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._gangs: dict[int, Gang] = {}
+
+    def __call__(self, world: int) -> Gang:
+        if world not in self._gangs or not self._gangs[world].is_alive:
+            self._gangs[world] = Gang(world, self._device)
+        return self._gangs[world]
+
+    def close(self) -> None:
+        for gang in self._gangs.values():
+            if gang.is_alive:
+                gang.close()
+
+
+def _serve(pipe: connection.Connection, rank: int, world: int, port: int, device: str) -> None:
+    faulthandler.enable()
+    sys.path.insert(0, ROOT)
+    torch.set_num_threads(1)
+    context = _join(rank, world, port, device)
+    warnings.simplefilter("error")
+    while True:
+        message = pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own parent's
+        if message is None:
+            pipe.send_bytes(pickle.dumps((None, None)))
+            # The tear-down of gloo's threads aborts now and then; nothing is left to save.
+            os._exit(0)
+        pipe.send_bytes(pickle.dumps(_answer(context, *message)))
+
+
+def _join(rank: int, world: int, port: int, device: str) -> RankContext:
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world
+    )
+    mesh = init_device_mesh(device, (world,))
+    here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else "cpu"
+    return RankContext(rank, world, torch.device(here), mesh)
+
+
+def _answer(
+    context: RankContext,
+    module: str,
+    qualname: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> tuple[object, str | None]:
+    try:
+        function = importlib.import_module(module)
+        for name in qualname.split("."):
+            function = getattr(function, name)
+        torch.manual_seed(0)
+        return function(context, *args, **kwargs), None  # type: ignore[operator]  # found by name
+    except BaseException:  # noqa: BLE001 - whatever it is belongs to the test
+        return None, traceback.format_exc()

@@ -1,0 +1,228 @@
+"""Saved at one world size, loaded at another, and trained on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.checkpoint import (
+    SavedShard,
+    fill_from_shards,
+    load_model_state,
+    load_optimizer_state,
+    local_shards,
+    model_state,
+    optimizer_state,
+)
+from fsdp_core.errors import (
+    CheckpointError,
+    MetaParameterError,
+    MissingShardError,
+    OverlappingShardsError,
+    ShardMismatchError,
+)
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import Decoder
+from tests.engine.sharded import backward_once, shard_decoder
+from tests.engine.test_state_dict import meta_decoder
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A shard as a file would hold it."""
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    values: torch.Tensor
+
+    def saved(self) -> SavedShard:
+        shape = tuple(self.values.shape)
+        return SavedShard(self.fqn, self.global_shape, self.offsets, shape, self.values.__getitem__)
+
+
+Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
+
+OPTIMIZERS: Optimizers = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda model: torch.optim.AdamW(
+        [{"params": [p]} for p in model.parameters()], lr=1e-2, amsgrad=True
+    ),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+
+
+def trained(ctx: RankContext, kind: str, steps: int) -> tuple[Decoder, torch.optim.Optimizer]:
+    model = shard_decoder(ctx)
+    optimizer = OPTIMIZERS[kind](model)
+    for step in range(steps):
+        train_step(ctx, model, optimizer, step)
+    return model, optimizer
+
+
+def train_step(
+    ctx: RankContext, model: Decoder, optimizer: torch.optim.Optimizer, step: int
+) -> float:
+    loss = backward_once(ctx, model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Stored]:
+    state = {**model_state(model), **optimizer_state(model, optimizer)}
+    return [
+        Stored(e.fqn, e.global_shape, e.offsets, e.dtype, e.tensor.clone())
+        for e in local_shards(state)
+    ]
+
+
+def save(ctx: RankContext, kind: str) -> list[Stored]:
+    return stored(*trained(ctx, kind, steps=3))
+
+
+def load(ctx: RankContext, kind: str, shards: Iterable[Stored], start: str) -> list[Stored]:
+    """Loads into a model that was made on meta, or into one that has trained differently."""
+    if start == "meta":
+        model = shard_decoder(ctx, meta_decoder())
+        model.to_empty(device=ctx.device)
+        optimizer = OPTIMIZERS[kind](model)
+    else:
+        model, optimizer = trained(ctx, kind, steps=1)
+    saved = [shard.saved() for shard in shards]
+    load_model_state(model, saved)
+    load_optimizer_state(model, optimizer, saved)
+    return stored(model, optimizer)
+
+
+def joined(ranks: list[list[Stored]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from the shards of all ranks."""
+    whole: dict[str, torch.Tensor] = {}
+    for shard in (shard for rank in ranks for shard in rank):
+        dtype = getattr(torch, shard.dtype)
+        target = whole.setdefault(shard.fqn, torch.empty(shard.global_shape, dtype=dtype))
+        target[
+            tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.values.shape, strict=True))
+        ] = shard.values
+    return whole
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_state_of_two_ranks_loads_bit_exactly_at_another_size(
+    gangs: Gangs, world: int, kind: str
+) -> None:
+    ranks = gangs(2).run(save, kind)
+    flat = [shard for rank in ranks for shard in rank]
+    expected = joined(ranks)
+    for start in ("meta", "trained"):
+        actual = joined(gangs(world).run(load, kind, flat, start))
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[fqn], expected[fqn]) for fqn in expected)
+
+
+@pytest.mark.ranks
+def test_names_and_boxes_are_those_of_the_contract(gangs: Gangs) -> None:
+    ranks = gangs(2).run(save, "adamw")
+    names = {shard.fqn for rank in ranks for shard in rank}
+    assert {"model.embed.weight", "optim.embed.weight.exp_avg", "optim.embed.weight.step"} <= names
+    assert "model.head.weight" not in names, "tied: saved once"
+    assert "optim.norm.bias.exp_avg" not in names, "frozen: never updated"
+    gates = [shard for rank in ranks for shard in rank if shard.fqn == "model.blocks.0.gate"]
+    assert [(g.global_shape, g.offsets, g.dtype) for g in gates] == [((1,), (0,), "float32")]
+    steps = [rank for rank, shards in enumerate(ranks) for s in shards if s.fqn.endswith(".step")]
+    assert set(steps) == {0}, "replicated: saved by rank 0"
+
+
+@pytest.mark.ranks
+def test_training_resumes_bit_exactly(gangs: Gangs) -> None:
+    gangs(2).run(check_resume, gangs(2).run(save, "adamw"))
+
+
+def check_resume(ctx: RankContext, ranks: list[list[Stored]]) -> None:
+    saved = [shard.saved() for rank in ranks for shard in rank]
+    model, optimizer = trained(ctx, "adamw", steps=3)
+    other = shard_decoder(ctx, Decoder())
+    resumed = OPTIMIZERS["adamw"](other)
+    schedule = torch.optim.lr_scheduler.ConstantLR(resumed, factor=1.0)
+    load_model_state(other, saved)
+    load_optimizer_state(other, resumed, saved)
+    for step in (3, 4, 5):
+        assert train_step(ctx, other, resumed, step) == train_step(ctx, model, optimizer, step)
+        schedule.step()
+    mine, theirs = stored(other, resumed), stored(model, optimizer)
+    assert [s.fqn for s in mine] == [s.fqn for s in theirs]
+    assert all(torch.equal(a.values, b.values) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_loading_optimizer_state_touches_no_parameter() -> None:
+    source = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1.0)
+    torch.autograd.backward(source(torch.ones(1, 3)).sum())
+    optimizer.step()
+    saved = whole_shards(optimizer_state(source, optimizer))
+    model = nn.Linear(3, 2)
+    model.weight.data.fill_(-0.0)
+    model.weight.grad = torch.ones(2, 3)
+    before = model.weight.detach().clone()
+    other = torch.optim.AdamW(model.parameters(), lr=1.0)
+    load_optimizer_state(model, other, saved)
+    assert torch.equal(model.weight.detach().signbit(), before.signbit())
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    assert [p for group in other.param_groups for p in group["params"]] == [*model.parameters()]
+    assert torch.equal(other.state[model.weight]["step"], torch.tensor(1.0))
+    assert set(other.state) == set(model.parameters())
+
+
+def whole_shards(state: dict[str, torch.Tensor]) -> list[SavedShard]:
+    return [
+        SavedShard(n, tuple(t.shape), (0,) * t.ndim, tuple(t.shape), t.clone().__getitem__)
+        for n, t in state.items()
+    ]
+
+
+def halves(tensor: torch.Tensor) -> list[SavedShard]:
+    shape = tuple(tensor.shape)
+    return [
+        SavedShard("w", shape, (start, 0), (2, 3), tensor[start : start + 2].__getitem__)
+        for start in (0, 2)
+    ]
+
+
+def test_faults_are_found_by_name_before_anything_is_written() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    first, second = halves(whole)
+    target = {"w": torch.full((4, 3), -1.0)}
+    with pytest.raises(MissingShardError, match="'w': saved shards hold 6 of 12"):
+        fill_from_shards(target, [first])
+    with pytest.raises(MissingShardError, match="'w'"):
+        fill_from_shards(target, [])
+    with pytest.raises(OverlappingShardsError, match="'w'"):
+        fill_from_shards(target, [first, second, first])
+    with pytest.raises(ShardMismatchError, match=r"'w' has shape \(4, 3\), but was saved with"):
+        fill_from_shards(target, [replace(first, global_shape=(5, 3)), second])
+    assert torch.equal(target["w"], torch.full((4, 3), -1.0))
+    with pytest.raises(ShardMismatchError, match="has dtype float32, but the saved shard gave fl"):
+        fill_from_shards(target, halves(whole.double()))
+    with pytest.raises(MetaParameterError, match="'w' is still on the meta device"):
+        fill_from_shards({"w": torch.empty(4, 3, device="meta")}, [first, second])
+    fill_from_shards(target, iter([second, first, replace(first, fqn="other")]))
+    assert torch.equal(target["w"], whole)
+
+
+def test_state_that_the_model_or_optimizer_lacks_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    extra = whole_shards({"model.absent": torch.ones(1), "optim.weight.other": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"model does not: \['model\.absent'\]"):
+        load_model_state(model, [*whole_shards(model_state(model)), *extra])
+    with pytest.raises(CheckpointError, match=r"this optimizer does not: \['optim\.weight\.other"):
+        load_optimizer_state(model, optimizer, extra)
+    with pytest.raises(CheckpointError, match="holds a parameter of shape"):
+        optimizer_state(nn.Linear(3, 2), optimizer)

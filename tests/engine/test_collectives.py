@@ -1,0 +1,156 @@
+"""The two residents of `Collectives` pass one suite; order and counts are seen from outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_core import TrainingState, observe
+from fsdp_core.comm import Collectives, GroupCollectives, LoopbackCollectives, MeshRoles, Reduction
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import BLOCKS, Decoder, Recompute, decoder
+from tests.engine.sharded import backward_once, shard_decoder
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_collectives_gather_rows_and_reduce_them(gangs: Gangs, world: int) -> None:
+    gangs(world).run(check_residents)
+
+
+def check_residents(ctx: RankContext) -> None:
+    chosen = MeshRoles.of(ctx.mesh).shard
+    assert isinstance(chosen, LoopbackCollectives if ctx.world == 1 else GroupCollectives)
+    check_collectives(ctx, chosen)
+    if ctx.world == 1:
+        check_collectives(ctx, GroupCollectives("dp_shard", ctx.mesh.get_group(0)))
+
+
+def check_collectives(ctx: RankContext, group: Collectives) -> None:
+    assert (group.name, group.size, group.rank) == ("dp_shard", ctx.world, ctx.rank)
+    buffer = torch.full((2 * ctx.world,), -1.0, device=ctx.device)
+    row = buffer.narrow(0, 2 * ctx.rank, 2)
+    row.copy_(torch.tensor([ctx.rank, ctx.rank + 0.5]))
+    wait(group.all_gather(buffer, row))
+    assert buffer.tolist() == [half for rank in range(ctx.world) for half in (rank, rank + 0.5)]
+    grads = torch.arange(2.0 * ctx.world, device=ctx.device) + ctx.rank
+    mean = torch.empty(2, device=ctx.device)
+    wait(group.reduce_scatter(mean, grads, Reduction.mean(torch.float32, ctx.world).op))
+    offset = (ctx.world - 1) / 2
+    assert mean.tolist() == [2 * ctx.rank + offset, 2 * ctx.rank + 1 + offset]
+
+
+def wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_reduction_divides_by_the_ranks(dtype: torch.dtype, ranks: int) -> None:
+    mean = Reduction.mean(dtype, ranks)
+    divided = mean.pre_divide * mean.post_divide * (ranks if mean.op == dist.ReduceOp.AVG else 1)
+    assert divided == ranks
+    assert mean.pre_divide >= 1
+    assert mean.post_divide >= 1
+
+
+class Recorder:
+    """Remembers what the engine told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.issued: list[tuple[str, int]] = []
+        self.completed: list[tuple[str, int]] = []
+
+    def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:
+        assert unit_fqn == ("" if unit_index == 0 else f"blocks.{unit_index - 1}")
+        self.events.append(f"{state.name} {unit_index}")
+
+    def on_issue(self, group: str, sequence: int) -> None:
+        self.issued.append((group, sequence))
+        self.events.append(f"issue {sequence}")
+
+    def on_complete(self, group: str, sequence: int) -> None:
+        self.completed.append((group, sequence))
+        self.events.append(f"complete {sequence}")
+
+
+# The second step of a root and three blocks; every gather but the first two of forward and
+# the first of backward is under way while something computes, and so is every reduction.
+SECOND_STEP = """
+FORWARD 0, issue 12, complete 12, issue 13,
+FORWARD 1, complete 13, issue 14, IDLE 1,
+FORWARD 2, complete 14, issue 15, IDLE 2,
+FORWARD 3, complete 15, IDLE 3,
+IDLE 0,
+PRE_BACKWARD 0, issue 16,
+PRE_BACKWARD 3, complete 16, issue 17, POST_BACKWARD 3, issue 18,
+PRE_BACKWARD 2, complete 17, issue 19, POST_BACKWARD 2, complete 18, issue 20,
+PRE_BACKWARD 1, complete 19, POST_BACKWARD 1, complete 20, issue 21,
+POST_BACKWARD 0, complete 21, issue 22, complete 22,
+IDLE 0, IDLE 1, IDLE 2, IDLE 3
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_observer_sees_every_state_and_collective_in_order(gangs: Gangs, world: int) -> None:
+    gangs(world).run(check_observed)
+
+
+def check_observed(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    seen = Recorder()
+    observe(model, seen)
+    train_steps(ctx, model, 1)
+    seen.events.clear()
+    train_steps(ctx, model, 1)
+    assert seen.events == SECOND_STEP.replace("\n", " ").strip().split(", ")
+    # Per step a gather per unit in forward, one per block again in backward, a reduction each.
+    count = 2 * ((BLOCKS + 1) + BLOCKS + (BLOCKS + 1))
+    assert seen.issued == [("dp_shard", number) for number in range(1, count + 1)]
+    assert sorted(seen.completed) == seen.issued
+
+
+@pytest.mark.parametrize("recompute", ["block", "all"])
+def test_recomputation_gathers_no_more_than_backward_alone(
+    gangs: Gangs, recompute: Recompute
+) -> None:
+    gangs(2).run(check_recompute_count, recompute)
+
+
+def check_recompute_count(ctx: RankContext, recompute: Recompute) -> None:
+    model = shard_decoder(ctx, decoder(recompute=recompute).to(ctx.device))
+    seen = Recorder()
+    observe(model, seen)
+    train_steps(ctx, model, 2)
+    assert len(seen.issued) == 2 * ((BLOCKS + 1) + BLOCKS + (BLOCKS + 1))
+
+
+def train_steps(ctx: RankContext, model: Decoder, steps: int) -> None:
+    for step in range(steps):
+        backward_once(ctx, model, step)
+
+
+def test_users_can_wrap_the_collectives_of_torch_distributed(gangs: Gangs) -> None:
+    gangs(2).run(check_wrapping)
+
+
+def check_wrapping(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    calls: list[str] = []
+    original = getattr(dist, name)
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(dist, name, wrapped)
+    try:
+        backward_once(ctx, model)
+    finally:
+        setattr(dist, name, original)
+    assert len(calls) == (BLOCKS + 1) + BLOCKS

@@ -1,0 +1,133 @@
+"""What the engine refuses, in which words, and as which of the reference's types."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_core import CPUOffloadPolicy, fully_shard, observe, register_fsdp_forward_method
+from fsdp_core.comm import Ticket
+from fsdp_core.errors import ArgumentError, EngineError, TicketError
+from fsdp_core.runtime import NullObserver
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import decoder
+from tests.engine.sharded import backward_once, shard_decoder, unit
+
+pytestmark = pytest.mark.ranks
+
+
+def test_refusals_at_the_call(gangs: Gangs) -> None:
+    gangs(1).run(check_refusals)
+
+
+def check_refusals(ctx: RankContext) -> None:
+    mesh = ctx.mesh
+    with pytest.raises(ValueError, match="does not support containers that do not implement forw"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+    linear = nn.Linear(2, 2)
+    fully_shard(linear, mesh=mesh)
+    with pytest.raises(AssertionError, match="can only be applied to a module once") as caught:
+        fully_shard(linear, mesh=mesh)
+    assert isinstance(caught.value, EngineError)
+    scalar = nn.Module()
+    scalar.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="Change scale to a 1D tensor with numel equal to 1"):
+        fully_shard(scalar, mesh=mesh)
+    transposed = nn.Module()
+    transposed.register_parameter("weight", nn.Parameter(torch.randn(2, 3).t()))
+    with pytest.raises(NotImplementedError, match="non-contiguous parameters yet: 'weight'"):
+        fully_shard(transposed, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="CPUOffloadPolicy is not supported yet"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(NotImplementedError, match="shard_placement_fn is not supported yet"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda _: None)
+    two_axes = init_device_mesh(ctx.device.type, (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(NotImplementedError, match="HSDP"):
+        fully_shard(nn.Linear(2, 2), mesh=two_axes)
+    with pytest.raises(ValueError, match="factor of 1, not 3"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3)
+
+
+def test_refusals_of_setters(gangs: Gangs) -> None:
+    gangs(1).run(check_setters)
+
+
+def check_setters(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    with pytest.raises(ValueError, match="reshard_after_forward should be a bool, got"):
+        unit(model).set_reshard_after_forward(2)  # type: ignore[arg-type]  # the fault under test
+    with pytest.raises(ValueError, match="Expects FSDPModule but got"):
+        unit(model).set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[list-item]  # the fault under test
+    with pytest.raises(ArgumentError, match="does not have a method absent"):
+        register_fsdp_forward_method(model, "absent")
+    with pytest.raises(ArgumentError, match="is not sharded"):
+        observe(nn.Linear(1, 1), NullObserver())
+    backward_once(ctx, model)
+    with pytest.raises(ArgumentError, match=r"is the unit 'blocks\.0' of another"):
+        observe(model.blocks[0], NullObserver())
+
+
+def test_two_roots_are_refused_by_name(gangs: Gangs) -> None:
+    gangs(1).run(check_roots)
+
+
+def check_roots(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    x = torch.randn(1, 13)
+    model.blocks[1](x)
+    with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.1\n"):
+        backward_once(ctx, model)
+    pair = [nn.Linear(13, 13), nn.Linear(13, 13)]
+    fully_shard(pair, mesh=ctx.mesh)
+    with pytest.raises(RuntimeError, match="requires a single root module but got"):
+        pair[0](x)
+
+
+def test_a_parameter_in_two_groups_is_refused_by_name(gangs: Gangs) -> None:
+    gangs(1).run(check_shared)
+
+
+def check_shared(ctx: RankContext) -> None:
+    model = decoder()
+    fully_shard(model.head, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    with pytest.raises(ValueError, match=r"'head\.weight' is shared with a parameter already"):
+        backward_once(ctx, model)
+
+
+def test_mixed_dtypes_are_refused_by_name(gangs: Gangs) -> None:
+    gangs(1).run(check_dtypes)
+
+
+def check_dtypes(ctx: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+    fully_shard(model, mesh=ctx.mesh)
+    with pytest.raises(AssertionError, match="expects uniform original parameter dtype but got"):
+        model(torch.randn(1, 2))
+
+
+def test_view_output_is_warned_of(gangs: Gangs) -> None:
+    gangs(1).run(check_view)
+
+
+class Flattened(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1)
+
+
+def check_view(ctx: RankContext) -> None:
+    model = Flattened(2, 2)
+    fully_shard(model, mesh=ctx.mesh)
+    with pytest.warns(UserWarning, match=r"FSDP2-wrapped module \(FSDPFlattened\) returned a view"):
+        model(torch.randn(1, 2))
+
+
+def test_a_ticket_is_waited_for_once() -> None:
+    ticket = Ticket(None, torch.ones(1), on_complete=lambda: None)
+    assert cast("float", ticket.wait().item()) == 1.0
+    with pytest.raises(TicketError, match="waited for before"):
+        ticket.wait()

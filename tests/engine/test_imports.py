@@ -1,0 +1,62 @@
+"""What importing the engine does not import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp_core
+
+PACKAGE = Path(fsdp_core.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+)
+ARITHMETIC = [
+    name
+    for name in MODULES
+    if name.startswith(("fsdp_core.layout", "fsdp_core.schedule", "fsdp_core.plan.model"))
+]
+
+
+def modules_after(*imports: str) -> set[str]:
+    code = "".join(f"import {name}\n" for name in imports) + "import sys\nprint(*sys.modules)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_arithmetic_and_plans_import_no_torch() -> None:
+    assert {"fsdp_core.layout", "fsdp_core.schedule", "fsdp_core.plan.model"} <= set(ARITHMETIC)
+    assert not any(name.split(".")[0] == "torch" for name in modules_after(*ARITHMETIC))
+
+
+def test_the_whole_engine_never_imports_the_reference() -> None:
+    loaded = modules_after("torch", "torch.optim", "torch.utils.checkpoint", *MODULES)
+    assert set(MODULES) <= loaded
+    assert not any(name.startswith("torch.distributed.fsdp") for name in loaded)
+    assert "torch._dynamo" not in loaded  # it would import the reference, and takes a second
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_names_the_reference_in_an_import(module: str) -> None:
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    source = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+    for node in ast.walk(ast.parse(source.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not any(name.startswith("torch.distributed.fsdp") for name in names)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fsdp_core.__all__:
+        assert getattr(fsdp_core, name) is not None
+        assert name in dir(fsdp_core)
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = fsdp_core.absent

@@ -1,0 +1,175 @@
+"""State dicts and materialisation of sharded models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_core import MixedPrecisionPolicy, ShardedState, fully_shard
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import Decoder, decoder, loss_of, tokens_of
+from tests.engine.sharded import backward_once, local, shard_decoder, state, states, unit
+
+pytestmark = pytest.mark.ranks
+
+
+def test_state_dict_is_sharded_without_communication(gangs: Gangs) -> None:
+    gangs(3).run(check_state_dict)
+
+
+def check_state_dict(ctx: RankContext) -> None:
+    model = shard_decoder(ctx, reshard=False)
+    with torch.no_grad():
+        model(tokens_of(0, ctx.rank))
+    assert state(model).groups[0].sharded_state is ShardedState.UNSHARDED
+    taken = model.state_dict()
+    assert all(g.sharded_state is ShardedState.SHARDED for s in states(model) for g in s.groups)
+    assert all(isinstance(value, DTensor) for value in taken.values())
+    for name, value in decoder().state_dict().items():
+        rows = torch.chunk(value, ctx.world)
+        mine = rows[ctx.rank] if ctx.rank < len(rows) else value[:0]
+        assert torch.equal(local(taken[name]), mine), name
+    # It may be kept: it aliases the parameters over all later steps.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward_once(ctx, model)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(local(taken[name]), local(param)), name
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trips_and_training_goes_on(gangs: Gangs, *, assign: bool) -> None:
+    gangs(3).run(check_round_trip, assign)
+
+
+def check_round_trip(ctx: RankContext, assign: bool) -> None:  # noqa: FBT001 - shipped positionally
+    model = shard_decoder(ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward_once(ctx, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = backward_once(ctx, model, step=1)
+
+    torch.manual_seed(99)
+    other = shard_decoder(ctx, Decoder())
+    backward_once(ctx, other)
+    other.zero_grad()
+    result = other.load_state_dict(saved, assign=assign)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(backward_once(ctx, other, step=1), expected)
+    assert_same_grads(other, model)
+
+
+def assert_same_grads(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None and b.grad is not None:
+            assert torch.equal(local(a.grad), local(b.grad)), name
+
+
+def test_a_gather_started_before_loading_is_not_used_after(gangs: Gangs) -> None:
+    gangs(2).run(check_load_drops_gathers)
+
+
+def check_load_drops_gathers(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    expected = backward_once(ctx, model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    unit(model.blocks[0]).unshard(async_op=True)
+    model.load_state_dict(saved)
+    assert torch.equal(backward_once(ctx, model), expected)
+
+
+def test_meta_parameters_are_named_when_forward_needs_them(gangs: Gangs) -> None:
+    gangs(2).run(check_meta_error)
+
+
+def check_meta_error(ctx: RankContext) -> None:
+    model = shard_decoder(ctx, meta_decoder())
+    assert all(param.is_meta for param in model.parameters())
+    with pytest.raises(RuntimeError, match="should be materialized from meta device") as caught:
+        loss_of(model, tokens_of(0, ctx.rank))
+    assert "'norm.weight'" in str(caught.value)
+    with pytest.raises(RuntimeError, match="still on meta device"):
+        unit(model.blocks[0]).unshard()
+
+
+def meta_decoder() -> Decoder:
+    with torch.device("meta"):
+        return decoder()
+
+
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+def test_a_model_made_on_meta_trains_as_one_made_whole(gangs: Gangs, way: str) -> None:
+    gangs(3).run(check_meta, way)
+
+
+def check_meta(ctx: RankContext, way: str) -> None:
+    whole = decoder()
+    model = shard_decoder(ctx, meta_decoder())
+    if way == "assign":
+        sharded = {
+            name: distribute_tensor(value, ctx.mesh, cast("DTensor", param).placements)
+            for (name, value), param in zip(
+                whole.state_dict().items(), model.state_dict().values(), strict=True
+            )
+        }
+        model.load_state_dict(sharded, assign=True)
+    else:
+        model.to_empty(device=ctx.device)
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), whole.parameters(), strict=True):
+                param.copy_(distribute_tensor(value, ctx.mesh, cast("DTensor", param).placements))
+    reference = shard_decoder(ctx)
+    for step in range(2):
+        assert torch.equal(backward_once(ctx, model, step), backward_once(ctx, reference, step))
+    assert_same_grads(model, reference)
+
+
+def test_dtype_changed_after_sharding_is_seen(gangs: Gangs) -> None:
+    gangs(3).run(check_dtype_change)
+
+
+def check_dtype_change(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    backward_once(ctx, model)  # the whole parameters exist in float32
+    model.zero_grad()
+    model.to(torch.float64)
+    assert model.embed.weight.dtype == torch.float64
+    backward_once(ctx, model)
+    assert cast("torch.Tensor", model.embed.weight.grad).dtype == torch.float64
+
+
+def test_precision_policy_casts_compute_and_keeps_the_rest(gangs: Gangs) -> None:
+    gangs(2).run(check_precision)
+
+
+def check_precision(ctx: RankContext) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = decoder()
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh, mp_policy=policy)
+    fully_shard(model, mesh=ctx.mesh, mp_policy=replace(policy, output_dtype=torch.float16))
+    seen: list[torch.dtype] = []
+
+    def look(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.extend([args[0].dtype, module.get_parameter("up.weight").dtype])
+
+    model.blocks[1].register_forward_pre_hook(look)
+    logits = model(tokens_of(0, ctx.rank))
+    assert logits.dtype == torch.float16
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    torch.autograd.backward(logits.float().sum())
+    assert model.embed.weight.dtype == torch.float32
+    assert cast("torch.Tensor", model.embed.weight.grad).dtype == torch.float32

@@ -1,0 +1,280 @@
+"""Real rank processes, with the test in the agent's place: it holds pipes and boards."""
+
+import multiprocessing
+import os
+import selectors
+import socket
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fsdp_core.plan.model import MeshPlan, Precision, ShardingPlan, UnitPlan
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import new_job_id
+from services.contract.manifests import Manifest
+from services.contract.messages.rank_pipe import (
+    RANK_MESSAGE,
+    RankFailed,
+    RankMessage,
+    RankOrder,
+    RankSeat,
+    RankVote,
+)
+from services.contract.plans import GangPlan, RankPlacement
+from services.contract.rank_channel import BoardReader, BoardStep
+from services.contract.specs import JobSpec
+from services.worker.rank.seat import take_seat
+
+M = TypeVar("M")
+
+JOB = new_job_id(1_700_000_000_000, bytes(10))
+_PATIENCE_S = 60.0
+_READ_BYTES = 65_536
+
+
+def spec_of(library: Path, **parts: dict[str, Any]) -> JobSpec:
+    """A job that trains in a second; ``parts`` are merged into its sections."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"factory": "decoder", "args": {"dim": 16, "layers": 2, "heads": 2}},
+        "data": {
+            "factory": "stdlib_bytes",
+            "args": {
+                "seq_len": 16,
+                "library": str(library),
+                "validation_sequences": 6,
+                "validation_batch": 2,
+            },
+        },
+        "optimizer": {"factory": "adamw", "args": {"lr": 1e-2}},
+        "schedule": {"factory": "warmup_cosine", "args": {"warmup_steps": 2}},
+        "train": {"steps": 6, "global_batch": 12, "seed": 7},
+        "checkpoint": {"every_steps": 3},
+    }
+    merged = {name: {**base.get(name, {}), **part} for name, part in parts.items()}
+    return JobSpec.model_validate({**base, **merged})
+
+
+@dataclass
+class Attempt:
+    """A gang of live ranks.
+
+    Attributes:
+        messages: By rank, what came over the pipes so far.
+    """
+
+    root: Path
+    fence: int
+    plan: GangPlan
+    processes: list[ForkServerProcess]
+    channels: list[socket.socket]
+    messages: dict[int, list[RankMessage]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self._unread = [b"" for _ in self.channels]
+        self._selector = selectors.DefaultSelector()
+        for rank, channel in enumerate(self.channels):
+            self._selector.register(channel, selectors.EVENT_READ, rank)
+
+    def of_kind(self, rank: int, kind: type[M]) -> list[M]:
+        """The rank's messages of one kind so far."""
+        return [message for message in self.messages[rank] if isinstance(message, kind)]
+
+    def until(self, seen: Callable[[], bool]) -> None:
+        """Reads pipes until ``seen``.
+
+        Raises:
+            AssertionError: All ranks ended before, or none spoke for a minute.
+        """
+        while not seen():
+            assert self._selector.get_map(), f"all ranks ended first:\n{self.account()}"
+            self._read_some()
+
+    def order(self, rank: int, *, checkpoint: bool = False, stop: bool = False) -> None:
+        """Tells one rank, as its agent would."""
+        line = RankOrder(checkpoint=checkpoint, stop=stop).model_dump_json().encode() + b"\n"
+        self.channels[rank].sendall(line)
+
+    def ended(self) -> list[int | None]:
+        """Reads until every rank has ended; their exit codes."""
+        while self._selector.get_map():
+            self._read_some()
+        for process in self.processes:
+            process.join(_PATIENCE_S)
+        return [process.exitcode for process in self.processes]
+
+    def succeeded(self) -> "Attempt":
+        """Asserts that every rank ends well."""
+        codes = self.ended()
+        assert codes == [0] * len(codes), self.account()
+        return self
+
+    def losses(self, rank: int = 0) -> dict[int, float]:
+        """Loss by step, from the rank's board."""
+        return {step.step: step.loss for step in self.steps(rank)}
+
+    def steps(self, rank: int = 0) -> list[BoardStep]:
+        """All finished steps on the rank's board."""
+        return self.board(rank).steps_after(0)
+
+    def board(self, rank: int) -> BoardReader:
+        """The rank's board, which outlives it."""
+        return BoardReader.open(_board_path(self.root, self.fence, rank))
+
+    def committed(self, step: int) -> Manifest:
+        """Links the checkpoint of ``step``, for which all ranks must have voted, into the chain."""
+        votes = [
+            vote
+            for rank in range(len(self.channels))
+            for vote in self.of_kind(rank, RankVote)
+            if vote.step == step
+        ]
+        assert len(votes) == len(self.channels), self.account()
+        manifest = Manifest(
+            job_id=JOB,
+            checkpoint_id=votes[0].checkpoint_id,
+            fence=self.fence,
+            step=step,
+            world_size=len(votes),
+            loss=votes[0].loss,
+            data_digest=votes[0].data_digest,
+            shards=tuple(vote.shard for vote in votes),
+        )
+        CommitChain(self.root, JOB).append(manifest)
+        return manifest
+
+    def account(self) -> str:
+        """What went wrong, as far as the ranks told."""
+        failures = [
+            f"rank {rank}: {failure.traceback}"
+            for rank in range(len(self.channels))
+            for failure in self.of_kind(rank, RankFailed)
+        ]
+        return "\n".join(failures) or "no rank reported a failure"
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for channel in self.channels:
+            channel.close()
+        self._selector.close()
+
+    def _read_some(self) -> None:
+        ready = self._selector.select(_PATIENCE_S)
+        assert ready, f"no rank spoke for {_PATIENCE_S} s:\n{self.account()}"
+        for key, _ in ready:
+            rank = key.data
+            received = self.channels[rank].recv(_READ_BYTES)
+            if not received:
+                self._selector.unregister(key.fileobj)
+            *lines, self._unread[rank] = (self._unread[rank] + received).split(b"\n")
+            self.messages[rank] += [RANK_MESSAGE.validate_json(line) for line in lines]
+
+
+class Ranks:
+    """Starts gangs below one storage root and ends what is left of them.
+
+    Args:
+        root: Of the checkpoints.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._context = multiprocessing.get_context("forkserver")
+        # As in a node's warm process: torch is imported once, and every rank is a fork.
+        self._context.set_forkserver_preload(["services.worker.rank.trainer"])
+        self._attempts: list[Attempt] = []
+
+    def start(
+        self,
+        spec: JobSpec,
+        world: int = 2,
+        *,
+        fence: int = 1,
+        resume_from: str | None = None,
+        units: tuple[UnitPlan, ...] = (UnitPlan(("blocks.*",)),),
+        param_dtype: Precision = "fp32",
+    ) -> Attempt:
+        """Launches an attempt of ``world`` ranks."""
+        placements = tuple(
+            RankPlacement(rank=rank, node_id="here", local_rank=rank, device="cpu")
+            for rank in range(world)
+        )
+        plan = GangPlan(
+            device_type="cpu",
+            sharding=ShardingPlan(
+                MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
+            ),
+            ranks=placements,
+        )
+        processes = []
+        ours = []
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for rank in range(world):
+                seat = RankSeat(
+                    job_id=JOB,
+                    fence=fence,
+                    rank=rank,
+                    local_rank=rank,
+                    device="cpu",
+                    spec=spec,
+                    plan=plan,
+                    resume_from=resume_from,
+                    storage_root=str(self.root),
+                    board_path=str(_board_path(self.root, fence, rank)),
+                    log_folder=str(self.root),
+                    store_host="127.0.0.1",
+                    store_port=listener.getsockname()[1],
+                    threads=1,
+                )
+                end, theirs = socket.socketpair()
+                with theirs:
+                    process = self._context.Process(
+                        target=_sit,
+                        args=(seat, theirs, listener if rank == 0 else None),
+                        daemon=True,
+                    )
+                    process.start()
+                processes.append(process)
+                ours.append(end)
+        attempt = Attempt(self.root, fence, plan, processes, ours)
+        self._attempts.append(attempt)
+        return attempt
+
+    def close(self) -> None:
+        """Ends every attempt."""
+        for attempt in self._attempts:
+            attempt.close()
+
+
+@contextmanager
+def ranks_below(root: Path) -> Iterator[Ranks]:
+    """Ranks that are gone when the block ends."""
+    ranks = Ranks(root)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _sit(seat: RankSeat, channel: socket.socket, listener: socket.socket | None) -> None:
+    log = os.open(Path(seat.log_folder) / f"rank-{seat.rank}.log", os.O_WRONLY | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
+    torch.set_num_threads(seat.threads)
+    warnings.simplefilter("error")
+    take_seat(seat, channel, None if listener is None else listener.detach())
+
+
+def _board_path(root: Path, fence: int, rank: int) -> Path:
+    return root / f"board-{fence}-{rank}"

@@ -1,0 +1,299 @@
+"""Checkpoints: written by every rank, resumed exactly, refused when they are not what they were."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from services.contract.commit_chain import CommitChain
+from services.contract.manifests import Manifest
+from services.contract.messages.rank_pipe import (
+    RankCheckpointBegan,
+    RankCheckpointFailed,
+    RankFailed,
+    RankFinished,
+    RankMessage,
+    RankSeat,
+    RankVote,
+)
+from services.contract.plans import GangPlan, RankPlacement
+from services.contract.specs import JobSpec
+from services.worker.rank import shard_file
+from services.worker.rank.checkpoint_writer import CheckpointWriteError, CheckpointWriter
+from services.worker.rank.training_state import TrainingState
+from tests.rank.gang import JOB, Attempt, Ranks
+
+Spec = Callable[..., JobSpec]
+
+NOISY = {"factory": "tests.rank.user_models:Noisy", "args": {}}
+
+
+def rest_of(attempt: Attempt, after: int) -> dict[int, float]:
+    return {step: loss for step, loss in attempt.losses().items() if step > after}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
+    ranks: Ranks, spec: Spec, mode: str
+) -> None:
+    job = spec(checkpoint={"mode": mode})
+    whole = ranks.start(job).succeeded()
+    manifest = whole.committed(3)
+    resumed = ranks.start(job, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    assert resumed.losses() == rest_of(whole, 3)
+    assert sorted(resumed.losses()) == [4, 5, 6]
+    assert [vote.step for vote in resumed.of_kind(0, RankVote)] == [6]
+
+
+@pytest.mark.ranks
+def test_every_random_state_is_resumed(ranks: Ranks, spec: Spec) -> None:
+    job = spec(model=NOISY)
+    whole = ranks.start(job, units=()).succeeded()
+    manifest = whole.committed(3)
+    resumed = ranks.start(job, fence=2, resume_from=manifest.checkpoint_id, units=()).succeeded()
+    assert resumed.losses() == rest_of(whole, 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_run_resumes_at_another_world_size(ranks: Ranks, spec: Spec, world: int) -> None:
+    whole = ranks.start(spec()).succeeded()
+    manifest = whole.committed(3)
+    resumed = ranks.start(spec(), world, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    assert resumed.losses() == pytest.approx(rest_of(whole, 3), abs=1e-5)
+
+
+@pytest.mark.ranks
+def test_the_first_values_do_not_depend_on_the_number_of_ranks(ranks: Ranks, spec: Spec) -> None:
+    # Without a learning rate, the state after a step is the state before it.
+    job = spec(
+        train={"steps": 1},
+        optimizer={"factory": "sgd", "args": {"lr": 0}},
+        schedule={"factory": "constant", "args": {}},
+    )
+    for fence, world in enumerate((1, 2, 3), start=1):
+        ranks.start(job, world, fence=fence).succeeded().committed(1)
+    chain = CommitChain(ranks.root, JOB)
+    one, *others = (whole_model(chain, manifest) for manifest in chain.committed())
+    assert len(one) == 15
+    for other in others:
+        assert other.keys() == one.keys()
+        assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+def whole_model(chain: CommitChain, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The model's tensors, put together from the slices along dim 0 of every rank."""
+    folder = chain.shard_folder(manifest.checkpoint_id)
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for shard in manifest.shards:
+        with safe_open(folder / shard.name, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping: safetensors' handle)
+                if name.startswith("model."):
+                    pieces.setdefault(name, []).append(file.get_tensor(name))
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+@pytest.mark.ranks
+def test_a_finished_run_that_is_resumed_changes_nothing(ranks: Ranks, spec: Spec) -> None:
+    manifest = ranks.start(spec()).succeeded().committed(6)
+    again = ranks.start(spec(), fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    assert again.losses() == {}
+    assert again.of_kind(0, RankVote) == []
+    assert again.of_kind(0, RankFinished) == [RankFinished(step=6, drained=False)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", ["header", "values"])
+def test_a_corrupt_shard_is_refused_by_name_and_digest(
+    ranks: Ranks, spec: Spec, place: str
+) -> None:
+    manifest = ranks.start(spec()).succeeded().committed(3)
+    folder = CommitChain(ranks.root, JOB).shard_folder(manifest.checkpoint_id)
+    path = folder / manifest.shards[1].name
+    content = bytearray(path.read_bytes())
+    content[60 if place == "header" else -5] ^= 1
+    path.write_bytes(content)
+    resumed = ranks.start(spec(), fence=2, resume_from=manifest.checkpoint_id)
+    assert resumed.ended() == [1, 1]
+    reasons = [failure.error for failure in resumed.of_kind(1, RankFailed)]
+    assert len(reasons) == 1
+    assert "CorruptShardError" in reasons[0]
+    assert path.name in reasons[0]
+    assert manifest.shards[1].sha256 in reasons[0]
+
+
+@pytest.mark.ranks
+def test_other_data_than_the_checkpoints_is_refused(
+    ranks: Ranks, spec: Spec, tmp_path: Path
+) -> None:
+    manifest = ranks.start(spec(), 1).succeeded().committed(3)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("a.py", "b.py"):
+        (other / name).write_text("pass\n" * 100, encoding="utf-8")
+    args = {"seq_len": 16, "library": str(other)}
+    data = {"factory": "stdlib_bytes", "args": args}
+    resumed = ranks.start(spec(data=data), 1, fence=2, resume_from=manifest.checkpoint_id)
+    assert resumed.ended() == [1]
+    assert "DataMismatchError" in resumed.of_kind(0, RankFailed)[0].error
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_that_was_never_committed_is_not_resumed(ranks: Ranks, spec: Spec) -> None:
+    votes = ranks.start(spec(), 1).succeeded().of_kind(0, RankVote)
+    resumed = ranks.start(spec(), 1, fence=2, resume_from=votes[0].checkpoint_id)
+    assert resumed.ended() == [1]
+    assert "is not committed" in resumed.of_kind(0, RankFailed)[0].error
+
+
+@pytest.mark.ranks
+def test_a_failed_write_is_told_and_training_goes_on_until_the_last(
+    ranks: Ranks, spec: Spec
+) -> None:
+    # A file where the folder of all shards must be: whatever the user, nothing can be written.
+    (ranks.root / JOB).mkdir()
+    (ranks.root / JOB / "shards").write_text("in the way", encoding="utf-8")
+    attempt = ranks.start(spec())
+    assert attempt.ended() == [1, 1]
+    assert sorted(attempt.losses()) == [1, 2, 3, 4, 5, 6]
+    for rank in (0, 1):
+        began = [message.step for message in attempt.of_kind(rank, RankCheckpointBegan)]
+        assert began == [3, 6]
+        assert len(attempt.of_kind(rank, RankCheckpointFailed)) == 2
+        assert "CheckpointWriteError" in attempt.of_kind(rank, RankFailed)[0].error
+        assert attempt.of_kind(rank, RankFinished) == []
+
+
+def seat_of(root: Path, spec: JobSpec) -> RankSeat:
+    place = RankPlacement(rank=0, node_id="here", local_rank=0, device="cpu")
+    plan = GangPlan.model_validate(
+        {"device_type": "cpu", "sharding": {"mesh": {}}, "ranks": [place.model_dump()]}
+    )
+    return RankSeat(
+        job_id=JOB,
+        fence=1,
+        rank=0,
+        local_rank=0,
+        device="cpu",
+        spec=spec,
+        plan=plan,
+        storage_root=str(root),
+        board_path="",
+        log_folder="",
+        store_host="127.0.0.1",
+        store_port=1,
+        threads=1,
+    )
+
+
+def state_of(values: torch.Tensor, step: int = 1) -> TrainingState:
+    return TrainingState(step, 0.5, {"w": values}, {"note": json.dumps("text")})
+
+
+def test_an_async_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
+    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = shard_file.write
+
+    def held_up(
+        folder: Path, rank: int, tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]
+    ) -> object:
+        assert may_write.wait(30)
+        return write(folder, rank, tensors, text)
+
+    monkeypatch.setattr(shard_file, "write", held_up)
+    told: list[RankMessage] = []
+    writer = CheckpointWriter(
+        seat_of(tmp_path, spec()), told.append, "async", data_digest="d", resumed_step=0
+    )
+    values = torch.zeros(4)
+    writer.save(state_of(values))
+    values += 1  # the next step, while the checkpoint is still to be written
+    assert [type(message) for message in told] == [RankCheckpointBegan]
+    assert not writer.is_due(1)
+    may_write.set()
+    writer.finish(1)
+    vote = told[1]
+    assert isinstance(vote, RankVote)
+    assert vote.loss == 0.5
+    folder = CommitChain(tmp_path, JOB).shard_folder(vote.checkpoint_id)
+    with safe_open(folder / vote.shard.name, framework="pt") as file:
+        assert file.get_tensor("w").tolist() == [0, 0, 0, 0]
+        assert file.metadata() == {"note": '"text"'}
+
+
+def test_a_full_disk_is_told_and_only_the_last_failure_is_an_error(
+    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[RankMessage] = []
+    writer = CheckpointWriter(
+        seat_of(tmp_path, spec()), told.append, "sync", data_digest="d", resumed_step=0
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_file, "write", full)
+        writer.save(state_of(torch.zeros(4), step=1))
+    failure = told[1]
+    assert isinstance(failure, RankCheckpointFailed)
+    assert "No space left on device" in failure.reason
+    with pytest.raises(CheckpointWriteError, match="after step 1"):
+        writer.finish(1)
+    writer.finish(2)  # a run that is stopped later, without a checkpoint, is not at fault
+    writer.save(state_of(torch.zeros(4), step=2))
+    writer.finish(2)
+    assert isinstance(told[-1], RankVote)
+
+
+def test_a_shard_file_is_read_by_the_library_as_it_was_written(tmp_path: Path) -> None:
+    tensors = {
+        "matrix": torch.randn(3, 5),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "random": torch.get_rng_state(),
+        "flag": torch.tensor([True, False]),
+        "transposed": torch.arange(6).view(2, 3).t(),
+    }
+    folder = tmp_path / "shards"
+    shard = shard_file.write(folder, 3, tensors, {"about": "ö"})
+    assert shard.name == "rank-00003.safetensors"
+    assert shard.bytes == (folder / shard.name).stat().st_size
+    shard_file.verify(folder, shard)
+    with shard_file.opened(folder, shard) as reader:
+        assert reader.metadata == {"about": "ö"}
+        for name, tensor in tensors.items():
+            assert torch.equal(reader.tensor(name), tensor)
+        rows = reader.part("matrix", (slice(1, 3), slice(0, 5)))
+        assert torch.equal(rows, tensors["matrix"][1:3])
+    assert [path.name for path in folder.iterdir()] == [shard.name]
+
+
+def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(shard_file.UnsavableTensorError, match="complex64"):
+        shard_file.write(tmp_path, 0, {"z": torch.zeros(2, dtype=torch.complex64)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shard_is_durable_with_each_folder_that_was_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").resolve())
+    )
+    root = tmp_path / "storage"
+    folder = CommitChain(root, JOB).shard_folder("ckpt")
+    shard_file.write(folder, 0, {"weight": torch.zeros(1)}, {})
+    (file,) = (path for path in synced if path not in folder.parents and path != folder)
+    assert file.name == ".rank-00000.safetensors.partial"
+    assert {*synced} == {file, folder, folder.parent, root / JOB, root, tmp_path}
+    assert synced[-1] == folder, "a name is durable after what it is put in"

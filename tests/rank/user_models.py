@@ -1,0 +1,101 @@
+"""Models as users write them, named in specs as ``tests.rank.user_models:…``."""
+
+import random
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCAB = 256
+
+
+class Noisy(nn.Module):
+    """Plain torch modules without a promise; draws from every random state that is saved."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embedding(tokens))
+        if self.training:
+            x = x * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))  # noqa: S311 no secret
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself and refuses to be called for logits."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(tokens[:, :-1]))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class FailsOnOneRank(Noisy):
+    """Raises in its third forward pass on rank 1."""
+
+    passes = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 3 and torch.distributed.get_rank() == 1:
+            raise ZeroDivisionError("the user's third pass")
+        return super().forward(tokens)
+
+
+class HeldUp(nn.Module):
+    """On rank 0, its second block trains only once somebody writes to a FIFO.
+
+    Args:
+        fifo: Path of the FIFO.
+    """
+
+    def __init__(self, fifo: str, dim: int = 16) -> None:
+        super().__init__()
+        self.fifo = fifo
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.blocks[1].register_forward_pre_hook(self._wait)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+    def _wait(self, *_: object) -> None:
+        if self.training and torch.distributed.get_rank() == 0:
+            Path(self.fifo).read_bytes()
+
+
+class Explodes(Noisy):
+    """Its logits are not numbers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * float("nan")
+
+
+class BreaksItsPromise(nn.Module):
+    """Says ``meta_init``, but owns a parameter that nothing fills."""
+
+    meta_init: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+NOT_CALLABLE = 3
