@@ -263,7 +263,10 @@ def test_a_refused_order_is_told_in_the_words_of_the_problem(
     page = tab.open(f"#/jobs/{job.id}")
     expect(page.get_by_role("button", name="Checkpoint now")).to_be_visible()
     # The job ends behind the page's back: what it shows is a moment old.
-    page.route(f"**/v1/jobs/{job.id}", lambda route: route.fulfill(status=304))
+    held = {"x-held": "1"}
+    # A poll that was under way before the route could still bring the news: wait for the next one.
+    with page.expect_response(lambda response: "x-held" in response.headers):
+        page.route(f"**/v1/jobs/{job.id}", lambda route: route.fulfill(status=304, headers=held))
     agent.crash(gang, 1, "RuntimeError: gone", "RuntimeError: gone")
     until(lambda: controller.client.job(job.id).state == JobState.FAILED)
     page.get_by_role("button", name="Checkpoint now").click()
