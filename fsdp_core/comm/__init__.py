@@ -8,13 +8,22 @@ from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.roles import MeshRoles
+from fsdp_core.comm.strategies import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceScatter,
+)
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
+    "AllGather",
     "CollectiveLedger",
     "CollectiveListener",
     "Collectives",
     "CommLink",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
     "DeviceLanes",
     "GroupCollectives",
     "HostLanes",
@@ -23,6 +32,7 @@ __all__ = [
     "LoopbackCollectives",
     "Mark",
     "MeshRoles",
+    "ReduceScatter",
     "Reduction",
     "Ticket",
     "lanes_for",

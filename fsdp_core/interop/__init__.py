@@ -1,0 +1,3 @@
+"""Bridges to libraries that ask for PyTorch's own FSDP classes."""
+
+from __future__ import annotations
