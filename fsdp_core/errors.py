@@ -8,10 +8,10 @@
     ├── ArgumentError             (ValueError)           an argument outside its range
     ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
     ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
-    ├── ScalarParameterError      (ValueError)           nothing to shard on
+    ├── PlacementError            (AssertionError)       a dim that a parameter does not have
     ├── SharedParameterError      (ValueError)           one parameter in two groups
-    ├── MixedDtypeError           (AssertionError)       one collective, several dtypes
     ├── MetaParameterError        (RuntimeError)         training before materialising
+    ├── OffloadError              (RuntimeError)         a slice that is not on the host
     ├── RootError                 (RuntimeError)         forward outside the root, or two roots
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
@@ -53,20 +53,20 @@ class UnsupportedError(EngineError, NotImplementedError):
     """The request is understood, and this version cannot serve it."""
 
 
-class ScalarParameterError(EngineError, ValueError):
-    """A zero-dimensional parameter has no dim to shard."""
+class PlacementError(EngineError, AssertionError):
+    """A parameter is to be sharded on a dim that it does not have."""
 
 
 class SharedParameterError(EngineError, ValueError):
     """One parameter would be managed by two groups."""
 
 
-class MixedDtypeError(EngineError, AssertionError):
-    """Tensors of several dtypes meet in one reduction."""
-
-
 class MetaParameterError(EngineError, RuntimeError):
     """Parameters still live on the meta device when their values are needed."""
+
+
+class OffloadError(EngineError, RuntimeError):
+    """Slices are on a device, and the offload policy wants them on the host."""
 
 
 class RootError(EngineError, RuntimeError):

@@ -29,12 +29,13 @@ def new_dtensor(
     placements: Sequence[Placement],
     *,
     shape: Sequence[int],
+    stride: Sequence[int] | None = None,
 ) -> DTensor:
     """A DTensor of global `shape` whose local tensor is `local` itself, not a view of it.
 
     `DTensor.from_local` returns a view under autograd's eyes; a parameter must own its slice.
     """
-    strides = torch.empty(tuple(shape), device="meta").stride()
+    strides = tuple(stride or torch.empty(tuple(shape), device="meta").stride())
     spec = DTensorSpec(
         mesh,
         tuple(placements),

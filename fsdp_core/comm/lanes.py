@@ -20,6 +20,8 @@ class Lane(enum.Enum):
     """All-gathers."""
     REDUCE = enum.auto()
     """Reduce-scatters, and what happens to their results."""
+    ALL_REDUCE = enum.auto()
+    """All-reduces over replicas, and what happens to their results."""
 
 
 class Mark(Protocol):
@@ -40,6 +42,9 @@ class Lanes(Protocol):
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """What is placed on `lane` from now on starts after all that is on `earlier`."""
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Returns when the device has passed `mark`."""
 
 
 class _HostMark:
@@ -65,6 +70,9 @@ class HostLanes:
         """Already so."""
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
+        """Already so."""
+
+    def wait_on_host(self, mark: Mark) -> None:
         """Already so."""
 
 
@@ -96,7 +104,12 @@ class DeviceLanes:
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """Makes one stream wait for another; the host goes on."""
-        self._stream(lane).wait_stream(self._stream(earlier))
+        if lane is not earlier:
+            self._stream(lane).wait_stream(self._stream(earlier))
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Blocks the host."""
+        cast("torch.Event", mark).synchronize()
 
     def _stream(self, lane: Lane) -> torch.Stream:
         if lane is Lane.COMPUTE:
