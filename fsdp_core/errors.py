@@ -7,6 +7,8 @@
     ├── ContainerError            (ValueError)           a container without forward
     ├── ArgumentError             (ValueError)           an argument outside its range
     ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
+    ├── MeshError                 (AssertionError)       a mesh whose axes cannot have these roles
+    ├── MeshJoinError             (RuntimeError)         two meshes that are not parts of one
     ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
     ├── PlacementError            (AssertionError)       a dim that a parameter does not have
     ├── SharedParameterError      (ValueError)           one parameter in two groups
@@ -47,6 +49,14 @@ class ArgumentError(EngineError, ValueError):
 
 class ArgumentTypeError(EngineError, TypeError):
     """An argument has the wrong kind."""
+
+
+class MeshError(EngineError, AssertionError):
+    """A mesh lacks the names, axes or ranks that its role needs."""
+
+
+class MeshJoinError(EngineError, RuntimeError):
+    """Two meshes overlap or do not come from one mesh, so no joint mesh exists."""
 
 
 class UnsupportedError(EngineError, NotImplementedError):
