@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -239,3 +240,13 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     Dispatched operators wait by themselves; a collective or a raw view of the storage does not.
     """
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a subclass whose data lies in tensors that it wraps."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges what two tensor objects are; whoever holds one holds the other then."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's

@@ -122,7 +122,8 @@ class GroupCollectives:
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
         """By the backend."""
-        return dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+        return work
 
 
 class LoopbackCollectives:

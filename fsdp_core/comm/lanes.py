@@ -43,6 +43,12 @@ class Lanes(Protocol):
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """What is placed on `lane` from now on starts after all that is on `earlier`."""
 
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """What is placed on the user's `stream` from now on starts after all on `lane`."""
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """What is placed on `lane` from now on starts after all on the user's `stream`."""
+
     def wait_on_host(self, mark: Mark) -> None:
         """Returns when the device has passed `mark`."""
 
@@ -70,6 +76,12 @@ class HostLanes:
         """Already so."""
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
+        """Already so."""
+
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Already so."""
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
         """Already so."""
 
     def wait_on_host(self, mark: Mark) -> None:
@@ -106,6 +118,14 @@ class DeviceLanes:
         """Makes one stream wait for another; the host goes on."""
         if lane is not earlier:
             self._stream(lane).wait_stream(self._stream(earlier))
+
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Makes the user's stream wait; the host goes on."""
+        stream.wait_stream(self._stream(lane))
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Makes the lane's stream wait; the host goes on."""
+        self._stream(lane).wait_stream(stream)
 
     def wait_on_host(self, mark: Mark) -> None:
         """Blocks the host."""

@@ -229,9 +229,7 @@ class FSDPParam:
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
             if padded is not physical:
-                torch_private.replace_local(
-                    registered, self._as_original(self._own_slice(padded))
-                )
+                torch_private.replace_local(registered, self._as_original(self._own_slice(padded)))
         self._send_data = padded.view(-1)
 
     # -- What a gather sends and fills
@@ -389,9 +387,7 @@ class FSDPParam:
 
     def _extension_place(self) -> ExtensionPlace:
         module, _ = self.slot.places[0]
-        return ExtensionPlace(
-            self.fqn, module, self._info.shard_mesh, self._policy, self.slicing
-        )
+        return ExtensionPlace(self.fqn, module, self._info.shard_mesh, self._policy, self.slicing)
 
     def _add_to_accumulated(self) -> None:
         parameter = self._computed

@@ -80,9 +80,7 @@ class PendingGather:
         with lanes.enter(gather):
             sequence = link.ledger.issue(axis.name)
             work = axis.all_gather(buffer, own_row)
-        ticket = Ticket(
-            work, buffer, on_complete=lambda: link.ledger.complete(axis.name, sequence)
-        )
+        ticket = Ticket(work, buffer, on_complete=lambda: link.ledger.complete(axis.name, sequence))
         return cls(ticket, packing, inputs, as_bytes=as_bytes)
 
     @torch.no_grad()

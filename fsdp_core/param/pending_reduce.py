@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import Collectives, CommLink
-    from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.param.grad_batch import GradBatch
     from fsdp_core.param.partial_reduce import PartialReduce
 
@@ -163,10 +162,10 @@ class PendingReduce:
             with link.lanes.enter(Lane.ALL_REDUCE):
                 hook(grads)
             return
-        stream.wait_event(link.lanes.mark(Lane.ALL_REDUCE))
+        link.lanes.before_stream(stream, Lane.ALL_REDUCE)
         with stream:
             hook(grads)
-        link.lanes.follow_mark(Lane.ALL_REDUCE, stream.record_event())
+        link.lanes.after_stream(stream, Lane.ALL_REDUCE)
 
     @property
     def _sizes(self) -> list[int]:

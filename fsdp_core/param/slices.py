@@ -19,7 +19,8 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
     return order if tensor.permute(order).is_contiguous() else None
 
 
@@ -91,7 +92,5 @@ def stack(whole: torch.Tensor, slicing: Slicing) -> torch.Tensor:
     stacked = whole.new_zeros((slicing.parts, *slicing.padded_shape))
     for part in range(slicing.parts):
         start, length = slicing.bounds(part)
-        stacked[part].narrow(slicing.dim, 0, length).copy_(
-            whole.narrow(slicing.dim, start, length)
-        )
+        stacked[part].narrow(slicing.dim, 0, length).copy_(whole.narrow(slicing.dim, start, length))
     return stacked

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
@@ -70,6 +70,11 @@ def is_extended(local: torch.Tensor, fqn: str) -> bool:
     return before
 
 
+class _Extension(Protocol):
+    fsdp_pre_all_gather: Callable[..., tuple[Sequence[torch.Tensor], object]]
+    fsdp_post_all_gather: Callable[..., object]
+
+
 class ExtendedParam:
     """The whole parameter of a tensor subclass, and what travels to make it.
 
@@ -108,7 +113,7 @@ class ExtendedParam:
                 padded on some ranks and the method returned an input without padding.
         """
         place = self._place
-        method = cast("Callable[..., tuple[Sequence[torch.Tensor], object]]", local.fsdp_pre_all_gather)  # type: ignore[attr-defined]  # noqa: E501 - the subclass's own method
+        method = cast("_Extension", local).fsdp_pre_all_gather
         given = len(inspect.signature(method).parameters)
         if given not in (_SHORT, _LONG):
             raise StateError(
@@ -121,14 +126,14 @@ class ExtendedParam:
         else:
             whole = torch.Size(place.slicing.shape)
             strides = torch.empty(whole, device="meta").stride()
-            inputs, self._metadata = method(
-                place.mesh, whole, strides, place.module, place.policy
-            )
+            inputs, self._metadata = method(place.mesh, whole, strides, place.module, place.policy)
             self._check_padding(local, inputs)
         self._slicings = [self._slicing_of(tensor) for tensor in inputs]
         return [tensor.reshape(-1) for tensor in inputs]
 
-    def destinations(self, dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+    def destinations(
+        self, dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> list[torch.Tensor]:
         """Memory for what arrives: for each input, (parts, elements) of its dtype."""
         if not self._outputs:
             self._outputs = [
@@ -160,7 +165,7 @@ class ExtendedParam:
             for output, slicing in zip(self._outputs, self._slicings, strict=True)
         )
         metadata, self._metadata = self._metadata, None
-        method = cast("Callable[..., object]", local.fsdp_post_all_gather)  # type: ignore[attr-defined]  # the subclass's own method
+        method = cast("_Extension", local).fsdp_post_all_gather
         if self._parameter is None:
             made = cast(
                 "tuple[torch.Tensor, tuple[torch.Tensor, ...]]", method(outputs, metadata, dtype)
