@@ -105,6 +105,12 @@ class ExtendedParam:
         """Whether a gather has made the parameter."""
         return self._parameter is not None
 
+    @property
+    def held_bytes(self) -> int:
+        """Of what arrived, and of what was made of it, each storage once."""
+        storages = [tensor.untyped_storage() for tensor in (*self._outputs, *self._inner)]
+        return sum({storage.data_ptr(): storage.size() for storage in storages}.values())
+
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
         """What `local` sends, each 1D, and remembers its shapes and metadata.
 

@@ -23,6 +23,10 @@ class Unsharded(Protocol):
     def parameter(self) -> nn.Parameter:
         """An autograd leaf; one object for life."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory it has at present."""
+
     def free(self) -> None:
         """Gives the memory back; every alias is unusable until it is filled again."""
 
@@ -59,6 +63,11 @@ class UnshardedParam:
     def parameter(self) -> nn.Parameter:
         """The leading elements of `flat` in the original form."""
         return self._parameter
+
+    @property
+    def held_bytes(self) -> int:
+        """All or nothing."""
+        return self.flat.untyped_storage().size()
 
     def allocate(self) -> None:
         """Gets memory of undefined content; a no-op where there is some."""
