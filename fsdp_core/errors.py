@@ -7,11 +7,13 @@
     ├── ContainerError            (ValueError)           a container without forward
     ├── ArgumentError             (ValueError)           an argument outside its range
     ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
+    ├── MeshError                 (AssertionError)       a mesh whose axes cannot have these roles
+    ├── MeshJoinError             (RuntimeError)         two meshes that are not parts of one
     ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
-    ├── ScalarParameterError      (ValueError)           nothing to shard on
+    ├── PlacementError            (AssertionError)       a dim that a parameter does not have
     ├── SharedParameterError      (ValueError)           one parameter in two groups
-    ├── MixedDtypeError           (AssertionError)       one collective, several dtypes
     ├── MetaParameterError        (RuntimeError)         training before materialising
+    ├── OffloadError              (RuntimeError)         a slice that is not on the host
     ├── RootError                 (RuntimeError)         forward outside the root, or two roots
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
@@ -49,24 +51,32 @@ class ArgumentTypeError(EngineError, TypeError):
     """An argument has the wrong kind."""
 
 
+class MeshError(EngineError, AssertionError):
+    """A mesh lacks the names, axes or ranks that its role needs."""
+
+
+class MeshJoinError(EngineError, RuntimeError):
+    """Two meshes overlap or do not come from one mesh, so no joint mesh exists."""
+
+
 class UnsupportedError(EngineError, NotImplementedError):
     """The request is understood, and this version cannot serve it."""
 
 
-class ScalarParameterError(EngineError, ValueError):
-    """A zero-dimensional parameter has no dim to shard."""
+class PlacementError(EngineError, AssertionError):
+    """A parameter is to be sharded on a dim that it does not have."""
 
 
 class SharedParameterError(EngineError, ValueError):
     """One parameter would be managed by two groups."""
 
 
-class MixedDtypeError(EngineError, AssertionError):
-    """Tensors of several dtypes meet in one reduction."""
-
-
 class MetaParameterError(EngineError, RuntimeError):
     """Parameters still live on the meta device when their values are needed."""
+
+
+class OffloadError(EngineError, RuntimeError):
+    """Slices are on a device, and the offload policy wants them on the host."""
 
 
 class RootError(EngineError, RuntimeError):

@@ -1,9 +1,11 @@
-"""What the user decides once per unit: precision and where the slices live."""
+"""What the user decides once per unit: precision, where the slices live, which axes share data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from fsdp_core.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +44,45 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a full SPMD mesh are data parallel, by name.
+
+    For parameters that are DTensors on the whole mesh already. Several names are flattened, in
+    the order of the mesh, into one axis.
+
+    Attributes:
+        shard: Axes that parameters are sharded over.
+        replicate: Axes that parameters are replicated over; gradients are averaged over both.
+
+    Raises:
+        ArgumentError: Neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard and not self.replicate:
+            raise ArgumentError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims: "
+                "name the mesh axes, for example DataParallelMeshDims(shard='dp_shard')."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of `shard`, none to several."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Names of `replicate`, none to several."""
+        return _names(self.replicate)
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+Spec: TypeAlias = DTensorSpec
+"""How a DTensor lies on its mesh, with its global shape, strides and dtype."""
 
 
 def new_dtensor(
@@ -29,12 +36,13 @@ def new_dtensor(
     placements: Sequence[Placement],
     *,
     shape: Sequence[int],
+    stride: Sequence[int] | None = None,
 ) -> DTensor:
     """A DTensor of global `shape` whose local tensor is `local` itself, not a view of it.
 
     `DTensor.from_local` returns a view under autograd's eyes; a parameter must own its slice.
     """
-    strides = torch.empty(tuple(shape), device="meta").stride()
+    strides = tuple(stride or torch.empty(tuple(shape), device="meta").stride())
     spec = DTensorSpec(
         mesh,
         tuple(placements),
@@ -168,3 +176,77 @@ def mark_for_dynamo(module: nn.Module) -> None:
     """Tells Dynamo that parameters of this module change identity between calls."""
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def new_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], tensor: torch.Tensor, stride: Sequence[int]
+) -> Spec:
+    """The spec of a DTensor with `tensor`'s shape and dtype, and global strides `stride`."""
+    meta = TensorMeta(tensor.shape, tuple(stride), tensor.dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_of(tensor: DTensor) -> Spec:
+    """The spec itself; rebuilding it from public attributes costs tens of microseconds."""
+    return tensor._spec
+
+
+def respec(spec: Spec, mesh: DeviceMesh, placements: Sequence[Placement]) -> Spec:
+    """The spec of the same global tensor on another mesh."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A DTensor whose local tensor is `local` itself; its dtype is that of `local`."""
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    return _dtensor(local, spec)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharded on `dim` after axes further right cut the same dim into `split_factor` parts.
+
+    Placements are otherwise read from left to right; no public one says this.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """Whether the placement cuts tensor dim `dim`; a strided one may be no `Shard`."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes and groups of several parts of one mesh; no new group is made.
+
+    Publicly a mesh can only be cut, not joined.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Several axes as one named axis.
+
+    Makes a group, so every rank of the root mesh must call it; the root mesh remembers it under
+    its name, so only once.
+    """
+    return mesh._flatten(name)
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves where a functional collective left a promise of them.
+
+    Dispatched operators wait by themselves; a collective or a raw view of the storage does not.
+    """
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a subclass whose data lies in tensors that it wraps."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges what two tensor objects are; whoever holds one holds the other then."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from fsdp_core.comm.collectives import Collectives, GroupCollectives, LoopbackCollectives
+from fsdp_core.comm.collectives import (
+    Collectives,
+    GroupCollectives,
+    LoopbackCollectives,
+    collectives_on,
+)
 from fsdp_core.comm.lanes import DeviceLanes, HostLanes, Lane, Lanes, Mark, lanes_for
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
+from fsdp_core.comm.mesh_info import (
+    Axis,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    mesh_info_of,
+    post_forward_mesh_info,
+    resolve_placement,
+)
 from fsdp_core.comm.reduction import Reduction
-from fsdp_core.comm.roles import MeshRoles
 from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
@@ -18,22 +33,31 @@ from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
     "AllGather",
+    "Axis",
     "CollectiveLedger",
     "CollectiveListener",
     "Collectives",
     "CommLink",
+    "DDPMeshInfo",
+    "DataParallelMeshInfo",
     "DefaultAllGather",
     "DefaultReduceScatter",
     "DeviceLanes",
+    "FSDPMeshInfo",
     "GroupCollectives",
+    "HSDPMeshInfo",
     "HostLanes",
     "Lane",
     "Lanes",
     "LoopbackCollectives",
     "Mark",
-    "MeshRoles",
     "ReduceScatter",
     "Reduction",
+    "ShardPlacementResult",
     "Ticket",
+    "collectives_on",
     "lanes_for",
+    "mesh_info_of",
+    "post_forward_mesh_info",
+    "resolve_placement",
 ]

@@ -1,34 +1,47 @@
-"""The two collectives of sharded training, over a process group or over one rank."""
+"""The collectives of sharded training on one mesh axis: over a process group, or over one rank."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from fsdp_core.comm.strategies import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceOp,
+    ReduceScatter,
+)
 
-    import torch
+if TYPE_CHECKING:
+    from fsdp_core.comm.mesh_info import Axis
+
+_ALL_GATHER = DefaultAllGather()
+_REDUCE_SCATTER = DefaultReduceScatter()
 
 
 class Collectives(Protocol):
-    """Asynchronous collectives of one group.
+    """Asynchronous collectives of one axis.
 
     A returned work object is waited for exactly once; None means the result is already there.
     """
 
     @property
     def name(self) -> str:
-        """Under which name the group's collectives are counted."""
+        """Under which name the axis's collectives are counted."""
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Ranks along the axis."""
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's place along the axis."""
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """1D memory for the output of a gather."""
 
     def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
         """Fills `output` (1D, size * n) from all ranks.
@@ -36,22 +49,43 @@ class Collectives(Protocol):
         `contribution` (1D, n) is this rank's row of `output` itself, already written.
         """
 
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """1D memory for either side of a reduce-scatter."""
+
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: dist.ReduceOp.RedOpType
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
     ) -> dist.Work | None:
         """Reduces `contribution` (1D, size * n) over ranks; `output` (1D, n) gets this row."""
+
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+        """Reduces `buffer` over ranks in place; every rank gets the whole."""
 
 
 class GroupCollectives:
     """Collectives of a `torch.distributed` process group.
 
-    The functions are looked up on the `torch.distributed` module at each call, so that users
-    can wrap them.
+    Args:
+        name: Name of the axis.
+        group: Ranks along it.
+        all_gather: How to gather, and from which memory; None: the backend's way.
+        reduce_scatter: The same for reductions.
+        reduce_group: Another group of the same ranks, for the reduce-scatter alone.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        *,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        reduce_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._name = name
         self._group = group
+        self._reduce_group = reduce_group or group
+        self._gather = all_gather or _ALL_GATHER
+        self._reduce = reduce_scatter or _REDUCE_SCATTER
 
     @property
     def name(self) -> str:
@@ -68,21 +102,32 @@ class GroupCollectives:
         """This process's rank in the group."""
         return self._group.rank()
 
+    def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From the strategy."""
+        return self._gather.allocate((numel,), dtype=dtype, device=device)
+
     def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
-        """Gathers by `all_gather_single`, which older PyTorch calls `all_gather_into_tensor`."""
-        gather = _current_name("all_gather_single", "all_gather_into_tensor")
-        return gather(output, contribution, group=self._group, async_op=True)
+        """By the strategy."""
+        return self._gather(output, contribution, self._group, async_op=True)
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From the strategy."""
+        return self._reduce.allocate((numel,), dtype=dtype, device=device)
 
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: dist.ReduceOp.RedOpType
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
     ) -> dist.Work | None:
-        """Reduces by `reduce_scatter_single`, which older PyTorch calls `..._tensor`."""
-        reduce = _current_name("reduce_scatter_single", "reduce_scatter_tensor")
-        return reduce(output, contribution, op=op, group=self._group, async_op=True)
+        """By the strategy."""
+        return self._reduce(output, contribution, self._reduce_group, op, async_op=True)
+
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+        """By the backend."""
+        work: dist.Work | None = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+        return work
 
 
 class LoopbackCollectives:
-    """A group of one rank: what would travel is already here."""
+    """An axis of one rank: what would travel is already here."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -102,21 +147,47 @@ class LoopbackCollectives:
         """Zero."""
         return 0
 
+    def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
         """Nothing to do: the contribution is the whole output."""
         del output, contribution
         return None
 
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: dist.ReduceOp.RedOpType
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
     ) -> dist.Work | None:
         """Copies: the sum and the mean of one summand are the summand."""
         del op
         output.copy_(contribution)
         return None
 
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+        """Nothing to do."""
+        del buffer, op
+        return None
 
-def _current_name(new: str, old: str) -> Callable[..., dist.Work | None]:
-    # PyTorch 2.13 renamed both collectives and warns at the old names; 2.11 has only those.
-    function = getattr(dist, new if hasattr(dist, new) else old)
-    return cast("Callable[..., dist.Work | None]", function)
+
+def collectives_on(
+    axis: Axis,
+    *,
+    all_gather: AllGather | None = None,
+    reduce_scatter: ReduceScatter | None = None,
+    reduce_group: dist.ProcessGroup | None = None,
+) -> Collectives:
+    """The collectives that suit `axis`; see `GroupCollectives` for the choices."""
+    if axis.group is None or axis.size == 1:
+        return LoopbackCollectives(axis.name)
+    return GroupCollectives(
+        axis.name,
+        axis.group,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+        reduce_group=reduce_group,
+    )

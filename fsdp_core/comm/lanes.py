@@ -20,6 +20,8 @@ class Lane(enum.Enum):
     """All-gathers."""
     REDUCE = enum.auto()
     """Reduce-scatters, and what happens to their results."""
+    ALL_REDUCE = enum.auto()
+    """All-reduces over replicas, and what happens to their results."""
 
 
 class Mark(Protocol):
@@ -40,6 +42,15 @@ class Lanes(Protocol):
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """What is placed on `lane` from now on starts after all that is on `earlier`."""
+
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """What is placed on the user's `stream` from now on starts after all on `lane`."""
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """What is placed on `lane` from now on starts after all on the user's `stream`."""
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Returns when the device has passed `mark`."""
 
 
 class _HostMark:
@@ -65,6 +76,15 @@ class HostLanes:
         """Already so."""
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
+        """Already so."""
+
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Already so."""
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Already so."""
+
+    def wait_on_host(self, mark: Mark) -> None:
         """Already so."""
 
 
@@ -96,7 +116,20 @@ class DeviceLanes:
 
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """Makes one stream wait for another; the host goes on."""
-        self._stream(lane).wait_stream(self._stream(earlier))
+        if lane is not earlier:
+            self._stream(lane).wait_stream(self._stream(earlier))
+
+    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Makes the user's stream wait; the host goes on."""
+        stream.wait_stream(self._stream(lane))
+
+    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
+        """Makes the lane's stream wait; the host goes on."""
+        self._stream(lane).wait_stream(stream)
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Blocks the host."""
+        cast("torch.Event", mark).synchronize()
 
     def _stream(self, lane: Lane) -> torch.Stream:
         if lane is Lane.COMPUTE:

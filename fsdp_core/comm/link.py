@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fsdp_core.comm.lanes import Lane
+
 if TYPE_CHECKING:
-    from fsdp_core.comm.lanes import Lanes
+    import torch
+
+    from fsdp_core.comm.lanes import Lanes, Mark
     from fsdp_core.comm.ledger import CollectiveLedger
 
 
 @dataclass(frozen=True)
 class CommLink:
-    """Where collectives are placed and counted.
+    """Where collectives are placed and counted, and what must not be let go before its time.
 
     Attributes:
         lanes: Orders device work.
@@ -21,3 +25,33 @@ class CommLink:
 
     lanes: Lanes
     ledger: CollectiveLedger
+    _held: list[tuple[torch.Tensor, Mark]] = field(default_factory=list, init=False)
+    _awaited: list[Mark] = field(default_factory=list, init=False)
+
+    def hold_until_passed(self, buffer: torch.Tensor, mark: Mark) -> None:
+        """Keeps a buffer of the reduce lane that another lane reads until `mark`.
+
+        Without a reference the allocator could give it to the next reduction at once. The one
+        held before is let go: the reduce lane then follows its mark, which is an all-reduce
+        earlier, so that one of them overlaps the next reduction.
+        """
+        self._let_go()
+        self._held.append((buffer, mark))
+
+    def await_on_host(self, mark: Mark) -> None:
+        """Has the host wait for `mark` at the end of backward: it will read what was copied."""
+        self._awaited.append(mark)
+
+    def end_backward(self) -> None:
+        """Orders what follows on the compute lane, and on the host, after all reductions."""
+        self._let_go()
+        self.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+        self.lanes.follow(Lane.COMPUTE, Lane.ALL_REDUCE)
+        for mark in self._awaited:
+            self.lanes.wait_on_host(mark)
+        self._awaited.clear()
+
+    def _let_go(self) -> None:
+        for _, mark in self._held:
+            self.lanes.follow_mark(Lane.REDUCE, mark)
+        self._held.clear()

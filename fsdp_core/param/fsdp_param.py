@@ -4,33 +4,43 @@ The tensors of a parameter, in the order in which they arise:
 
 original
     What hung on the module when `fully_shard` was called.
+whole local
+    What this rank holds of it before it is sharded over data-parallel ranks: the original, or
+    the local tensor of an original that tensor parallelism or an SPMD mesh has split. All slicing
+    is of the whole local in the order in which it lies in memory.
 sharded
-    A DTensor parameter over the mesh axis, `Shard(0)`. Its local tensor has `chunking.size(rank)`
-    rows and lies at the start of a buffer of `chunking.width` rows; the rows behind it are
-    padding that no user sees.
+    A DTensor parameter. Its local tensor is this rank's slice, at the start of a buffer that is
+    padded to the size of the largest slice; no user sees the padding.
 send data
-    That buffer, flat: what a gather contributes.
+    That buffer, flat: what an all-gather contributes.
+sharded post forward
+    A slice of the whole for a smaller mesh, kept between forward and backward.
 unsharded
-    The whole parameter in the dtype of computation; see `UnshardedParam`.
+    The whole local in the dtype of computation, in the form of the original; see
+    `UnshardedParam`, and `ExtendedParam` for tensor subclasses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentTypeError, UnsupportedError
-from fsdp_core.layout import Chunking
-from fsdp_core.param.unsharded_param import UnshardedParam
+from fsdp_core.errors import ArgumentTypeError, StateError
+from fsdp_core.layout import Slicing
+from fsdp_core.param import slices
+from fsdp_core.param.offload import HostMemory
+from fsdp_core.param.placing import place
+from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
+from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import MeshRoles
+    from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
+    from fsdp_core.param.param_options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
-    from fsdp_core.policy import MixedPrecisionPolicy
 
 
 class FSDPParam:
@@ -40,37 +50,56 @@ class FSDPParam:
         fqn: Name from the root module once the root is known, before that from the unit.
         slot: Where the parameter hangs.
         origin: Identity of the original parameter; equal for two units that share it.
+        slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
-        chunking: How dim 0 is split.
         accumulated_grad: Whole gradient in the reduce dtype, summed over backwards that did
             not reduce; None if there is none.
     """
 
     def __init__(
-        self, param: nn.Parameter, slot: ParamSlot, roles: MeshRoles, policy: MixedPrecisionPolicy
+        self,
+        param: nn.Parameter,
+        slot: ParamSlot,
+        info: DataParallelMeshInfo,
+        dim: int | None,
+        options: ParamOptions,
     ) -> None:
-        _check_supported(param, slot.fqn)
+        """Shards `param`.
+
+        Args:
+            param: On `info.device` or meta.
+            slot: Where it hangs.
+            info: Mesh and roles of its axes.
+            dim: Tensor dim to shard on; None: every rank holds the whole.
+            options: Dtypes, where slices live, and the smaller mesh, if any.
+        """
         self.fqn = slot.fqn
         self.slot = slot
         self.origin = _origin_of(param)
-        self.chunking = Chunking(param.size(0), roles.shard.size)
         self.accumulated_grad: torch.Tensor | None = None
-        self._shape = param.shape
-        self._rank = roles.shard.rank
-        self._device = roles.device
-        self._policy = policy
-        self._unsharded: UnshardedParam | None = None
+        self._info = info
+        self._policy = options.policy
+        self._memory = HostMemory.of(options.offload, info.device)
+        self._unsharded: Unsharded | None = None
+        self._post_forward_info = options.post_forward
+        self._post_forward_data: torch.Tensor | None = None
 
-        start, rows = self.chunking.start(self._rank), self.chunking.size(self._rank)
-        padded = self._pad(param.detach().narrow(0, start, rows))
+        self._placing = place(param, slot.fqn, info, dim)
+        whole = self._placing.local.detach()
+        self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
+        physical = whole.permute(self._order)
+        cut_dim = None if dim is None else self._order.index(dim)
+        self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
+        padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
-            torch_private.new_dtensor(
-                padded.narrow(0, 0, rows), roles.mesh, roles.placements(0), shape=param.shape
-            ),
+            self._placing.sharded(self._as_original(self._own_slice(padded))),
             requires_grad=param.requires_grad,
         )
+        self._is_extended = is_extended(self._local, self.fqn)
         slot.register(self.sharded_param)
+
+    # -- What it is
 
     @property
     def orig_dtype(self) -> torch.dtype:
@@ -86,40 +115,87 @@ class FSDPParam:
         return wanted
 
     @property
-    def send_data(self) -> torch.Tensor:
-        """This rank's padded slice, 1D, in the original dtype."""
-        return self._send_data
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients travel and are accumulated; None: in which autograd makes them."""
+        wanted = self._policy.reduce_dtype
+        return None if wanted == self._policy.param_dtype else wanted
 
     @property
-    def padded_row(self) -> int:
-        """Elements of a padded slice; the same on every rank."""
-        return self.chunking.width * self._shape[1:].numel()
+    def is_trainable(self) -> bool:
+        """Whether it gets gradients."""
+        return self.sharded_param.requires_grad
 
     @property
     def is_meta(self) -> bool:
         """Whether the slice has no values yet."""
         return self.sharded_param.is_meta
 
-    def unsharded(self) -> UnshardedParam:
-        """The whole parameter, made at the first request in the dtype of computation."""
-        if self._unsharded is None or self._unsharded.flat.dtype != self.compute_dtype:
-            self._unsharded = UnshardedParam(
-                self._shape, self.chunking, dtype=self.compute_dtype, device=self._device
-            )
-        return self._unsharded
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether the slice is not where the offload policy wants it."""
+        return not self._memory.holds(self._local)
 
-    def register_sharded(self) -> None:
-        """Hangs the slice on the modules and frees the whole parameter's memory."""
+    def unsharded(self) -> Unsharded:
+        """The whole parameter, made at the first request in the dtype of computation."""
+        if self._is_extended:
+            if not isinstance(self._unsharded, ExtendedParam):
+                self._unsharded = ExtendedParam(self._extension_place())
+            return self._unsharded
+        known = self._unsharded
+        if not isinstance(known, UnshardedParam) or known.flat.dtype != self.compute_dtype:
+            self._unsharded = UnshardedParam(
+                self._flat_numel,
+                self._whole_from_flat,
+                dtype=self.compute_dtype,
+                device=self._info.device,
+            )
+        return cast("Unsharded", self._unsharded)
+
+    # -- Between its forms
+
+    def to_sharded(self) -> None:
+        """Hangs the slice on the modules and frees everything else."""
         self.slot.register(self.sharded_param)
+        self._post_forward_data = None
         if self._unsharded is not None:
             self._unsharded.free()
 
-    def register_unsharded(self) -> None:
+    def to_sharded_post_forward(self) -> None:
+        """Hangs this rank's slice for the smaller mesh on the modules and frees the whole.
+
+        Raises:
+            StateError: There is no smaller mesh, or the parameter is not whole.
+        """
+        info, whole = self._post_forward_info, self._unsharded
+        if info is None or not isinstance(whole, UnshardedParam):
+            raise StateError(f"Parameter {self.fqn!r} cannot be resharded to a smaller mesh.")
+        slicing = self._post_forward_slicing
+        physical = whole.flat[: slicing.total].view(slicing.shape)
+        padded = slices.cut(physical, slicing, info.shard.rank)
+        self._post_forward_data = padded.view(-1)
+        local = self._as_original(slices.own(padded, slicing, info.shard.rank))
+        placement = Replicate() if slicing.dim is None else Shard(self._order[slicing.dim])
+        self.slot.register(
+            nn.Parameter(
+                torch_private.new_dtensor(
+                    local,
+                    info.mesh,
+                    (Replicate(), placement),
+                    shape=self.sharded_param.shape,
+                    stride=self.sharded_param.stride(),
+                ),
+                requires_grad=self.is_trainable,
+            )
+        )
+        whole.free()
+
+    def to_unsharded(self) -> None:
         """Hangs the whole parameter, already filled, on the modules."""
         parameter = self.unsharded().parameter
-        if parameter.requires_grad != self.sharded_param.requires_grad:
-            parameter.requires_grad_(self.sharded_param.requires_grad)
+        if parameter.requires_grad != self.is_trainable:
+            parameter.requires_grad_(self.is_trainable)
         self.slot.register(parameter)
+        self._post_forward_data = None
 
     def refresh(self) -> None:
         """Takes over what the user hung on the module, and pads it again.
@@ -137,92 +213,199 @@ class FSDPParam:
                 "sharded parameter must be a DTensor. Assign a DTensor with the placements of "
                 "the old one, for example from distribute_tensor."
             )
+        if registered is not self.sharded_param:
+            self._placing = self._placing.rebased(registered)
         self.sharded_param = registered
         self.slot.register(registered)  # at all places: a tie must survive an assignment to one
-        local = torch_private.local_tensor(self.sharded_param)
+        local = self._local
+        self._is_extended = is_extended(local, self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
-        rows = self.chunking.size(self._rank)
-        if rows != self.chunking.width or not local.is_contiguous():
-            with torch.no_grad():
-                local = self._pad(local)
-            torch_private.replace_local(self.sharded_param, local.narrow(0, 0, rows))
-        self._send_data = local.view(-1)
+        physical = local.permute(self._order)
+        is_full = physical.shape == torch.Size(self.slicing.padded_shape)
+        with torch.no_grad():
+            padded = physical
+            if not is_full or not physical.is_contiguous():
+                padded = slices.pad(physical, self.slicing)
+            padded = self._memory.keep(padded)
+            if padded is not physical:
+                torch_private.replace_local(registered, self._as_original(self._own_slice(padded)))
+        self._send_data = padded.view(-1)
+
+    # -- What a gather sends and fills
+
+    def all_gather_inputs(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """What this rank sends, each 1D on the device, and the dtype it travels in."""
+        if self._post_forward_data is not None:
+            return [(self._post_forward_data, self.compute_dtype)]
+        if self._is_extended:
+            extended = cast("ExtendedParam", self.unsharded())
+            sent = extended.inputs(self._memory.to_device(self._local))
+            return [(tensor, tensor.dtype) for tensor in sent]
+        return [(self._memory.to_device(self._send_data), self.compute_dtype)]
+
+    def all_gather_outputs(self, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+        """Memory for what arrives: for each input, (parts, elements).
+
+        It is the whole parameter itself where rows end to end are the parameter.
+        """
+        whole = self.unsharded()
+        if isinstance(whole, ExtendedParam):
+            return whole.destinations(dtypes, self._info.device)
+        plain = cast("UnshardedParam", whole)
+        plain.allocate()
+        slicing = self._travelling
+        if slicing.leads:
+            return [plain.flat[: slicing.row * slicing.parts].view(slicing.parts, slicing.row)]
+        return [plain.flat.new_empty((slicing.parts, slicing.row))]
+
+    def finish_gather(self, arrived: list[torch.Tensor]) -> None:
+        """Makes the whole parameter from what `all_gather_outputs` returned, now filled."""
+        whole = self.unsharded()
+        if isinstance(whole, ExtendedParam):
+            whole.complete(self._local, self.compute_dtype, self._whole_from_extended)
+            return
+        plain, slicing = cast("UnshardedParam", whole), self._travelling
+        if not slicing.leads:
+            physical = plain.flat[: slicing.total].view(slicing.shape)
+            with torch_private.preserve_version([plain.flat]):
+                slices.join(arrived[0], slicing, physical)
+
+    # -- Gradients
 
     def take_grad(self) -> torch.Tensor | None:
-        """Removes and returns the whole gradient of this backward and those not yet reduced."""
+        """Removes and returns the whole local gradient of this backward and those not yet reduced.
+
+        It lies in memory as the whole local does.
+        """
         self._add_to_accumulated()
         grad, self.accumulated_grad = self.accumulated_grad, None
-        if grad is None and self._unsharded is not None:
-            grad, self._unsharded.parameter.grad = self._unsharded.parameter.grad, None
-        return grad
+        parameter = self._computed
+        if grad is None and parameter is not None:
+            grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return None
+        return self._placing.local_grad(grad).permute(self._order)
+
+    def zero_grad(self) -> torch.Tensor:
+        """A whole local gradient of zeros, as `take_grad` returns one."""
+        dtype = self.reduce_dtype or self.compute_dtype
+        return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
 
     def keep_grad(self) -> None:
         """Keeps this backward's gradient, in the reduce dtype, for one that reduces."""
         self._add_to_accumulated()
-        wanted = self._policy.reduce_dtype
-        if self._unsharded is None or wanted is None:
+        wanted, parameter = self.reduce_dtype, self._computed
+        if parameter is None or wanted is None:
             return
-        grad = self._unsharded.parameter.grad
+        grad = parameter.grad
         if grad is not None and grad.dtype != wanted:
-            self._unsharded.parameter.grad = None
+            parameter.grad = None
             self.accumulated_grad = grad.to(wanted)
 
-    def add_sharded_grad(self, row: torch.Tensor) -> None:
+    def drop_grads(self) -> None:
+        """Forgets gradients that were not reduced."""
+        self.accumulated_grad = None
+        if (parameter := self._computed) is not None:
+            parameter.grad = None
+
+    def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
         Args:
-            row: 1D, `padded_row` elements in the original dtype; kept, not copied.
+            row: 1D, `slicing.row` elements in the original dtype; kept, not copied.
+            link: Whose lane a copy to the host is placed on.
+            lane: On which the caller is.
         """
-        shape = (self.chunking.size(self._rank), *self._shape[1:])
-        local = row[: torch.Size(shape).numel()].view(shape)
-        if isinstance(self.sharded_param.grad, DTensor):
-            total = torch_private.local_tensor(self.sharded_param.grad)
-            total += local
+        padded = row.view(self.slicing.padded_shape)
+        hooks = torch_private.post_accumulate_hooks(self.sharded_param)
+        total = self.sharded_param.grad
+        local = self._memory.take_grad(
+            self._as_original(self._own_slice(padded)),
+            link,
+            lane,
+            # Nobody on the host may look at it before the copy has arrived.
+            may_overlap=total is None and not hooks,
+        )
+        if isinstance(total, DTensor):
+            summed = torch_private.local_tensor(total)
+            summed += local
         else:
-            self.sharded_param.grad = torch_private.dtensor_like(local, self._dtensor)
-        for hook in torch_private.post_accumulate_hooks(self.sharded_param):
+            self.sharded_param.grad = self._placing.sharded(local)
+        for hook in hooks:
             hook(self.sharded_param)
 
+    # -- Inside
+
     @property
-    def _dtensor(self) -> DTensor:
+    def _local(self) -> torch.Tensor:
         if not isinstance(self.sharded_param, DTensor):
             raise ArgumentTypeError(f"Parameter {self.fqn!r} is no DTensor any more.")
-        return self.sharded_param
+        return torch_private.local_tensor(self.sharded_param)
+
+    @property
+    def _computed(self) -> nn.Parameter | None:
+        whole = self._unsharded
+        if whole is None or (isinstance(whole, ExtendedParam) and not whole.exists):
+            return None
+        return whole.parameter
+
+    @property
+    def _post_forward_slicing(self) -> Slicing:
+        if self._post_forward_info is None:
+            return self.slicing
+        dim = None if self.slicing.dim is None else 0
+        return Slicing.of(self.slicing.shape, dim, self._post_forward_info.shard.size)
+
+    @property
+    def _travelling(self) -> Slicing:
+        if self._post_forward_data is not None:
+            return self._post_forward_slicing
+        return self.slicing
+
+    @property
+    def _flat_numel(self) -> int:
+        both = (self.slicing, self._post_forward_slicing)
+        return max(each.row * each.parts if each.leads else each.total for each in both)
+
+    def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
+        return slices.own(padded, self.slicing, self._info.shard.rank)
+
+    def _as_original(self, physical: torch.Tensor) -> torch.Tensor:
+        return physical.permute(slices.inverse(self._order))
+
+    def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        physical = flat[: self.slicing.total].view(self.slicing.shape)
+        return self._placing.unsharded(self._as_original(physical))
+
+    def _whole_from_extended(self, tensor: torch.Tensor) -> torch.Tensor:
+        dim = self.slicing.dim or 0
+        length = self.slicing.shape[dim]
+        if tensor.size(dim) != length:
+            tensor = tensor.narrow(dim, 0, length)
+        return self._placing.unsharded(tensor)
+
+    def _extension_place(self) -> ExtensionPlace:
+        module, _ = self.slot.places[0]
+        return ExtensionPlace(self.fqn, module, self._info.shard_mesh, self._policy, self.slicing)
 
     def _add_to_accumulated(self) -> None:
-        if self.accumulated_grad is None or self._unsharded is None:
+        parameter = self._computed
+        if self.accumulated_grad is None or parameter is None:
             return
-        parameter = self._unsharded.parameter
         if parameter.grad is not None:
             self.accumulated_grad += parameter.grad
             parameter.grad = None
 
     def _is_padded_already(self, local: torch.Tensor) -> bool:
+        if type(self._send_data) is not torch.Tensor:
+            return False
         # An empty tensor's storage may be at address 0, which says nothing.
         ours = self._send_data.untyped_storage().data_ptr()
         return ours > 0 and ours == local.untyped_storage().data_ptr()
-
-    def _pad(self, local: torch.Tensor) -> torch.Tensor:
-        padded = local.new_zeros((self.chunking.width, *self._shape[1:]))
-        padded.narrow(0, 0, local.size(0)).copy_(local)
-        return padded
 
 
 def _origin_of(param: nn.Parameter) -> object:
     # On the parameter itself: it outlives the call wherever else it hangs, an id would not.
     origin: object = param.__dict__.setdefault("_fsdp_core_origin", object())
     return origin
-
-
-def _check_supported(param: nn.Parameter, fqn: str) -> None:
-    if isinstance(param, DTensor):
-        raise UnsupportedError(
-            f"Parameter {fqn!r} is a DTensor already; sharding on top of tensor parallelism is "
-            "not supported yet. Apply fully_shard to plain parameters."
-        )
-    if not param.is_contiguous():
-        raise UnsupportedError(
-            f"FSDP does not support non-contiguous parameters yet: {fqn!r} has shape "
-            f"{tuple(param.shape)} and strides {param.stride()}. Make it contiguous first."
-        )

@@ -27,7 +27,9 @@ class GroupOptions:
         all_reduce_hook_stream: Stream for the hook; None: the lane of all-reduces.
         divide_factor: Gradients are divided by it instead of by the number of ranks.
         force_sum: Only sums travel, and divisions are separate.
-        reduce_unused: Trainable parameters without a gradient take part with zeros.
+        reduce_unused: Trainable parameters without a gradient take part with zeros, and get them.
+        agree_on_unused: They take part, and get a gradient if any rank had one. False packs only
+            what has a gradient here, as the reference does; ranks must then use the same.
     """
 
     all_gather: AllGather | None = None
@@ -39,3 +41,4 @@ class GroupOptions:
     divide_factor: float | None = None
     force_sum: bool = False
     reduce_unused: bool = False
+    agree_on_unused: bool = True

@@ -1,22 +1,22 @@
-"""The parameters of a unit, which communicate together."""
+"""The parameters of a unit that communicate together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import Lane
-from fsdp_core.errors import MetaParameterError, MixedDtypeError
+from fsdp_core.comm import Lane, collectives_on
+from fsdp_core.errors import MetaParameterError, OffloadError
+from fsdp_core.param.grad_batch import GradBatch, batches_of
+from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.param.partial_reduce import PartialReduce
 from fsdp_core.param.pending_gather import PendingGather
-from fsdp_core.param.pending_reduce import PendingReduce
+from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
-    import torch
-
-    from fsdp_core.comm import CommLink, MeshRoles
+    from fsdp_core.comm import CommLink, DataParallelMeshInfo, FSDPMeshInfo, Mark
     from fsdp_core.param.fsdp_param import FSDPParam
-    from fsdp_core.policy import MixedPrecisionPolicy
 
 
 class FSDPParamGroup:
@@ -26,16 +26,31 @@ class FSDPParamGroup:
 
     Attributes:
         params: In the order in which they are packed; not empty.
+        info: Mesh and roles of its axes.
+        options: What the setters write.
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], roles: MeshRoles, policy: MixedPrecisionPolicy
+        self,
+        params: Sequence[FSDPParam],
+        info: DataParallelMeshInfo,
+        post_forward: FSDPMeshInfo | None = None,
     ) -> None:
+        """Groups `params`, all sharded over `info`.
+
+        Args:
+            params: At least one.
+            info: Mesh and roles of its axes.
+            post_forward: The smaller mesh that forward reshards to, if any.
+        """
         self.params = tuple(params)
-        self._roles = roles
-        self._policy = policy
+        self.info = info
+        self.options = GroupOptions()
+        self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
         self._gather: PendingGather | None = None
+        self._partial = PartialReduce()
+        self._resharded: Mark | None = None
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -52,20 +67,31 @@ class FSDPParamGroup:
         """Whether a gather is in flight."""
         return self._gather is not None
 
-    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
+    def issue_unshard(
+        self, link: CommLink, *, after_compute: bool, in_compute: bool = False
+    ) -> None:
         """Starts a gather, unless the parameters are whole or on their way.
 
         Args:
             link: Lanes and ledger.
             after_compute: Whether the slices may still be in use by work on the compute lane;
                 at a root's forward and in backward they are known not to be.
+            in_compute: Whether to place the gather on the compute lane itself.
         """
         if self.is_unsharded or self.is_gathering:
             return
         if after_compute:
             link.lanes.follow(Lane.PACK, Lane.COMPUTE)
             link.lanes.follow(Lane.GATHER, Lane.COMPUTE)
-        self._gather = PendingGather.issue(self.params, self._roles, link)
+        if self._resharded is not None:
+            # The slices for the smaller mesh were cut on the compute lane.
+            link.lanes.follow_mark(Lane.PACK, self._resharded)
+            self._resharded = None
+        info = self._post_forward if self._is_post_forward else self.info
+        axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
+        self._gather = PendingGather.issue(
+            self.params, axis, self.info.device, link, in_compute=in_compute
+        )
 
     def finish_unshard(self, link: CommLink) -> None:
         """Lands the gather in flight, if any, and registers the whole parameters."""
@@ -74,7 +100,7 @@ class FSDPParamGroup:
         gather, self._gather = self._gather, None
         gather.land(link)
         for param in self.params:
-            param.register_unsharded()
+            param.to_unsharded()
         self._sharded_state = ShardedState.UNSHARDED
 
     def drop_gather(self, link: CommLink) -> None:
@@ -87,8 +113,27 @@ class FSDPParamGroup:
         """Registers the slices and frees the whole parameters."""
         if self._sharded_state is not ShardedState.SHARDED:
             for param in self.params:
-                param.register_sharded()
+                param.to_sharded()
             self._sharded_state = ShardedState.SHARDED
+            self._resharded = None
+
+    def reshard_after_forward(self, link: CommLink) -> None:
+        """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
+        if self._post_forward is None:
+            self.reshard()
+        elif self.is_unsharded:
+            for param in self.params:
+                param.to_sharded_post_forward()
+            self._sharded_state = ShardedState.SHARDED_POST_FORWARD
+            self._resharded = link.lanes.mark(Lane.COMPUTE)
+
+    def reset(self, link: CommLink) -> None:
+        """Ends what is in flight and drops gradients that were not reduced; registers slices."""
+        self.drop_gather(link)
+        for param in self.params:
+            param.drop_grads()
+        self._partial.clear()
+        self.reshard()
 
     def refresh(self) -> None:
         """Takes over what the user did to the slices; see `FSDPParam.refresh`."""
@@ -103,32 +148,61 @@ class FSDPParamGroup:
 
         Raises:
             MetaParameterError: Parameters have no values yet.
-            MixedDtypeError: Trainable parameters have several original dtypes.
+            OffloadError: Slices are not on the host, where the offload policy wants them.
         """
         if self._sharded_state is ShardedState.SHARDED and not self.is_gathering:
             self.refresh()
         self._check_values()
-        self._check_dtypes()
 
     def keep_grads(self) -> None:
         """Keeps the gradients whole, for a later backward that reduces them."""
         for param in self.params:
             param.keep_grad()
 
-    def take_grads(self) -> tuple[list[FSDPParam], list[torch.Tensor]]:
-        """Removes the whole gradients; returns the parameters that have one, and theirs."""
-        params, grads = [], []
-        for param in self.params:
-            if (grad := param.take_grad()) is not None:
-                params.append(param)
-                grads.append(grad)
-        return params, grads
+    def take_grads(self, *, was_reached: bool) -> list[GradBatch]:
+        """Removes the whole gradients.
 
-    def issue_reduce(
-        self, params: list[FSDPParam], grads: list[torch.Tensor], link: CommLink
-    ) -> PendingReduce:
-        """Starts the reduction of what `take_grads` returned; empties `grads`."""
-        return PendingReduce.issue(params, grads, self._roles, link, self._policy.reduce_dtype)
+        Args:
+            was_reached: Whether this backward ran through the unit. Then all ranks reduce all
+                its trainable parameters, whichever of them each has used.
+
+        Returns:
+            One batch for each dtype that gradients travel in.
+        """
+        agrees = self.options.agree_on_unused and was_reached and self._ranks > 1
+        return batches_of(
+            self.params,
+            covers_unused=agrees or self.options.reduce_unused,
+            is_agreed=agrees and not self.options.reduce_unused,
+        )
+
+    def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
+        """Starts the reduction of a batch from `take_grads`."""
+        options = self.options
+        route = ReduceRoute(
+            shards=collectives_on(
+                self.info.shard,
+                reduce_scatter=options.reduce_scatter,
+                reduce_group=options.reduce_group,
+            ),
+            replicas=collectives_on(self.info.replicate),
+            device=self.info.device,
+            partial=self._partial,
+            all_reduces=options.all_reduce_grads,
+            hook=options.all_reduce_hook,
+            hook_stream=options.all_reduce_hook_stream,
+            divide_factor=options.divide_factor,
+            force_sum=options.force_sum,
+        )
+        return PendingReduce.issue(batch, route, link)
+
+    @property
+    def _ranks(self) -> int:
+        return self.info.shard.size * self.info.replicate.size
+
+    @property
+    def _is_post_forward(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
 
     def _check_values(self) -> None:
         if on_meta := [param.fqn for param in self.params if param.is_meta]:
@@ -138,12 +212,9 @@ class FSDPParamGroup:
                 "Call module.to_empty(device=...) and initialize the values, or "
                 "load_state_dict(..., assign=True)."
             )
-
-    def _check_dtypes(self) -> None:
-        dtypes = {param.orig_dtype for param in self.params if param.sharded_param.requires_grad}
-        if len(dtypes) > 1:
-            raise MixedDtypeError(
-                f"FSDP expects uniform original parameter dtype but got {dtypes} in the group of "
-                f"{[param.fqn for param in self.params]}. Shard modules of different dtypes by "
-                "separate fully_shard calls."
+        if misplaced := [param.fqn for param in self.params if param.is_misplaced]:
+            raise OffloadError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading, but "
+                f"the following are on {self.info.device}: {misplaced}\n"
+                'Load a CPU state dict, or call module.to_empty(device="cpu").'
             )

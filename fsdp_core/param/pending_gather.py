@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,67 +13,90 @@ from fsdp_core.comm import Lane, Ticket
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import CommLink, MeshRoles
+    from fsdp_core.comm import Collectives, CommLink
     from fsdp_core.param.fsdp_param import FSDPParam
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What one parameter sends, and the dtype that each of it travels in."""
+
+    param: FSDPParam
+    tensors: tuple[torch.Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]
 
 
 class PendingGather:
     """A gather in flight; `land` fills the unsharded parameters from it."""
 
     def __init__(
-        self, ticket: Ticket, packing: Packing, params: Sequence[FSDPParam], *, as_bytes: bool
+        self, ticket: Ticket, packing: Packing, inputs: Sequence[_Inputs], *, as_bytes: bool
     ) -> None:
         self._ticket = ticket
         self._packing = packing
-        self._params = params
+        self._inputs = inputs
         self._as_bytes = as_bytes
 
     @classmethod
     @torch.no_grad()
-    def issue(cls, params: Sequence[FSDPParam], roles: MeshRoles, link: CommLink) -> PendingGather:
+    def issue(
+        cls,
+        params: Sequence[FSDPParam],
+        axis: Collectives,
+        device: torch.device,
+        link: CommLink,
+        *,
+        in_compute: bool = False,
+    ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
         The slices are cast on their way into this rank's row of the gather buffer. A group of
         several dtypes travels as bytes.
+
+        Args:
+            params: In packing order.
+            axis: Over which they are sharded.
+            device: On which modules compute.
+            link: Lanes and ledger.
+            in_compute: Whether to place everything on the compute lane.
         """
-        shard, lanes = roles.shard, link.lanes
-        dtypes = {param.compute_dtype for param in params}
-        as_bytes = len(dtypes) > 1
-        with lanes.enter(Lane.PACK):
-            sends = [param.send_data for param in params]
-            if as_bytes:
-                sends = [
-                    send.to(param.compute_dtype).view(torch.uint8)
-                    for param, send in zip(params, sends, strict=True)
-                ]
-            packing = Packing.of([send.numel() for send in sends], shard.size)
+        lanes = link.lanes
+        pack, gather = (Lane.COMPUTE,) * 2 if in_compute else (Lane.PACK, Lane.GATHER)
+        with lanes.enter(pack):
+            inputs = [_inputs_of(param) for param in params]
+            dtypes = {dtype for each in inputs for dtype in each.dtypes}
+            as_bytes = len(dtypes) > 1
+            sends = [
+                tensor.to(dtype).view(torch.uint8) if as_bytes else tensor
+                for each in inputs
+                for tensor, dtype in zip(each.tensors, each.dtypes, strict=True)
+            ]
+            packing = Packing.of([send.numel() for send in sends], axis.size)
             dtype = torch.uint8 if as_bytes else next(iter(dtypes))
-            buffer = torch.empty(packing.total, dtype=dtype, device=roles.device)
-            own_row = buffer.narrow(0, packing.row * shard.rank, packing.row)
+            buffer = axis.gather_buffer(packing.total, dtype, device)
+            own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
             torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
-        lanes.follow(Lane.GATHER, Lane.PACK)
-        with lanes.enter(Lane.GATHER):
-            sequence = link.ledger.issue(shard.name)
-            work = shard.all_gather(buffer, own_row)
-        ticket = Ticket(
-            work, buffer, on_complete=lambda: link.ledger.complete(shard.name, sequence)
-        )
-        return cls(ticket, packing, params, as_bytes=as_bytes)
+        lanes.follow(gather, pack)
+        with lanes.enter(gather):
+            sequence = link.ledger.issue(axis.name)
+            work = axis.all_gather(buffer, own_row)
+        ticket = Ticket(work, buffer, on_complete=lambda: link.ledger.complete(axis.name, sequence))
+        return cls(ticket, packing, inputs, as_bytes=as_bytes)
 
     @torch.no_grad()
     def land(self, link: CommLink) -> None:
-        """Waits, and copies the rows into the unsharded parameters, on the compute lane."""
+        """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
         buffer = self._ticket.wait()
-        outs = []
-        for param, size in zip(self._params, self._packing.sizes, strict=True):
-            unsharded = param.unsharded()
-            unsharded.allocate()
-            flat = unsharded.flat.view(torch.uint8) if self._as_bytes else unsharded.flat
-            outs.append(flat.view(self._packing.parts, size))
+        arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
+        outs = [out for of_param in arrived for out in of_param]
+        if self._as_bytes:
+            outs = [out.view(torch.uint8) for out in outs]
         rows = buffer.view(self._packing.parts, self._packing.row)
         with torch_private.preserve_version(outs):
             torch.split_with_sizes_copy(rows, list(self._packing.sizes), dim=1, out=outs)
         self._release(link)
+        for each, of_param in zip(self._inputs, arrived, strict=True):
+            each.param.finish_gather(of_param)
 
     def drop(self, link: CommLink) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
@@ -85,3 +109,8 @@ class PendingGather:
         mark = link.lanes.mark(Lane.COMPUTE)
         link.lanes.follow_mark(Lane.PACK, mark)
         link.lanes.follow_mark(Lane.GATHER, mark)
+
+
+def _inputs_of(param: FSDPParam) -> _Inputs:
+    sent = param.all_gather_inputs()
+    return _Inputs(param, tuple(tensor for tensor, _ in sent), tuple(dtype for _, dtype in sent))

@@ -1,101 +1,218 @@
-"""A reduction of a group's gradients: pack, reduce-scatter, view out."""
+"""A reduction of a group's gradients: pack, reduce-scatter, all-reduce, view out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from fsdp_core import torch_private
 from fsdp_core.comm import Lane, Reduction, Ticket
-from fsdp_core.errors import MixedDtypeError
 from fsdp_core.layout import Packing
+from fsdp_core.param import slices
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import CommLink, MeshRoles
-    from fsdp_core.param.fsdp_param import FSDPParam
+    from collections.abc import Callable, Sequence
+
+    from fsdp_core.comm import Collectives, CommLink
+    from fsdp_core.param.grad_batch import GradBatch
+    from fsdp_core.param.partial_reduce import PartialReduce
+
+
+@dataclass(frozen=True)
+class ReduceRoute:
+    """Where a group's gradients go.
+
+    Attributes:
+        shards: Axis of the reduce-scatter.
+        replicas: Axis of the all-reduce; one rank where there is none.
+        device: On which gradients arise.
+        partial: Where sums wait that are not all-reduced yet.
+        all_reduces: Whether replicas average now.
+        hook: The user's, called with the result before it is divided and cast.
+        hook_stream: On which; None: the lane of all-reduces.
+        divide_factor: See `Reduction.of`.
+        force_sum: See `Reduction.of`.
+    """
+
+    shards: Collectives
+    replicas: Collectives
+    device: torch.device
+    partial: PartialReduce
+    all_reduces: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None
+    hook_stream: torch.Stream | None = None
+    divide_factor: float | None = None
+    force_sum: bool = False
+
+    def reduction(self, dtype: torch.dtype) -> Reduction:
+        """The operations in `dtype`."""
+        return Reduction.of(
+            dtype,
+            shards=self.shards.size,
+            replicas=self.replicas.size,
+            divide_factor=self.divide_factor,
+            force_sum=self.force_sum,
+        )
 
 
 class PendingReduce:
     """A reduction in flight; `land` makes its result the gradients of the slices."""
 
     def __init__(
-        self, ticket: Ticket, packing: Packing, params: Sequence[FSDPParam], reduction: Reduction
+        self, ticket: Ticket, packing: Packing, batch: GradBatch, route: ReduceRoute
     ) -> None:
         self._ticket = ticket
         self._packing = packing
-        self._params = params
-        self._reduction = reduction
+        self._batch = batch
+        self._route = route
+        self._reduction = route.reduction(batch.reduce_dtype)
 
     @classmethod
     @torch.no_grad()
-    def issue(
-        cls,
-        params: Sequence[FSDPParam],
-        grads: list[torch.Tensor],
-        roles: MeshRoles,
-        link: CommLink,
-        reduce_dtype: torch.dtype | None,
-    ) -> PendingReduce:
+    def issue(cls, batch: GradBatch, route: ReduceRoute, link: CommLink) -> PendingReduce:
         """Packs whole gradients, cast to the reduce dtype, and starts the reduce-scatter.
 
         Args:
-            params: Parameters that have a gradient.
-            grads: Theirs, in order; emptied, so that their memory is free once they are packed.
-            roles: Mesh of the group.
+            batch: Its gradients are let go once they are packed.
+            route: Axes and options.
             link: Lanes and ledger.
-            reduce_dtype: None for the dtype of the gradients.
-
-        Raises:
-            MixedDtypeError: The gradients have several dtypes.
         """
-        shard, lanes = roles.shard, link.lanes
-        dtypes = {grad.dtype for grad in grads}
-        if len(dtypes) != 1:
-            raise MixedDtypeError(
-                f"FSDP reduce-scatter expects uniform gradient dtype but got {dtypes} "
-                f"(parameters {[param.fqn for param in params]})"
-            )
-        dtype = reduce_dtype or dtypes.pop()
-        packing = Packing.of([param.padded_row for param in params], shard.size)
-        contribution = torch.empty(packing.total, dtype=dtype, device=roles.device)
-        torch_private.chunk_cat(grads, shard.size, contribution.view(shard.size, packing.row))
-        grads.clear()
-
-        reduction = Reduction.mean(dtype, shard.size)
+        shards, lanes, dtype = route.shards, link.lanes, batch.reduce_dtype
+        packing, contribution = _pack(batch, route)
+        reduction = route.reduction(dtype)
         lanes.follow(Lane.REDUCE, Lane.COMPUTE)
         with lanes.enter(Lane.REDUCE):
-            result = torch.empty(packing.row, dtype=dtype, device=roles.device)
+            result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
-            sequence = link.ledger.issue(shard.name)
-            work = shard.reduce_scatter(result, contribution, reduction.op)
+            sequence = link.ledger.issue(shards.name)
+            work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
         ticket = Ticket(
             work,
             result,
             inputs=(contribution,),
-            on_complete=lambda: link.ledger.complete(shard.name, sequence),
+            on_complete=lambda: link.ledger.complete(shards.name, sequence),
         )
-        return cls(ticket, packing, params, reduction)
+        return cls(ticket, packing, batch, route)
 
     @torch.no_grad()
     def land(self, link: CommLink) -> None:
-        """Waits, and adds views of the result to the slices' gradients, on the reduce lane.
+        """Waits, averages over replicas, and adds views of the result to the slices' gradients.
 
-        The result lives in that lane's memory pool and must not be read on another lane before
-        that one follows; the end of backward sees to it.
+        The result lives in the reduce lane's memory pool and must not be read on another lane
+        before that one follows; the end of backward sees to it.
         """
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
             result = self._ticket.wait()
             arrived = lanes.mark(Lane.REDUCE)
-            if self._reduction.post_divide != 1:
-                result.div_(self._reduction.post_divide)
-            result = result.to(self._params[0].orig_dtype)
-            for param, row in zip(
-                self._params, torch.split(result, list(self._packing.sizes)), strict=True
-            ):
-                param.add_sharded_grad(row)
+            is_complete = self._route.all_reduces or self._route.replicas.size == 1
+            if is_complete:
+                self._route.partial.add_to(result, self._batch)
+            else:
+                self._route.partial.keep(result, self._batch)
+        if is_complete:
+            self._finish(result, link)
         # The contribution came from the compute lane's pool, and the ticket let it go.
         lanes.follow_mark(Lane.COMPUTE, arrived)
+
+    def drop(self, link: CommLink) -> None:
+        """Waits and forgets the result: the iteration it belongs to failed."""
+        with link.lanes.enter(Lane.REDUCE):
+            self._ticket.wait()
+            link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+
+    def _finish(self, result: torch.Tensor, link: CommLink) -> None:
+        lane = Lane.REDUCE
+        if self._route.replicas.size > 1:
+            lane = Lane.ALL_REDUCE
+            link.lanes.follow(lane, Lane.REDUCE)
+            with link.lanes.enter(lane):
+                self._all_reduce(result, link)
+        if self._route.hook is not None:
+            link.lanes.follow(Lane.ALL_REDUCE, lane)
+            lane = Lane.ALL_REDUCE
+            self._run_hook(self._route.hook, result, link)
+        with link.lanes.enter(lane):
+            if self._reduction.post_divide != 1:
+                result.div_(self._reduction.post_divide)
+            self._view_out(result, link, lane)
+        if lane is not Lane.REDUCE:
+            # It came from the reduce lane's pool, which could give it to the next reduction.
+            link.hold_until_passed(result, link.lanes.mark(lane))
+
+    def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
+        replicas = self._route.replicas
+        sequence = link.ledger.issue(replicas.name)
+        ticket = Ticket(
+            replicas.all_reduce(result, self._reduction.replica_op),
+            result,
+            on_complete=lambda: link.ledger.complete(replicas.name, sequence),
+        )
+        ticket.wait()
+
+    def _run_hook(
+        self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, link: CommLink
+    ) -> None:
+        grads = result[: sum(self._sizes)]
+        stream = self._route.hook_stream
+        if stream is None:
+            with link.lanes.enter(Lane.ALL_REDUCE):
+                hook(grads)
+            return
+        link.lanes.before_stream(stream, Lane.ALL_REDUCE)
+        with stream:
+            hook(grads)
+        link.lanes.after_stream(stream, Lane.ALL_REDUCE)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return list(self._packing.sizes[: len(self._batch.params)])
+
+    def _view_out(self, result: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        params = self._batch.params
+        wanted = {param.orig_dtype for param in params}
+        flags = result[sum(self._sizes) :]
+        rows: Sequence[torch.Tensor] = torch.split(
+            # One cast for all, if one does.
+            (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
+            self._sizes,
+        )
+        for param, row, has_grad in zip(params, rows, self._with_grad(flags), strict=True):
+            if has_grad:
+                param.add_sharded_grad(row.to(param.orig_dtype), link, lane)
+
+    def _with_grad(self, flags: torch.Tensor) -> list[bool]:
+        batch = self._batch
+        if not batch.is_agreed or all(batch.present):
+            # What this rank has, some rank has: nothing needs to be read from the device.
+            return [True] * len(batch.params)
+        return [bool(flag) for flag in (flags != 0).tolist()]
+
+
+def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
+    shards, dtype = route.shards, batch.reduce_dtype
+    grads = [
+        slices.stack(grad, param.slicing)
+        for param, grad in zip(batch.params, batch.grads, strict=True)
+    ]
+    batch.grads.clear()
+    sizes = [param.slicing.row for param in batch.params]
+    if batch.is_agreed:
+        grads.append(_flags(batch.present, dtype, route.device).expand(shards.size, -1))
+        sizes.append(len(batch.present))
+    if len({grad.dtype for grad in grads}) > 1:
+        grads = [grad.to(dtype) for grad in grads]
+    packing = Packing.of(sizes, shards.size)
+    contribution = shards.reduce_buffer(packing.total, dtype, route.device)
+    torch_private.chunk_cat(grads, shards.size, contribution.view(shards.size, packing.row))
+    return packing, contribution
+
+
+def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if all(present):
+        # Made on the device: a copy from the host would wait for it.
+        return torch.ones(len(present), dtype=dtype, device=device)
+    return torch.tensor(present, dtype=dtype, device=device)

@@ -2,53 +2,92 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from fsdp_core import torch_private
 
-if TYPE_CHECKING:
-    from fsdp_core.layout import Chunking
 
-
-class UnshardedParam:
-    """One parameter object for life, whose memory comes and goes.
+class Unsharded(Protocol):
+    """A whole parameter whose memory comes and goes.
 
     Autograd saves references to the parameter and to views of it between forward and backward.
     So the object is made once, and freeing or filling it resizes and rewrites its storage,
-    which every alias sees. After construction the memory is free.
+    which every alias sees.
+    """
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """An autograd leaf; one object for life."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory it has at present."""
+
+    def free(self) -> None:
+        """Gives the memory back; every alias is unusable until it is filled again."""
+
+
+class UnshardedParam:
+    """A whole parameter over one flat buffer. After construction its memory is free.
 
     Attributes:
-        flat: 1D, the padded slices of all ranks end to end; what a gather is copied into.
-        parameter: The leading elements of `flat` in the original shape; an autograd leaf.
+        flat: 1D; what a gather is copied into.
     """
 
     def __init__(
         self,
-        shape: torch.Size,
-        chunking: Chunking,
+        numel: int,
+        shape: Callable[[torch.Tensor], torch.Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        row = shape[1:].numel()
+        """Makes the parameter.
+
+        Args:
+            numel: Elements of the buffer, padding included.
+            shape: Gives the buffer the form that modules compute with, without a copy.
+            dtype: Of the parameter.
+            device: On which modules compute.
+        """
         with torch_private.outside_inference_mode(), torch.no_grad():
-            self.flat = torch.empty(chunking.padded_length * row, dtype=dtype, device=device)
-            whole = self.flat[: chunking.length * row].view(shape)
-            self.parameter = nn.Parameter(whole, requires_grad=False)
-        self._nbytes = self.flat.numel() * self.flat.itemsize
+            self.flat = torch.empty(numel, dtype=dtype, device=device)
+            self._parameter = nn.Parameter(shape(self.flat), requires_grad=False)
         self.free()
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The leading elements of `flat` in the original form."""
+        return self._parameter
+
+    @property
+    def held_bytes(self) -> int:
+        """All or nothing."""
+        return self.flat.untyped_storage().size()
 
     def allocate(self) -> None:
         """Gets memory of undefined content; a no-op where there is some."""
-        storage = self.flat.untyped_storage()
-        if storage.size() != self._nbytes:
-            storage.resize_(self._nbytes)
+        allocate(self.flat)
 
     def free(self) -> None:
-        """Gives the memory back; every alias is unusable until the next `allocate`."""
-        storage = self.flat.untyped_storage()
-        if storage.size() != 0:
-            storage.resize_(0)
+        """Gives the memory back."""
+        free(self.flat)
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Gives `tensor`, which covers its storage, memory of undefined content if it has none."""
+    storage = tensor.untyped_storage()
+    nbytes = tensor.numel() * tensor.itemsize
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Takes the memory of a tensor's storage away; aliases stay, and are unusable."""
+    storage = tensor.untyped_storage()
+    if storage.size() != 0:
+        storage.resize_(0)

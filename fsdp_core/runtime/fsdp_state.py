@@ -116,7 +116,7 @@ class FSDPState:
             RootError: The unit has several modules, or a unit below ran forward alone before.
             SharedParameterError: Two units manage one parameter.
             MetaParameterError: Parameters have no values yet.
-            MixedDtypeError: A group's trainable parameters differ in dtype.
+            OffloadError: Slices are not on the host, where the offload policy wants them.
         """
         if not self.context.is_solo:
             return
@@ -231,7 +231,8 @@ class FSDPState:
         # Recomputation of an enclosing function: backward follows at once and needs them.
         if not torch_private.in_backward():
             if self._reshards_after_forward:
-                self.reshard()
+                for group in self.groups:
+                    group.reshard_after_forward(self.context.link)
             self.context.backward_order.record(self._index)
         output = call_before_backward(output, self._pre_backward, self.modules)
         self._enter(TrainingState.IDLE)
@@ -252,7 +253,7 @@ class FSDPState:
             self.context.prefetch_backward(self._index, self.prefetch_after_backward)
         return grad
 
-    def _post_backward(self) -> None:
+    def _post_backward(self, *, was_reached: bool = True) -> None:
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self._enter(TrainingState.POST_BACKWARD)
         for group in reversed(self.groups):
@@ -260,11 +261,11 @@ class FSDPState:
                 self._reshard_after_backward(group)
                 group.keep_grads()
                 continue
-            params, grads = group.take_grads()
+            batches = group.take_grads(was_reached=was_reached)
             self._reshard_after_backward(group)
-            self.context.make_room_for_reduce()
-            if params:
-                self.context.admit_reduce(group.issue_reduce(params, grads, self.context.link))
+            for batch in batches:
+                self.context.make_room_for_reduce()
+                self.context.admit_reduce(group.issue_reduce(batch, self.context.link))
 
     def _reshard_after_backward(self, group: FSDPParamGroup) -> None:
         if self.options.reshard_after_backward:
@@ -273,7 +274,7 @@ class FSDPState:
     def complete_backward(self) -> None:
         """Runs post-backward if no input needed a gradient, so autograd had no reason to."""
         if self._training_state is not TrainingState.POST_BACKWARD:
-            self._post_backward()
+            self._post_backward(was_reached=self._training_state is TrainingState.PRE_BACKWARD)
 
     def go_idle(self) -> None:
         """Ends the iteration."""

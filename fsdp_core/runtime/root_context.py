@@ -150,7 +150,6 @@ class RootContext:
             for unit in self.units:
                 unit.drop_gathers()
             self.backward_order.clear()
-            # The optimizer reads on the compute lane what the reduce lane wrote.
-            self.link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+            self.link.end_backward()
         for unit in self.units:
             unit.go_idle()

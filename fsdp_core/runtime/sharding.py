@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -12,22 +13,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core import torch_private
-from fsdp_core.comm import MeshRoles
+from fsdp_core.comm import DataParallelMeshInfo, mesh_info_of
 from fsdp_core.errors import AlreadyShardedError, ArgumentError, ContainerError, UnsupportedError
-from fsdp_core.param import FSDPParam, FSDPParamGroup, find_slots
-from fsdp_core.policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.param import ParamOptions
+from fsdp_core.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
 from fsdp_core.runtime.fsdp_state import COMPOSABLE_NAME, FSDPState, state_of
-from fsdp_core.runtime.managed import managed_modules, managed_params, move_to, root_modules
+from fsdp_core.runtime.grouping import PlacementFn, group_params
+from fsdp_core.runtime.managed import (
+    managed_modules,
+    managed_params,
+    move_to,
+    root_modules,
+    without_ignored,
+)
 from fsdp_core.runtime.unit_options import UnitOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Shard
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
-
-PlacementFn = Callable[[nn.Parameter], "Shard | None"]
 
 
 class FullyShard:
@@ -46,6 +49,7 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy = ...,
         offload_policy: OffloadPolicy = ...,
         ignored_params: set[nn.Parameter] | None = ...,
+        dp_mesh_dims: DataParallelMeshDims | None = ...,
     ) -> FSDPModule: ...
 
     @overload
@@ -59,6 +63,7 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy = ...,
         offload_policy: OffloadPolicy = ...,
         ignored_params: set[nn.Parameter] | None = ...,
+        dp_mesh_dims: DataParallelMeshDims | None = ...,
     ) -> list[FSDPModule]: ...
 
     def __call__(  # noqa: PLR0913 - the reference's signature
@@ -71,22 +76,29 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
         offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
         ignored_params: set[nn.Parameter] | None = None,
+        dp_mesh_dims: DataParallelMeshDims | None = None,
     ) -> FSDPModule | list[FSDPModule]:
         """Makes `module` one unit: its parameters become slices that are whole only while used.
 
         Apply it bottom-up: the unit takes every parameter below `module` that no earlier call
-        took. On return the parameters are DTensors with `Shard(0)` over the mesh, so an
-        optimizer can be built on them.
+        took. On return the parameters are DTensors, so an optimizer can be built on them.
 
         Args:
             module: One module, or several that communicate as one group.
-            mesh: One axis, over which parameters are sharded; by default all ranks.
+            mesh: One axis, over which parameters are sharded; two named axes, of which the first
+                replicates (HSDP); with `dp_mesh_dims` the full mesh that the parameters, DTensors
+                already, lie on. By default one axis of all ranks.
             reshard_after_forward: Whether forward ends with the parameters sliced again, at the
-                price of one more gather in backward. None: yes, except for the root.
-            shard_placement_fn: Not supported yet.
+                price of one more gather in backward. None: yes, except for the root. A number k:
+                sliced over k ranks only, so that backward gathers from few and near ones.
+            shard_placement_fn: Called with each parameter; returns the `Shard` to use, a
+                `ShardPlacementResult` that also names another mesh, or None for dim 0. Any dim
+                may be uneven.
             mp_policy: Dtypes.
-            offload_policy: `OffloadPolicy()`; offloading is not supported yet.
+            offload_policy: `CPUOffloadPolicy()` keeps slices, gradients and optimizer state on
+                the host.
             ignored_params: Left alone entirely: neither sharded, moved nor reduced.
+            dp_mesh_dims: Which named axes of `mesh` shard and replicate.
 
         Returns:
             The same module or modules, now also `FSDPModule`.
@@ -94,30 +106,32 @@ class FullyShard:
         Raises:
             AlreadyShardedError: A module was given to `fully_shard` before.
             ContainerError: A `ModuleList` or `ModuleDict` without a forward.
-            ArgumentError: A bad mesh, reshard size, or parameter.
-            ScalarParameterError: A zero-dimensional parameter.
-            UnsupportedError: A feature that is not there yet, by name.
+            ArgumentError: A bad mesh, reshard size, placement or parameter.
+            PlacementError: A parameter does not have the dim to shard.
+            UnsupportedError: Resharding DTensor parameters to a smaller mesh, or to one that is
+                part of an SPMD mesh.
         """
-        _refuse_unsupported(shard_placement_fn, offload_policy)
         _check_container(module)
         modules = [module] if isinstance(module, nn.Module) else root_modules(module)
         for each in modules:
             _check_unsharded(each)
-        roles = MeshRoles.of(mesh if mesh is not None else _default_mesh())
-        options = UnitOptions(
-            reshard_after_forward=_as_bool(reshard_after_forward, roles.shard.size)
-        )
+        info = mesh_info_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
+        reshard = _Reshard.of(reshard_after_forward, info)
 
-        managed = managed_modules(modules)
-        originals = managed_params(managed, ignored_params or set())
-        move_to(roles.device, originals, managed)
-        slots = find_slots(originals, modules)
-        params = [
-            FSDPParam(param, slot, roles, mp_policy)
-            for param, slot in zip(originals, slots, strict=True)
-        ]
-        groups = [FSDPParamGroup(params, roles, mp_policy)] if params else []
-        FSDPState(modules, groups, roles.device, mp_policy, options).install()
+        ignored = ignored_params or set()
+        managed = without_ignored(managed_modules(modules), ignored)
+        originals = managed_params(managed, ignored)
+        move_to(info.device, originals, managed)
+        groups = group_params(
+            originals,
+            modules,
+            info,
+            ParamOptions(mp_policy, offload_policy),
+            reshard_to=reshard.ranks,
+            placement_of=shard_placement_fn,
+        )
+        options = UnitOptions(reshard_after_forward=reshard.at_all)
+        FSDPState(modules, groups, info.device, mp_policy, options).install()
 
         for each in managed:
             torch_private.mark_for_dynamo(each)
@@ -132,19 +146,6 @@ class FullyShard:
 
 
 fully_shard = FullyShard()
-
-
-def _refuse_unsupported(placement_fn: PlacementFn | None, offload: OffloadPolicy) -> None:
-    if placement_fn is not None:
-        raise UnsupportedError(
-            "shard_placement_fn is not supported yet: every parameter is sharded on dim 0 of "
-            "the given mesh. Leave it out."
-        )
-    if type(offload) is not OffloadPolicy:
-        raise UnsupportedError(
-            f"{type(offload).__name__} is not supported yet: slices stay on the mesh's device. "
-            "Pass OffloadPolicy() or leave it out."
-        )
 
 
 def _check_container(module: nn.Module | Sequence[nn.Module]) -> None:
@@ -165,33 +166,49 @@ def _check_unsharded(module: nn.Module) -> None:
         )
 
 
-def _as_bool(reshard_after_forward: bool | int | None, size: int) -> bool | None:  # noqa: FBT001 - the user's argument as it came
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if not isinstance(reshard_after_forward, int):
-        raise ArgumentError(
-            "reshard_after_forward should be a bool or an int representing the group size to "
-            f"reshard to, not {reshard_after_forward}"
-        )
-    if reshard_after_forward < 1 or size % reshard_after_forward != 0:
-        raise ArgumentError(
-            "If passing reshard_after_forward as an int, it should be a factor of "
-            f"{size}, not {reshard_after_forward}"
-        )
-    if reshard_after_forward == size:
-        return True
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 (int) means keeping parameters whole after forward, "
-            "instead of reshard_after_forward=True (bool)",
-            UserWarning,
-            stacklevel=3,
-        )
-        return False
-    raise UnsupportedError(
-        f"Resharding to {reshard_after_forward} of {size} ranks after forward is not supported "
-        "yet. Pass True, False or None."
-    )
+@dataclass(frozen=True)
+class _Reshard:
+    """What `reshard_after_forward` means.
+
+    Attributes:
+        at_all: Whether forward ends with slices; None: except for the root.
+        ranks: How many ranks then share a parameter; None: all.
+    """
+
+    at_all: bool | None
+    ranks: int | None = None
+
+    @classmethod
+    def of(cls, wanted: bool | int | None, info: DataParallelMeshInfo) -> Self:  # noqa: FBT001 - the user's argument as it came
+        if wanted is None or isinstance(wanted, bool):
+            return cls(wanted)
+        if not isinstance(wanted, int):
+            raise ArgumentError(
+                "reshard_after_forward should be a bool or an int representing the group size to "
+                f"reshard to, not {wanted}"
+            )
+        if info.is_spmd:
+            raise UnsupportedError(
+                "reshard_after_forward as int is not yet supported with an SPMD mesh "
+                "(dp_mesh_dims). Pass True, False or None."
+            )
+        size = info.shard.size
+        if wanted < 1 or size % wanted != 0:
+            raise ArgumentError(
+                "If passing reshard_after_forward as an int, it should be a factor of "
+                f"{size}, not {wanted}"
+            )
+        if wanted == size:
+            return cls(at_all=True)
+        if wanted == 1:
+            warnings.warn(
+                "reshard_after_forward=1 (int) means keeping parameters whole after forward, "
+                "instead of reshard_after_forward=True (bool)",
+                UserWarning,
+                stacklevel=3,
+            )
+            return cls(at_all=False)
+        return cls(at_all=True, ranks=wanted)
 
 
 def _default_mesh() -> DeviceMesh:

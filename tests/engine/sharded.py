@@ -62,8 +62,4 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_unsharded_bytes(module: nn.Module) -> int:
     """Bytes of whole parameters that are allocated below the module."""
-    return sum(
-        param.unsharded().flat.untyped_storage().size()
-        for found in states(module)
-        for param in found.params
-    )
+    return sum(param.unsharded().held_bytes for found in states(module) for param in found.params)

@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core import TrainingState, observe
-from fsdp_core.comm import Collectives, GroupCollectives, LoopbackCollectives, MeshRoles, Reduction
+from fsdp_core.comm import (
+    Axis,
+    Collectives,
+    GroupCollectives,
+    LoopbackCollectives,
+    Reduction,
+    collectives_on,
+    mesh_info_of,
+)
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import BLOCKS, Decoder, Recompute, decoder
 from tests.engine.sharded import backward_once, shard_decoder
@@ -21,7 +29,7 @@ def test_collectives_gather_rows_and_reduce_them(gangs: Gangs, world: int) -> No
 
 
 def check_residents(ctx: RankContext) -> None:
-    chosen = MeshRoles.of(ctx.mesh).shard
+    chosen = collectives_on(mesh_info_of(ctx.mesh).shard)
     assert isinstance(chosen, LoopbackCollectives if ctx.world == 1 else GroupCollectives)
     check_collectives(ctx, chosen)
     if ctx.world == 1:
@@ -30,16 +38,26 @@ def check_residents(ctx: RankContext) -> None:
 
 def check_collectives(ctx: RankContext, group: Collectives) -> None:
     assert (group.name, group.size, group.rank) == ("dp_shard", ctx.world, ctx.rank)
-    buffer = torch.full((2 * ctx.world,), -1.0, device=ctx.device)
+    buffer = group.gather_buffer(2 * ctx.world, torch.float32, ctx.device).fill_(-1.0)
     row = buffer.narrow(0, 2 * ctx.rank, 2)
     row.copy_(torch.tensor([ctx.rank, ctx.rank + 0.5]))
     wait(group.all_gather(buffer, row))
     assert buffer.tolist() == [half for rank in range(ctx.world) for half in (rank, rank + 0.5)]
-    grads = torch.arange(2.0 * ctx.world, device=ctx.device) + ctx.rank
-    mean = torch.empty(2, device=ctx.device)
-    wait(group.reduce_scatter(mean, grads, Reduction.mean(torch.float32, ctx.world).op))
+    grads = group.reduce_buffer(2 * ctx.world, torch.float32, ctx.device)
+    grads.copy_(torch.arange(2.0 * ctx.world) + ctx.rank)
+    mean = group.reduce_buffer(2, torch.float32, ctx.device)
+    reduction = Reduction.of(torch.float32, shards=ctx.world)
+    wait(group.reduce_scatter(mean, grads, reduction.scatter_op))
     offset = (ctx.world - 1) / 2
     assert mean.tolist() == [2 * ctx.rank + offset, 2 * ctx.rank + 1 + offset]
+    wait(group.all_reduce(mean, dist.ReduceOp.SUM))
+    assert mean.tolist() == [
+        sum(2 * rank + odd + offset for rank in range(ctx.world)) for odd in (0, 1)
+    ]
+
+
+def test_an_axis_that_the_mesh_lacks_is_one_rank() -> None:
+    assert isinstance(collectives_on(Axis.alone("dp_replicate")), LoopbackCollectives)
 
 
 def wait(work: dist.Work | None) -> None:
@@ -50,11 +68,32 @@ def wait(work: dist.Work | None) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_reduction_divides_by_the_ranks(dtype: torch.dtype, ranks: int) -> None:
-    mean = Reduction.mean(dtype, ranks)
-    divided = mean.pre_divide * mean.post_divide * (ranks if mean.op == dist.ReduceOp.AVG else 1)
-    assert divided == ranks
+    mean = Reduction.of(dtype, shards=ranks)
+    assert divided_by(mean, ranks, 1) == ranks
     assert mean.pre_divide >= 1
     assert mean.post_divide >= 1
+
+
+@pytest.mark.parametrize("force_sum", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("factor", [None, 2.0, 3.0, 10.0])
+@pytest.mark.parametrize(("shards", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 4), (3, 5)])
+def test_a_reduction_divides_by_what_it_is_told(
+    shards: int, replicas: int, factor: float | None, dtype: torch.dtype, *, force_sum: bool
+) -> None:
+    reduction = Reduction.of(
+        dtype, shards=shards, replicas=replicas, divide_factor=factor, force_sum=force_sum
+    )
+    expected = shards * replicas if factor is None else factor
+    assert divided_by(reduction, shards, replicas) == expected
+    if force_sum:
+        assert {reduction.scatter_op, reduction.replica_op} == {dist.ReduceOp.SUM}
+
+
+def divided_by(reduction: Reduction, shards: int, replicas: int) -> float:
+    divided = reduction.pre_divide * reduction.post_divide
+    divided *= shards if reduction.scatter_op == dist.ReduceOp.AVG else 1
+    return divided * (replicas if reduction.replica_op == dist.ReduceOp.AVG else 1)
 
 
 class Recorder:

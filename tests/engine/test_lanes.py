@@ -48,7 +48,7 @@ GATHER = ["on PACK", "off PACK", "GATHER after PACK", "on GATHER", "off GATHER"]
 COPY_OUT = ["mark COMPUTE", "PACK after mark", "GATHER after mark"]
 REDUCE = ["REDUCE after COMPUTE", "on REDUCE", "off REDUCE"]
 # The packed gradients came from COMPUTE's memory: COMPUTE may reuse it after the collective.
-LAND = ["on REDUCE", "mark REDUCE", "off REDUCE", "COMPUTE after mark"]
+LAND = ["on REDUCE", "mark REDUCE", "off REDUCE", "on REDUCE", "off REDUCE", "COMPUTE after mark"]
 
 
 @pytest.mark.ranks
@@ -68,7 +68,8 @@ def check_script(ctx: RankContext) -> None:
     lanes.log.clear()
     for param in group.params:
         param.unsharded().parameter.grad = torch.ones_like(param.unsharded().parameter)
-    pending = group.issue_reduce(*group.take_grads(), link)
+    (batch,) = group.take_grads(was_reached=True)
+    pending = group.issue_reduce(batch, link)
     group.reshard()
     assert lanes.log == REDUCE
     lanes.log.clear()

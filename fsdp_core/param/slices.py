@@ -1,0 +1,96 @@
+"""Tensors cut into slices and put together again, as a `Slicing` says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_core import torch_private
+
+if TYPE_CHECKING:
+    from fsdp_core.layout import Slicing
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dims in which `tensor` lies in memory without gaps; None if it has gaps.
+
+    (0, 1, ...) for a contiguous tensor; channels-last and transposed ones have another.
+    """
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes `order`."""
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def cut(whole: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:
+    """The slice of `part`, padded with zeros, in memory of its own."""
+    padded = whole.new_zeros(slicing.padded_shape)
+    if slicing.dim is None:
+        return padded.copy_(whole)
+    start, length = slicing.bounds(part)
+    padded.narrow(slicing.dim, 0, length).copy_(whole.narrow(slicing.dim, start, length))
+    return padded
+
+
+def pad(local: torch.Tensor, slicing: Slicing) -> torch.Tensor:
+    """A slice without padding, padded with zeros, in memory of its own."""
+    padded = local.new_zeros(slicing.padded_shape)
+    unpad(padded, slicing, local).copy_(local)
+    return padded
+
+
+def unpad(padded: torch.Tensor, slicing: Slicing, like: torch.Tensor) -> torch.Tensor:
+    """The view of a padded slice that has as many rows as `like`."""
+    if slicing.dim is None:
+        return padded
+    return padded.narrow(slicing.dim, 0, like.size(slicing.dim))
+
+
+def own(padded: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:
+    """The view of a padded slice without its padding."""
+    if slicing.dim is None:
+        return padded
+    return padded.narrow(slicing.dim, 0, slicing.bounds(part)[1])
+
+
+def join(rows: torch.Tensor, slicing: Slicing, whole: torch.Tensor) -> None:
+    """Copies the padded slices of all ranks into the tensor they were cut from.
+
+    Args:
+        rows: (parts, row) elements.
+        slicing: How they were cut.
+        whole: Written; of `slicing.shape`.
+    """
+    if slicing.dim is None:
+        # Every rank sent the same; the first is as good as any.
+        whole.copy_(rows[0].view(slicing.shape))
+        return
+    targets, sources = [], []
+    for part in range(slicing.parts):
+        start, length = slicing.bounds(part)
+        targets.append(whole.narrow(slicing.dim, start, length))
+        sources.append(rows[part].view(slicing.padded_shape).narrow(slicing.dim, 0, length))
+    torch_private.foreach_copy(targets, sources)
+
+
+def stack(whole: torch.Tensor, slicing: Slicing) -> torch.Tensor:
+    """`whole` such that cutting it along its first dim gives the padded slices in rank order.
+
+    A tensor that is cut along its first dim anyway is returned as it is, unpadded.
+    """
+    if slicing.dim == 0:
+        return whole
+    if slicing.dim is None:
+        return whole.expand(slicing.parts, *slicing.shape)
+    stacked = whole.new_zeros((slicing.parts, *slicing.padded_shape))
+    for part in range(slicing.parts):
+        start, length = slicing.bounds(part)
+        stacked[part].narrow(slicing.dim, 0, length).copy_(whole.narrow(slicing.dim, start, length))
+    return stacked
