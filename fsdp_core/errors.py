@@ -18,6 +18,7 @@
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
     ├── TicketError               (RuntimeError)         a collective waited for twice
+    ├── DesyncError               (RuntimeError)         ranks started different collectives
     ├── PlanError                 (ValueError)           a plan that does not fit the model or mesh
     └── CheckpointError           (RuntimeError)         state that cannot be saved or filled
         ├── MissingShardError                            part of a tensor is in no saved shard
@@ -93,6 +94,10 @@ class NoDeepcopyError(EngineError, AssertionError):
 
 class TicketError(EngineError, RuntimeError):
     """A ticket's result was asked for twice."""
+
+
+class DesyncError(EngineError, RuntimeError):
+    """Ranks of one group have started different collectives."""
 
 
 class PlanError(EngineError, ValueError):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
     from torch.distributed.tensor.placement_types import Placement
 
 Spec: TypeAlias = DTensorSpec
@@ -250,3 +252,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges what two tensor objects are; whoever holds one holds the other then."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+def default_store() -> Store:
+    """The store through which the default process group met; there is no public way to it."""
+    return dist.distributed_c10d._get_default_store()

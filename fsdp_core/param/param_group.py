@@ -90,7 +90,7 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self.params, axis, self.info.device, link, in_compute=in_compute
+            self.params, axis, self.info.device, link, label=self._label, in_compute=in_compute
         )
 
     def finish_unshard(self, link: CommLink) -> None:
@@ -180,6 +180,7 @@ class FSDPParamGroup:
         """Starts the reduction of a batch from `take_grads`."""
         options = self.options
         route = ReduceRoute(
+            label=self._label,
             shards=collectives_on(
                 self.info.shard,
                 reduce_scatter=options.reduce_scatter,
@@ -195,6 +196,11 @@ class FSDPParamGroup:
             force_sum=options.force_sum,
         )
         return PendingReduce.issue(batch, route, link)
+
+    @property
+    def _label(self) -> str:
+        others = len(self.params) - 1
+        return repr(self.params[0].fqn) + (f" and {others} more" if others else "")
 
     @property
     def _ranks(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Ticket
+from fsdp_core.comm import Lane, Ticket, note
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class PendingGather:
         device: torch.device,
         link: CommLink,
         *,
+        label: str,
         in_compute: bool = False,
     ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
@@ -58,6 +59,7 @@ class PendingGather:
             axis: Over which they are sharded.
             device: On which modules compute.
             link: Lanes and ledger.
+            label: Whose parameters they are; the same on all ranks.
             in_compute: Whether to place everything on the compute lane.
         """
         lanes = link.lanes
@@ -79,8 +81,14 @@ class PendingGather:
         lanes.follow(gather, pack)
         with lanes.enter(gather):
             sequence = link.ledger.issue(axis.name)
+            note(axis.group, f"all-gather of {label}")
             work = axis.all_gather(buffer, own_row)
-        ticket = Ticket(work, buffer, on_complete=lambda: link.ledger.complete(axis.name, sequence))
+        ticket = Ticket(
+            work,
+            buffer,
+            group=axis.group,
+            on_complete=lambda: link.ledger.complete(axis.name, sequence),
+        )
         return cls(ticket, packing, inputs, as_bytes=as_bytes)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Reduction, Ticket
+from fsdp_core.comm import Lane, Reduction, Ticket, note
 from fsdp_core.layout import Packing
 from fsdp_core.param import slices
 
@@ -25,6 +25,7 @@ class ReduceRoute:
     """Where a group's gradients go.
 
     Attributes:
+        label: Whose gradients they are; the same on all ranks.
         shards: Axis of the reduce-scatter.
         replicas: Axis of the all-reduce; one rank where there is none.
         device: On which gradients arise.
@@ -36,6 +37,7 @@ class ReduceRoute:
         force_sum: See `Reduction.of`.
     """
 
+    label: str
     shards: Collectives
     replicas: Collectives
     device: torch.device
@@ -88,11 +90,13 @@ class PendingReduce:
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
+            note(shards.group, f"reduce-scatter of {route.label} ({packing.total} elements)")
             work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
         ticket = Ticket(
             work,
             result,
             inputs=(contribution,),
+            group=shards.group,
             on_complete=lambda: link.ledger.complete(shards.name, sequence),
         )
         return cls(ticket, packing, batch, route)
@@ -146,9 +150,11 @@ class PendingReduce:
     def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
+        note(replicas.group, f"all-reduce of {self._route.label} ({result.numel()} elements)")
         ticket = Ticket(
             replicas.all_reduce(result, self._reduction.replica_op),
             result,
+            group=replicas.group,
             on_complete=lambda: link.ledger.complete(replicas.name, sequence),
         )
         ticket.wait()

@@ -1,0 +1,94 @@
+"""Ranks that fall out of step are told so by name; slow ones are left in peace."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_core import fully_shard
+from fsdp_core.comm import desync
+from fsdp_core.errors import DesyncError
+from tests.engine.gang import Gang, RankContext
+
+pytestmark = pytest.mark.ranks
+
+PATIENCE = timedelta(seconds=0.5)
+
+
+class Choosing(nn.Module):
+    """Runs the units that it is told to; `twin` has the same shapes as `first`, `other` has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twin = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 9)
+
+    def forward(self, x: torch.Tensor, chosen: list[str]) -> torch.Tensor:
+        total = x.sum()
+        for name in chosen:
+            total = total + self.get_submodule(name)(x).sum()
+        return total
+
+
+@pytest.mark.parametrize("skipped_for", ["twin", "other"])
+def test_a_unit_that_some_ranks_skip_is_named(device: str, skipped_for: str) -> None:
+    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_skipped, skipped_for):
+        assert told.startswith("Ranks ran different units: collective number ")
+        assert "all-gather of 'first.weight' and 1 more" in told
+        assert f"all-gather of '{skipped_for}.weight' and 1 more" in told
+        assert "on rank 0" in told
+        assert "on rank 1" in told
+    gang.kill()
+
+
+def check_skipped(ctx: RankContext, skipped_for: str) -> str:
+    desync.PATIENCE = PATIENCE
+    model = sharded(ctx)
+    train(model, ["first", "twin", "other"])
+    with pytest.raises(DesyncError) as caught:
+        train_out_of_step(ctx, model, skipped_for)
+    return str(caught.value)
+
+
+def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> None:
+    for _ in range(3):
+        train(model, ["first", "other"] if ctx.rank == 0 else [skipped_for, "other"])
+        train(model, ["other"])
+
+
+def test_a_slow_rank_is_waited_for(device: str) -> None:
+    gang = Gang(2, device)
+    gang.run(check_slow)
+    gang.close()
+
+
+def check_slow(ctx: RankContext) -> None:
+    desync.PATIENCE = timedelta(milliseconds=20)
+    model = sharded(ctx)
+    if ctx.rank == 1:
+        # Until the other has lost patience and published what it waits for.
+        dist.distributed_c10d._get_default_store().wait(
+            [desync._key(ctx.mesh.get_group(0), 0)], timedelta(seconds=30)
+        )
+    train(model, ["first", "twin"])
+    assert all(param.grad is not None for param in model.first.parameters())
+
+
+def sharded(ctx: RankContext) -> Choosing:
+    torch.manual_seed(5)
+    model = Choosing().to(ctx.device)
+    for child in model.children():
+        fully_shard(child, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    return model
+
+
+def train(model: Choosing, chosen: list[str]) -> None:
+    device = next(model.parameters()).device
+    torch.autograd.backward(model(torch.ones(2, 4, device=device), chosen))
