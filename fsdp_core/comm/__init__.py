@@ -8,7 +8,7 @@ from fsdp_core.comm.collectives import (
     LoopbackCollectives,
     collectives_on,
 )
-from fsdp_core.comm.desync import note
+from fsdp_core.comm.desync import keep_step
 from fsdp_core.comm.lanes import DeviceLanes, HostLanes, Lane, Lanes, Mark, lanes_for
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
@@ -57,9 +57,9 @@ __all__ = [
     "ShardPlacementResult",
     "Ticket",
     "collectives_on",
+    "keep_step",
     "lanes_for",
     "mesh_info_of",
-    "note",
     "post_forward_mesh_info",
     "resolve_placement",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Ticket, note
+from fsdp_core.comm import Lane, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PendingGather:
         lanes.follow(gather, pack)
         with lanes.enter(gather):
             sequence = link.ledger.issue(axis.name)
-            note(axis.group, f"all-gather of {label}")
+            keep_step(axis.group, device, f"all-gather of {label}")
             work = axis.all_gather(buffer, own_row)
         ticket = Ticket(
             work,

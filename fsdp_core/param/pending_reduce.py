@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Reduction, Ticket, note
+from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
 from fsdp_core.layout import Packing
 from fsdp_core.param import slices
 
@@ -90,7 +90,11 @@ class PendingReduce:
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
-            note(shards.group, f"reduce-scatter of {route.label} ({packing.total} elements)")
+            keep_step(
+                shards.group,
+                route.device,
+                f"reduce-scatter of {route.label} ({packing.total} elements)",
+            )
             work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
         ticket = Ticket(
             work,
@@ -150,7 +154,11 @@ class PendingReduce:
     def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
-        note(replicas.group, f"all-reduce of {self._route.label} ({result.numel()} elements)")
+        keep_step(
+            replicas.group,
+            result.device,
+            f"all-reduce of {self._route.label} ({result.numel()} elements)",
+        )
         ticket = Ticket(
             replicas.all_reduce(result, self._reduction.replica_op),
             result,
