@@ -7,12 +7,12 @@ Whoever upgrades PyTorch reads this file. Each function says why the public way 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -21,6 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def new_dtensor(
@@ -168,3 +171,32 @@ def mark_for_dynamo(module: nn.Module) -> None:
     """Tells Dynamo that parameters of this module change identity between calls."""
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; a flag that PyTorch keeps for cheap questions (0.02 us)."""
+    return profiler._is_profiler_enabled
+
+
+_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` is being computed."""
+    return bool(torch._C._are_functorch_transforms_active())  # type: ignore[attr-defined]  # not in PyTorch's stubs
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made and collectives done within are no part of a `torch.func` transform."""
+    if not transforms_active():
+        return _NO_TRANSFORMS
+    return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())  # type: ignore[attr-defined]  # not in PyTorch's stubs
+
+
+def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo breaks its graph at `function` and does not look inside.
+
+    `torch.compiler.disable` would load Dynamo, a second's work, when the module is imported;
+    this loads it at the first call.
+    """
+    return torch._disable_dynamo(function)
