@@ -37,9 +37,7 @@ def call_before_backward(
     return tree
 
 
-def _output(
-    callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
-) -> torch.Tensor:
+def _output(callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return _OutputBoundary.pass_through(callback, tensor)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.errors import RootError
-from fsdp_core.param import FSDPParam, FSDPParamGroup, name_from_root
 from fsdp_core.runtime.autograd_boundary import call_after_backward, call_before_backward
 from fsdp_core.runtime.casting import Casting
 from fsdp_core.runtime.comm_home import CommHome
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.runtime.unit_params import UnitParams
 from fsdp_core.states import TrainingState
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_core.comm import CommLink
+    from fsdp_core.param import FSDPParam, FSDPParamGroup
     from fsdp_core.policy import MixedPrecisionPolicy
     from fsdp_core.runtime.unit_options import UnitOptions
 
@@ -104,17 +103,7 @@ class FSDPState:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
             module.register_forward_hook(self.leave_forward, always_call=True)
-        owners: dict[nn.Module, list[FSDPParam]] = {}
-        for param in self.params:
-            for owner in param.slot.modules:
-                owners.setdefault(owner, []).append(param)
-        for owner, params in owners.items():
-            owner.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]  # PyTorch's
-            torch_private.register_load_pre_hook(owner, self._before_load)
-            owner.register_load_state_dict_post_hook(partial(_refresh, params))  # type: ignore[no-untyped-call]  # PyTorch's
-
-    def _before_state_dict(self, *_: object) -> None:
-        self.reshard()
+        self._params.watch_state_dicts(before_load=self._before_load)
 
     def _before_load(self, *_: object) -> None:
         self.drop_gathers()  # its values are about to be replaced
@@ -122,41 +111,27 @@ class FSDPState:
 
     # -- The root
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no root is known yet."""
+        return self.context.is_solo
+
     def ensure_root(self) -> None:
-        """Builds the context of the tree, if no root is known yet: this unit becomes it.
-
-        Raises:
-            RootError: The unit has several modules, or a unit below ran forward alone before.
-            SharedParameterError: Two units manage one parameter.
-            MetaParameterError: Parameters have no values yet.
-            MixedDtypeError: A group's trainable parameters differ in dtype.
-        """
-        if not self.context.is_solo:
+        """Forms the tree below, if no root is known yet: this unit becomes it; see `form_tree`."""
+        if not self.is_alone:
             return
-        if len(self.modules) > 1:
-            raise RootError(f"FSDP requires a single root module but got {self.modules}")
-        names = self._units_below()
-        for unit, fqns in names.items():
-            if not unit.context.is_solo:
-                raise RootError(
-                    f"FSDP state has already been lazily initialized for {', '.join(fqns)}\n"
-                    "FSDP requires running forward through the root module first"
-                )
-        name_from_root(self.modules[0], [param for unit in names for param in unit.params])
-        for unit in names:
-            unit._params.settle()  # noqa: SLF001 - of the same class
-        context = RootContext(list(names), self.home, self.relay, is_solo=False)
-        for index, (unit, fqns) in enumerate(names.items()):
-            unit._join(context, index, ", ".join(fqns))  # noqa: SLF001 - of the same class
-
-    def _units_below(self) -> dict[FSDPState, list[str]]:
-        found: dict[FSDPState, list[str]] = {}
+        members: dict[Member, list[str]] = {}
         for name, module in self.modules[0].named_modules():
             if (unit := state_of(module)) is not None:
-                found.setdefault(unit, []).append(name)
-        return found
+                members.setdefault(unit, []).append(name)
+        form_tree(self.modules, members, self.home, self.relay)
 
-    def _join(self, context: RootContext, index: int, fqn: str) -> None:
+    def settle(self) -> None:
+        """Takes over what the user did since sharding, and checks that training can start."""
+        self._params.settle()
+
+    def join(self, context: RootContext, index: int, fqn: str) -> None:
+        """Becomes unit number `index` of a tree."""
         self.context = context
         self._index = index
         self.tracer.fqn = fqn
@@ -171,8 +146,8 @@ class FSDPState:
     def unshard(self) -> None:
         """Starts the gather of the parameters; `finish_unshard` lands it."""
         self.context.recover_if_failed()
-        if self.context.is_solo:
-            self._params.settle()
+        if self.is_alone:
+            self.settle()
         idle = self._training_state is TrainingState.IDLE
         self._params.issue_unshard(self.context.link, after_compute=idle)
 
@@ -371,8 +346,3 @@ def state_of(module: nn.Module) -> FSDPState | None:
 def states_in(module: nn.Module) -> Iterator[FSDPState]:
     """The states in the tree of `module`, each once, in pre-order."""
     yield from dict.fromkeys(s for m in module.modules() if (s := state_of(m)) is not None)
-
-
-def _refresh(params: Sequence[FSDPParam], *_: object) -> None:
-    for param in params:
-        param.refresh()

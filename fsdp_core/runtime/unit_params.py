@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fsdp_core import torch_private
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fsdp_core.comm import CommLink
     from fsdp_core.param import FSDPParam, FSDPParamGroup
     from fsdp_core.runtime.tracing import UnitTracer
@@ -60,6 +63,24 @@ class UnitParams:
             for group in self.groups:
                 group.reshard_after_forward()
 
+    def watch_state_dicts(self, *, before_load: Callable[..., None]) -> None:
+        """Has state dicts see slices only, and padding restored after a load.
+
+        Args:
+            before_load: Registers the slices and makes what is on its way obsolete.
+        """
+        owners: dict[nn.Module, list[FSDPParam]] = {}
+        for param in self.all:
+            for owner in param.slot.modules:
+                owners.setdefault(owner, []).append(param)
+        for owner, params in owners.items():
+            owner.register_state_dict_pre_hook(self._before_save)  # type: ignore[no-untyped-call]  # PyTorch's
+            torch_private.register_load_pre_hook(owner, before_load)
+            owner.register_load_state_dict_post_hook(partial(_refresh, params))  # type: ignore[no-untyped-call]  # PyTorch's
+
+    def _before_save(self, *_: object) -> None:
+        self.reshard()
+
     def settle(self) -> None:
         """Takes over what the user did since sharding; see `FSDPParamGroup.settle`."""
         for group in self.groups:
@@ -79,3 +100,8 @@ class UnitParams:
         """Registers the slices and drops whatever is in flight, gradients included."""
         for group in self.groups:
             group.reset(link)
+
+
+def _refresh(params: Sequence[FSDPParam], *_: object) -> None:
+    for param in params:
+        param.refresh()
