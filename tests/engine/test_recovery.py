@@ -312,7 +312,8 @@ class Scorer(nn.Linear):
     def score(self, x: torch.Tensor, *, broken: bool) -> torch.Tensor:
         if broken:
             raise InjectedError
-        return self(x)
+        result: torch.Tensor = self(x)
+        return result
 
 
 def check_method(ctx: RankContext) -> None:
