@@ -6,15 +6,16 @@ Whoever upgrades PyTorch reads this file. Each function says why the public way 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +26,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
     from torch.distributed.tensor.placement_types import Placement
 
 Spec: TypeAlias = DTensorSpec
 """How a DTensor lies on its mesh, with its global shape, strides and dtype."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def new_dtensor(
@@ -257,3 +263,65 @@ def swap(one: torch.Tensor, other: torch.Tensor) -> None:
 def default_store() -> Store:
     """The store through which the default process group met; there is no public way to it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; a flag that PyTorch keeps for cheap questions (0.02 us)."""
+    return profiler._is_profiler_enabled
+
+
+_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` is being computed."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made and collectives done within are no part of a `torch.func` transform."""
+    if not transforms_active():
+        return _NO_TRANSFORMS
+    return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
+
+
+def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo breaks its graph at `function` and does not look inside.
+
+    `torch.compiler.disable` would load Dynamo, a second's work, when the module is imported;
+    this loads it at the first call.
+    """
+    return torch._compile._disable_dynamo(function)
+
+
+def allocator_of(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int, torch.dtype], torch.Tensor] | None:
+    """The process group's own allocator of 1D tensors for `device`, if it has one.
+
+    Only the backend behind the group knows it, and PyTorch hands that out under a private name.
+    """
+    backend = cast("Any", group._get_backend(device))
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda size, dtype: backend.allocate_tensor(size, dtype=dtype, device=device)
+
+
+def set_symmetric_backend(name: str) -> None:
+    """Chooses who allocates symmetric memory; PyTorch has no public module for it yet."""
+    _symmetric_memory().set_backend(name)
+
+
+def symmetric_pool(device: torch.device) -> torch.cuda.MemPool:
+    """Pool of symmetric memory of a device."""
+    return cast("torch.cuda.MemPool", _symmetric_memory().get_mem_pool(device))
+
+
+def meet_in_memory(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Maps the tensor's symmetric memory into all ranks of the group; collective."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> ModuleType:
+    # Only where it is used: the module asks the driver when it is imported.
+    return importlib.import_module("torch.distributed._symmetric_memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.api.forward_method import register_fsdp_forward_method
 from fsdp_core.api.observation import observe
+from fsdp_core.api.share_context import share_comm_ctx
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime import (
     FSDPModule,
@@ -29,4 +30,5 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

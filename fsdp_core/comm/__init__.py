@@ -23,6 +23,7 @@ from fsdp_core.comm.mesh_info import (
     post_forward_mesh_info,
     resolve_placement,
 )
+from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.strategies import (
     AllGather,
@@ -30,6 +31,7 @@ from fsdp_core.comm.strategies import (
     DefaultReduceScatter,
     ReduceScatter,
 )
+from fsdp_core.comm.symmetric_memory import SymmetricAllGather, SymmetricReduceScatter
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
@@ -52,9 +54,13 @@ __all__ = [
     "Lanes",
     "LoopbackCollectives",
     "Mark",
+    "ProcessGroupAllGather",
+    "ProcessGroupReduceScatter",
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",
+    "SymmetricAllGather",
+    "SymmetricReduceScatter",
     "Ticket",
     "collectives_on",
     "keep_step",

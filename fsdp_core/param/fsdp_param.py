@@ -193,7 +193,8 @@ class FSDPParam:
         """Hangs the whole parameter, already filled, on the modules."""
         parameter = self.unsharded().parameter
         if parameter.requires_grad != self.is_trainable:
-            parameter.requires_grad_(self.is_trainable)
+            # The method is forbidden within a transform of torch.func, even where that is off.
+            parameter.requires_grad = self.is_trainable
         self.slot.register(parameter)
         self._post_forward_data = None
 

@@ -15,6 +15,8 @@ from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, FSDPMeshInfo, Mark
     from fsdp_core.param.fsdp_param import FSDPParam
 
@@ -63,20 +65,27 @@ class FSDPParamGroup:
         return self._sharded_state is ShardedState.UNSHARDED
 
     @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the slices; None if parameters are only replicated."""
+        return self.info.shard.group
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a second mesh axis averages gradients over replicas (HSDP)."""
+        return self.info.replicate.group is not None
+
+    @property
     def is_gathering(self) -> bool:
         """Whether a gather is in flight."""
         return self._gather is not None
 
-    def issue_unshard(
-        self, link: CommLink, *, after_compute: bool, in_compute: bool = False
-    ) -> None:
+    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
         """Starts a gather, unless the parameters are whole or on their way.
 
         Args:
             link: Lanes and ledger.
             after_compute: Whether the slices may still be in use by work on the compute lane;
                 at a root's forward and in backward they are known not to be.
-            in_compute: Whether to place the gather on the compute lane itself.
         """
         if self.is_unsharded or self.is_gathering:
             return
@@ -90,7 +99,7 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self.params, axis, self.info.device, link, label=self._label, in_compute=in_compute
+            self.params, axis, self.info.device, link, label=self._label
         )
 
     def finish_unshard(self, link: CommLink) -> None:

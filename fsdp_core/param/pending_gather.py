@@ -47,7 +47,6 @@ class PendingGather:
         link: CommLink,
         *,
         label: str,
-        in_compute: bool = False,
     ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
@@ -60,11 +59,9 @@ class PendingGather:
             device: On which modules compute.
             link: Lanes and ledger.
             label: Whose parameters they are; the same on all ranks.
-            in_compute: Whether to place everything on the compute lane.
         """
         lanes = link.lanes
-        pack, gather = (Lane.COMPUTE,) * 2 if in_compute else (Lane.PACK, Lane.GATHER)
-        with lanes.enter(pack):
+        with lanes.enter(Lane.PACK):
             inputs = [_inputs_of(param) for param in params]
             dtypes = {dtype for each in inputs for dtype in each.dtypes}
             as_bytes = len(dtypes) > 1
@@ -78,8 +75,8 @@ class PendingGather:
             buffer = axis.gather_buffer(packing.total, dtype, device)
             own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
             torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
-        lanes.follow(gather, pack)
-        with lanes.enter(gather):
+        lanes.follow(Lane.GATHER, Lane.PACK)
+        with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
             keep_step(axis.group, device, f"all-gather of {label}")
             work = axis.all_gather(buffer, own_row)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import MixedPrecisionPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import decoder, loss_of, tokens_of
-from tests.engine.sharded import state
+from tests.engine.sharded import unit
 
 pytestmark = pytest.mark.ranks
 
@@ -98,8 +98,8 @@ def compare_with_reference(ctx: RankContext, case: Case) -> None:
             reshard_after_forward=case.reshard,
             mp_policy=MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype, output_dtype),
         )
-        for group in state(module if isinstance(module, nn.Module) else module[0]).groups:
-            group.options.agree_on_unused = not case.packs_as_reference
+        first = module if isinstance(module, nn.Module) else module[0]
+        unit(first).set_agree_on_unused_params(not case.packs_as_reference)
         return module
 
     def theirs(module: nn.Module | list[nn.Module], output_dtype: torch.dtype | None) -> object:
