@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 COMPOSABLE_NAME = "fully_shard"
 _STATE_KEY = "fsdp_core.fully_shard"
-_IN_BACKWARD = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -188,10 +187,9 @@ class FSDPState:
         """Makes the parameters whole, casts the inputs, and foresees the end of backward."""
         self._has_returned = False
         self._recover_if_failed(module)
-        if self._training_state in _IN_BACKWARD and torch_private.in_backward():
-            # Activation recomputation: backward has unsharded, unless the unit ran several
-            # forwards and an earlier post-backward resharded it. Outside backward these states
-            # remain from a partial forward (a head run per chunk), and this is one more.
+        if self._is_recomputing:
+            # Backward has unsharded, unless the unit ran several forwards and an earlier
+            # post-backward resharded it.
             self.prefetch_in_forward()
             self.finish_unshard()
             return self._casting.inputs((args, kwargs))
@@ -214,7 +212,7 @@ class FSDPState:
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Slices the parameters again, unless they are kept, and foresees backward."""
-        if self._training_state not in _IN_BACKWARD:
+        if not self._is_recomputing:
             self._yet_to_run.discard(module)
             if not self._yet_to_run:
                 output = self._complete_forward(output)
@@ -256,10 +254,17 @@ class FSDPState:
             if not torch_private.in_backward():
                 if self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.link)
-                self.context.backward_order.record(self._index)
+                self.context.note_forward(self._index)
             output = call_before_backward(output, self._pre_backward, self.modules)
         self._enter(TrainingState.IDLE)
         return self.context.end_forward(self, output)
+
+    @property
+    def _is_recomputing(self) -> bool:
+        # Between the gradient of its outputs and those of its inputs. Recomputation at any other
+        # time, as by reentrant checkpointing, is a forward with a backward of its own. Outside
+        # backward the state remains from a partial forward (a head run per chunk).
+        return self._training_state is TrainingState.PRE_BACKWARD and torch_private.in_backward()
 
     @property
     def _reshards_after_forward(self) -> bool:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
+
 from fsdp_core import torch_private
 from fsdp_core.comm import CommLink, Lane, Mark
 from fsdp_core.runtime.tracing import UnitTracer
@@ -78,6 +80,7 @@ class RootContext:
         self.forward_order = ForwardOrder()
         self._home = home
         self._forward_root: Unit | None = None
+        self._expects_backward = True
         self._end: weakref.ref[_EndOfBackward] | None = None
         self._prefetched: list[Unit] = []
         home.tell(relay)
@@ -114,6 +117,7 @@ class RootContext:
             self._follow_optimizer()
         if not torch_private.in_backward():
             self.forward_order.begin()
+            self._expects_backward = torch.is_grad_enabled()
         return True
 
     def has_opened(self, unit: Unit) -> bool:
@@ -151,6 +155,15 @@ class RootContext:
         for target in targets:
             with target.tracer.span("backward_prefetch"):
                 target.prefetch_in_backward()
+
+    def note_forward(self, index: int) -> None:
+        """Notes, for backward, that unit `index` finished a forward of the open pass.
+
+        Not in evaluation, where no backward would ever forget it. It is the pass that counts:
+        reentrant checkpointing runs units without gradients.
+        """
+        if self._expects_backward:
+            self.backward_order.record(index)
 
     def end_forward(self, unit: Unit, output: object) -> object:
         """Closes the pass if `unit` opened it; returns forward's output, hooked if need be."""
