@@ -49,7 +49,6 @@ class FSDPParam:
     Attributes:
         fqn: Name from the root module once the root is known, before that from the unit.
         slot: Where the parameter hangs.
-        origin: Identity of the original parameter; equal for two units that share it.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
         accumulated_grad: Whole gradient in the reduce dtype, summed over backwards that did
@@ -75,7 +74,6 @@ class FSDPParam:
         """
         self.fqn = slot.fqn
         self.slot = slot
-        self.origin = _origin_of(param)
         self.accumulated_grad: torch.Tensor | None = None
         self._info = info
         self._policy = options.policy
@@ -150,6 +148,11 @@ class FSDPParam:
                 device=self._info.device,
             )
         return cast("Unsharded", self._unsharded)
+
+    def hang_also_at(self, slot: ParamSlot) -> None:
+        """Adds the places where another unit's modules have the same parameter."""
+        self.slot = self.slot.joined(slot)
+        self.slot.register(self.sharded_param)
 
     # -- Between its forms
 
@@ -404,9 +407,3 @@ class FSDPParam:
         # An empty tensor's storage may be at address 0, which says nothing.
         ours = self._send_data.untyped_storage().data_ptr()
         return ours > 0 and ours == local.untyped_storage().data_ptr()
-
-
-def _origin_of(param: nn.Parameter) -> object:
-    # On the parameter itself: it outlives the call wherever else it hangs, an id would not.
-    origin: object = param.__dict__.setdefault("_fsdp_core_origin", object())
-    return origin

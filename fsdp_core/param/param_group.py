@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane, collectives_on
@@ -30,6 +30,7 @@ class FSDPParamGroup:
         params: In the order in which they are packed; not empty.
         info: Mesh and roles of its axes.
         options: What the setters write.
+        is_lent: Whether other units compute with some of its parameters too.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class FSDPParamGroup:
         self.params = tuple(params)
         self.info = info
         self.options = GroupOptions()
+        self.is_lent = False
+        self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
         self._gather: PendingGather | None = None
@@ -126,9 +129,22 @@ class FSDPParamGroup:
             self._sharded_state = ShardedState.SHARDED
             self._resharded = None
 
+    def hold(self, unit: Hashable) -> None:
+        """Has the parameters stay whole until `unit` lets go."""
+        self._holders.add(unit)
+
+    def let_go(self, unit: Hashable) -> None:
+        """`unit` needs them no longer."""
+        self._holders.discard(unit)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some unit is computing with the parameters."""
+        return bool(self._holders)
+
     def reshard_after_forward(self, link: CommLink) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
-        if self._post_forward is None:
+        if self._post_forward is None or not self.options.reshards_to_smaller_mesh:
             self.reshard()
         elif self.is_unsharded:
             for param in self.params:
@@ -142,6 +158,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.drop_grads()
         self._partial.clear()
+        self._holders.clear()
         self.reshard()
 
     def refresh(self) -> None:

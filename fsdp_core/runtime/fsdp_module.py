@@ -75,6 +75,8 @@ class FSDPModule(CommunicationSetters):
             )
         for state in self._states(recurse=recurse):
             state.options.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.options.reshards_to_smaller_mesh = False
 
     def set_reshard_after_backward(
         self,

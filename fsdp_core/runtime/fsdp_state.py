@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdp_core.comm import CommLink
     from fsdp_core.param import FSDPParam, FSDPParamGroup
     from fsdp_core.policy import MixedPrecisionPolicy
+    from fsdp_core.runtime.grouping import UnitGroups
     from fsdp_core.runtime.unit_options import UnitOptions
 
 COMPOSABLE_NAME = "fully_shard"
@@ -50,7 +51,7 @@ class FSDPState:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        groups: Sequence[FSDPParamGroup],
+        groups: UnitGroups,
         device: torch.device,
         policy: MixedPrecisionPolicy,
         options: UnitOptions,
@@ -61,7 +62,7 @@ class FSDPState:
         self.tracer = UnitTracer()
         self.prefetch_after_forward: tuple[FSDPState, ...] = ()
         self.prefetch_after_backward: tuple[FSDPState, ...] = ()
-        self._params = UnitParams(groups, self.tracer)
+        self._params = UnitParams(groups.own, groups.borrowed, self.tracer)
         self._casting = Casting(policy, device, self.tracer)
         self._training_state = TrainingState.IDLE
         self._index = 0
@@ -197,6 +198,7 @@ class FSDPState:
         if is_first:
             self.ensure_root()
             self._enter(TrainingState.FORWARD)
+            self._params.hold()
             if self.context.begin_forward(self):
                 args, kwargs = self._casting.to_device((args, kwargs))
         self._yet_to_run = self._yet_to_run or set(self.modules)
@@ -228,6 +230,7 @@ class FSDPState:
             return
         if self._training_state is TrainingState.FORWARD:
             self._yet_to_run.clear()
+            self._params.let_go()
             if not torch_private.in_backward():
                 self.reshard()
             self._enter(TrainingState.IDLE)
@@ -245,10 +248,12 @@ class FSDPState:
         self.drop_gathers()
         self.reshard()
         self._yet_to_run.clear()
+        self._params.let_go()
         if self._training_state is TrainingState.FORWARD:
             self._enter(TrainingState.IDLE)
 
     def _complete_forward(self, output: object) -> object:
+        self._params.let_go()
         with self.tracer.phase("post_forward"):
             # Recomputation of an enclosing function: backward follows at once and needs them.
             if not torch_private.in_backward():
@@ -280,6 +285,7 @@ class FSDPState:
         if self._training_state is not TrainingState.PRE_BACKWARD:
             with self.tracer.phase("pre_backward"):
                 self._enter(TrainingState.PRE_BACKWARD)
+                self._params.hold()
                 self.context.begin_backward()
                 self.prefetch_in_backward()
                 self.finish_unshard()
@@ -290,7 +296,10 @@ class FSDPState:
     def _post_backward(self, *, was_reached: bool = True) -> None:
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self._enter(TrainingState.POST_BACKWARD)
+        self._params.let_go()
         with self.tracer.phase("post_backward"):
+            if self.options.reshard_after_backward:
+                self._params.reshard_borrowed()
             for group in reversed(self.groups):
                 if not self.options.reduce_grads:
                     self._reshard_after_backward(group)
@@ -306,18 +315,22 @@ class FSDPState:
                         self.context.admit_reduce(pending)
 
     def _reshard_after_backward(self, group: FSDPParamGroup) -> None:
-        if self.options.reshard_after_backward:
+        if self.options.reshard_after_backward and not group.is_held:
             with self.tracer.span("post_backward_reshard"):
                 group.reshard()
 
     def complete_backward(self) -> None:
-        """Runs post-backward if no input needed a gradient, so autograd had no reason to."""
-        if self._training_state is not TrainingState.POST_BACKWARD:
+        """Runs post-backward if no input needed a gradient, so autograd had no reason to.
+
+        Other units may have added to gradients after they were reduced.
+        """
+        if self._training_state is not TrainingState.POST_BACKWARD or self._params.are_lent:
             self._post_backward(was_reached=self._training_state is TrainingState.PRE_BACKWARD)
 
     def go_idle(self) -> None:
         """Ends the iteration."""
         self._yet_to_run.clear()
+        self._params.let_go()
         self._enter(TrainingState.IDLE)
 
     # -- After an exception

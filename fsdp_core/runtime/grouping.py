@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,11 +16,39 @@ from fsdp_core.comm import (
     post_forward_mesh_info,
     resolve_placement,
 )
-from fsdp_core.errors import ArgumentError, PlacementError, UnsupportedError
-from fsdp_core.param import FSDPParam, FSDPParamGroup, ParamOptions, find_slots
+from fsdp_core.errors import (
+    ArgumentError,
+    PlacementError,
+    SharedParameterError,
+    UnsupportedError,
+)
+from fsdp_core.param import (
+    Charge,
+    FSDPParam,
+    FSDPParamGroup,
+    ParamOptions,
+    ParamSlot,
+    charge_of,
+    claim,
+    find_slots,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+
+@dataclass(frozen=True)
+class UnitGroups:
+    """The groups that a unit computes with.
+
+    Attributes:
+        own: Those it has charge of.
+        borrowed: Those of other units that have charge of a parameter which it shares.
+    """
+
+    own: tuple[FSDPParamGroup, ...]
+    borrowed: tuple[FSDPParamGroup, ...]
+
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -33,8 +61,10 @@ def group_params(
     *,
     reshard_to: int | None,
     placement_of: PlacementFn | None,
-) -> list[FSDPParamGroup]:
+) -> UnitGroups:
     """Shards parameters; those over the same ranks become one group, in the order given.
+
+    A parameter that an earlier unit has taken stays with that: it has one owner.
 
     Args:
         originals: Not yet sharded.
@@ -47,6 +77,7 @@ def group_params(
     Raises:
         ArgumentError: `placement_of` returned something else, or two mesh infos for the same
             ranks, or the unit's mesh only replicates.
+        SharedParameterError: A shared parameter was sharded over other ranks.
         PlacementError: A parameter does not have the dim to shard.
         UnsupportedError: A DTensor or extended parameter is to be resharded to a smaller mesh.
     """
@@ -56,8 +87,12 @@ def group_params(
             f"{type(info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
     infos: dict[Hashable, DataParallelMeshInfo] = {}
-    members: dict[DataParallelMeshInfo, list[FSDPParam]] = {}
+    members: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, FSDPParam]]] = {}
+    borrowed: dict[FSDPParamGroup, None] = {}
     for original, slot in zip(originals, find_slots(originals, modules), strict=True):
+        if (charge := charge_of(original)) is not None:
+            borrowed[_borrow(charge, slot, info)] = None
+            continue
         chosen = resolve_placement(None if placement_of is None else placement_of(original), info)
         mine = chosen.mesh_info
         known = infos.setdefault((mine.shard.group, mine.replicate.group), mine)
@@ -75,11 +110,26 @@ def group_params(
             )
         dim = _dim_of(original, chosen.placement, slot.fqn)
         param = FSDPParam(original, slot, mine, dim, replace(options, post_forward=post_forward))
-        members.setdefault(mine, []).append(param)
-    return [
-        FSDPParamGroup(params, mine, _post_forward(mine, reshard_to))
-        for mine, params in members.items()
-    ]
+        members.setdefault(mine, []).append((original, param))
+    own = []
+    for mine, pairs in members.items():
+        group = FSDPParamGroup([param for _, param in pairs], mine, _post_forward(mine, reshard_to))
+        for original, param in pairs:
+            claim(original, Charge(param, group))
+        own.append(group)
+    return UnitGroups(tuple(own), tuple(borrowed))
+
+
+def _borrow(charge: Charge, slot: ParamSlot, info: DataParallelMeshInfo) -> FSDPParamGroup:
+    if charge.group.info.shard.group is not info.shard.group:
+        raise SharedParameterError(
+            f"Parameter {slot.fqn!r} is shared with a parameter already managed by another FSDP "
+            f"group, {charge.param.fqn!r}, which is sharded over other ranks. Pass the same mesh "
+            "to both calls."
+        )
+    charge.param.hang_also_at(slot)
+    charge.group.is_lent = True
+    return charge.group
 
 
 def _post_forward(info: DataParallelMeshInfo, ranks: int | None) -> FSDPMeshInfo | None:

@@ -50,9 +50,8 @@ def form_tree(
 
     Raises:
         RootError: The root has several modules, or a unit below ran forward alone before.
-        SharedParameterError: Two units manage one parameter.
         MetaParameterError: Parameters have no values yet.
-        MixedDtypeError: A group's trainable parameters differ in dtype.
+        OffloadError: Slices are not on the host, where the offload policy wants them.
     """
     if len(modules) > 1:
         raise RootError(f"FSDP requires a single root module but got {tuple(modules)}")

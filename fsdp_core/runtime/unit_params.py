@@ -1,4 +1,4 @@
-"""The parameter groups of one unit, moved together."""
+"""The parameter groups that one unit computes with, moved together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,31 @@ class UnitParams:
     and buffers are no part of the function that is transformed.
 
     Attributes:
-        groups: The unit's communicating groups; empty if it has no parameters of its own.
+        groups: The unit's own communicating groups; empty if it has no parameters of its own.
     """
 
-    def __init__(self, groups: Sequence[FSDPParamGroup], tracer: UnitTracer) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FSDPParamGroup],
+        borrowed: Sequence[FSDPParamGroup],
+        tracer: UnitTracer,
+    ) -> None:
+        """Takes charge.
+
+        Args:
+            groups: The unit's own.
+            borrowed: Other units' groups with parameters that it shares.
+            tracer: Names the phases.
+        """
         self.groups = tuple(groups)
+        self._borrowed = tuple(borrowed)
+        self._used = (*self.groups, *self._borrowed)
         self._tracer = tracer
+
+    @property
+    def are_lent(self) -> bool:
+        """Whether other units add to the gradients."""
+        return any(group.is_lent for group in self.groups)
 
     @property
     def all(self) -> list[FSDPParam]:
@@ -37,7 +56,7 @@ class UnitParams:
 
     def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
         """Starts the gathers that are needed; see `FSDPParamGroup.issue_unshard`."""
-        for group in self.groups:
+        for group in self._used:
             if group.is_unsharded or group.is_gathering:
                 continue
             with torch_private.outside_transforms(), self._tracer.span("all_gather"):
@@ -45,7 +64,7 @@ class UnitParams:
 
     def finish_unshard(self, link: CommLink) -> None:
         """Waits for the gathers in flight and registers the whole parameters."""
-        for group in self.groups:
+        for group in self._used:
             if not group.is_gathering:
                 continue
             with torch_private.outside_transforms(), self._tracer.span("all_gather_copy_out"):
@@ -54,14 +73,31 @@ class UnitParams:
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
         with torch_private.outside_transforms():
-            for group in self.groups:
+            for group in self._used:
                 group.reshard()
 
+    def hold(self) -> None:
+        """The unit begins to compute with them: units that share some must not free those."""
+        for group in self._used:
+            group.hold(self)
+
+    def let_go(self) -> None:
+        """It has finished."""
+        for group in self._used:
+            group.let_go(self)
+
     def reshard_after_forward(self, link: CommLink) -> None:
-        """The same where forward ends, or to slices of a smaller mesh."""
+        """Frees what no other unit needs where forward ends, or keeps slices of a smaller mesh."""
         with torch_private.outside_transforms():
-            for group in self.groups:
-                group.reshard_after_forward(link)
+            for group in self._used:
+                if not group.is_held:
+                    group.reshard_after_forward(link)
+
+    def reshard_borrowed(self) -> None:
+        """Frees what was borrowed and no other unit needs, where backward ends."""
+        for group in self._borrowed:
+            if not group.is_held:
+                group.reshard()
 
     def watch_state_dicts(self, *, before_load: Callable[..., None]) -> None:
         """Has state dicts see slices only, and padding restored after a load.
@@ -70,7 +106,7 @@ class UnitParams:
             before_load: Registers the slices and makes what is on its way obsolete.
         """
         owners: dict[nn.Module, list[FSDPParam]] = {}
-        for param in self.all:
+        for param in (param for group in self._used for param in group.params):
             for owner in param.slot.modules:
                 owners.setdefault(owner, []).append(param)
         for owner, params in owners.items():
@@ -93,7 +129,7 @@ class UnitParams:
 
     def drop_gathers(self, link: CommLink) -> None:
         """Ends gathers in flight that nobody used."""
-        for group in self.groups:
+        for group in self._used:
             group.drop_gather(link)
 
     def reset(self, link: CommLink) -> None:

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -82,16 +83,16 @@ def check_roots(ctx: RankContext) -> None:
         pair[0](x)
 
 
-def test_a_parameter_in_two_groups_is_refused_by_name(gangs: Gangs) -> None:
+def test_a_parameter_shared_over_two_meshes_is_refused_by_name(gangs: Gangs) -> None:
     gangs(1).run(check_shared)
 
 
 def check_shared(ctx: RankContext) -> None:
-    model = decoder()
+    model = decoder().to(ctx.device)
     fully_shard(model.head, mesh=ctx.mesh)
-    fully_shard(model, mesh=ctx.mesh)
-    with pytest.raises(ValueError, match=r"'head\.weight' is shared with a parameter already"):
-        backward_once(ctx, model)
+    other = DeviceMesh.from_group(dist.new_group([0]), ctx.device.type)
+    with pytest.raises(ValueError, match=r"'embed\.weight' is shared with a parameter already man"):
+        fully_shard(model, mesh=other)
 
 
 def test_view_output_is_warned_of(gangs: Gangs) -> None:
