@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -25,6 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Spec: TypeAlias = DTensorSpec
 """How a DTensor lies on its mesh, with its global shape, strides and dtype."""
@@ -250,3 +254,25 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges what two tensor objects are; whoever holds one holds the other then."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut from; itself if from none.
+
+    A slice knows its root, but publicly does not tell it.
+    """
+    return mesh._get_root_mesh()
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
+    """Device types that the group has a backend for; `DeviceMesh` tells one, a group none."""
+    return [device.type for device in group._device_types]
+
+
+def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo breaks its graph at `function` and does not look inside.
+
+    `torch.compiler.disable` would load Dynamo, a second's work, when the module is imported;
+    this loads it at the first call.
+    """
+    return torch._compile._disable_dynamo(function)
