@@ -276,3 +276,11 @@ def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     this loads it at the first call.
     """
     return torch._compile._disable_dynamo(function)
+
+
+def box_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`local_box` of a DTensor that would lie so."""
+    local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(offsets), tuple(local)
