@@ -9,6 +9,8 @@
     ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
     ├── MeshError                 (AssertionError)       a mesh whose axes cannot have these roles
     ├── MeshJoinError             (RuntimeError)         two meshes that are not parts of one
+    ├── ParentMeshError           (RuntimeError)         no mesh of two axes to chunk over
+    ├── TensorKindError           (AssertionError)       a tensor of another class than is handled
     ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
     ├── PlacementError            (AssertionError)       a dim that a parameter does not have
     ├── SharedParameterError      (ValueError)           one parameter in two groups
@@ -58,6 +60,14 @@ class MeshError(EngineError, AssertionError):
 
 class MeshJoinError(EngineError, RuntimeError):
     """Two meshes overlap or do not come from one mesh, so no joint mesh exists."""
+
+
+class ParentMeshError(EngineError, RuntimeError):
+    """A mesh was not cut from one of at least two axes, data-parallel and tensor-parallel."""
+
+
+class TensorKindError(EngineError, AssertionError):
+    """A tensor is of another class, or in other pieces, than the operation handles."""
 
 
 class UnsupportedError(EngineError, NotImplementedError):

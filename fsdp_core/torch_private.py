@@ -285,6 +285,19 @@ def outside_transforms() -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut from; itself if from none.
+
+    A slice knows its root, but publicly does not tell it.
+    """
+    return mesh._get_root_mesh()
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
+    """Device types that the group has a backend for; `DeviceMesh` tells one, a group none."""
+    return [device.type for device in group._device_types]
+
+
 def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
     """Dynamo breaks its graph at `function` and does not look inside.
 
@@ -325,3 +338,11 @@ def meet_in_memory(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 def _symmetric_memory() -> ModuleType:
     # Only where it is used: the module asks the driver when it is imported.
     return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def box_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`local_box` of a DTensor that would lie so."""
+    local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(offsets), tuple(local)
