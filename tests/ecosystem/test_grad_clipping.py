@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -26,7 +27,7 @@ from tests.engine.sharded import backward_once, shard_decoder
 
 Kind = Literal["hsdp", "tp", "hsdp_tp", "ep"]
 NORMS = [2.0, 1.0, 3.0, math.inf, -math.inf]
-TIGHT = {"rtol": 1e-6, "atol": 0.0}
+assert_tight = partial(torch.testing.assert_close, rtol=1e-6, atol=0.0)
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ def test_plain_tensors_are_clipped_as_the_library_does(order: float) -> None:
     twin = with_grads(copy.deepcopy(model), model)
     total = clip_grad_norm_(model.parameters(), 0.1, order)
     expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, order)
-    torch.testing.assert_close(total, expected, **TIGHT)
+    assert_tight(total, expected)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, **TIGHT)
+        assert_tight(mine.grad, theirs.grad)
 
 
 def test_a_small_norm_changes_no_gradient() -> None:
@@ -199,7 +200,7 @@ def clip_the_decoder(ctx: RankContext) -> list[float]:
             total = clip_grad_norm_(model.parameters(), 0.05, order)
         assert not isinstance(total, DTensor)
         # Sums over ranks run in another order than one process adds them up in.
-        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0.0)
+        assert_tight(total, expected)
         assert_same_grads(model, whole)
         totals.append(total.item())
     return totals
@@ -226,7 +227,7 @@ def clip_on_mesh(ctx: RankContext, kind: Kind) -> list[float]:
             with forbid_full_tensors():
                 total = clip_grad_norm_(params, 0.5, order, foreach=foreach)
             expected = torch.nn.utils.clip_grad_norm_(whole, 0.5, order)
-            torch.testing.assert_close(total, expected, **TIGHT)
+            assert_tight(total, expected)
             assert type(total) is torch.Tensor
             assert total.shape == ()
             assert_same_values(params, whole)
@@ -265,13 +266,13 @@ def assert_same_values(params: Sequence[nn.Parameter], whole: Sequence[nn.Parame
             assert other.grad is None
             continue
         full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        torch.testing.assert_close(full, other.grad, **TIGHT)
+        assert_tight(full, other.grad)
 
 
 @contextmanager
 def forbid_full_tensors() -> Iterator[None]:
     """Fails if a gather happens within."""
-    with CommDebugMode() as seen:
+    with CommDebugMode() as seen:  # type: ignore[no-untyped-call]  # PyTorch's
         yield
     kinds = {str(op) for op in seen.get_comm_counts()}
     assert all("allreduce" in kind for kind in kinds), kinds
@@ -324,12 +325,12 @@ def clip_with_torch(ctx: RankContext) -> None:
     total = clip_grad_norm_(ours.parameters(), 0.05)
     reference = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
     assert isinstance(reference, DTensor)
-    torch.testing.assert_close(total, reference.full_tensor(), **TIGHT)
+    assert_tight(total, reference.full_tensor())
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         if mine.grad is not None:
             assert isinstance(mine.grad, DTensor)
             assert isinstance(other.grad, DTensor)
-            torch.testing.assert_close(mine.grad.to_local(), other.grad.to_local(), **TIGHT)
+            assert_tight(mine.grad.to_local(), other.grad.to_local())
 
 
 def clip_partial(ctx: RankContext) -> None:
