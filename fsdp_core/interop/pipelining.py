@@ -11,7 +11,7 @@ imports this one, and why PyTorch's private names of pipelining are met here and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
@@ -91,8 +91,9 @@ def _reshard(action: _Action, ctx: _PipelineContext) -> None:
 
 
 def _modules_of(action: _Action, ctx: _PipelineContext) -> Iterator[FSDPModule]:
-    stages = ctx.schedule_ref._stages  # noqa: SLF001 - no public way from an action to its stage
-    for stage in stages:
+    # The declared type is a base class that has no stages of its own.
+    schedule = cast("_PipelineScheduleRuntime", ctx.schedule_ref)
+    for stage in schedule._stages:  # noqa: SLF001 - no public way from an action to its stage
         if stage.stage_index == action.stage_index:
             yield from _sharded_modules(stage.submod)
 

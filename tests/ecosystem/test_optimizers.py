@@ -10,17 +10,17 @@ import torch
 
 from tests.ecosystem.engines import OURS, Engine, Trace, backward, compare, sharded_decoder, steps
 from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import loss_of, tokens_of
 from tests.engine.sharded import local
 
 pytestmark = pytest.mark.ranks
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{name} {how}": (name, {**options, how: True})
-    for name, options in {
-        "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
-        "SGD": {"lr": 1e-1, "momentum": 0.9},
-    }.items()
-    for how in ("foreach", "fused")
+# PyTorch has no sharding strategy for the fused SGD kernel, whoever made the DTensors.
+KINDS: dict[str, dict[str, Any]] = {
+    "AdamW foreach": {"lr": 1e-2, "weight_decay": 0.1, "foreach": True},
+    "AdamW fused": {"lr": 1e-2, "weight_decay": 0.1, "fused": True},
+    "Adam fused": {"lr": 1e-2, "amsgrad": True, "fused": True},
+    "SGD foreach": {"lr": 1e-1, "momentum": 0.9, "foreach": True},
 }
 
 
@@ -38,11 +38,11 @@ def test_infinity_found_on_one_rank_skips_the_step_on_all(gangs: Gangs) -> None:
 
 
 def train_with(ctx: RankContext, kind: str) -> None:
-    name, options = KINDS[kind]
+    optimizer_class = getattr(torch.optim, kind.split(maxsplit=1)[0])
 
     def train(engine: Engine) -> Trace:
         model = sharded_decoder(ctx, engine)
-        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        optimizer = optimizer_class(model.parameters(), **KINDS[kind])
         return steps(ctx, model, optimizer, range(3))
 
     trace = compare(train)
@@ -72,8 +72,6 @@ def train_scaled(ctx: RankContext) -> None:
 def backward_scaled(
     ctx: RankContext, model: torch.nn.Module, scaler: torch.amp.GradScaler, step: int
 ) -> torch.Tensor:
-    from tests.engine.models import loss_of, tokens_of
-
     loss = loss_of(model, tokens_of(step, ctx.rank).to(ctx.device))
     torch.autograd.backward(scaler.scale(loss))
     return loss.detach()
