@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         get_cls_to_fsdp_cls,
         observe,
         register_fsdp_forward_method,
+        share_comm_ctx,
     )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 

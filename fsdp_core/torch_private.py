@@ -6,21 +6,28 @@ Whoever upgrades PyTorch reads this file. Each function says why the public way 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def new_dtensor(
@@ -183,3 +190,65 @@ def mark_for_dynamo(module: nn.Module) -> None:
     """Tells Dynamo that parameters of this module change identity between calls."""
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; a flag that PyTorch keeps for cheap questions (0.02 us)."""
+    return profiler._is_profiler_enabled
+
+
+_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` is being computed."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made and collectives done within are no part of a `torch.func` transform."""
+    if not transforms_active():
+        return _NO_TRANSFORMS
+    return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
+
+
+def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo breaks its graph at `function` and does not look inside.
+
+    `torch.compiler.disable` would load Dynamo, a second's work, when the module is imported;
+    this loads it at the first call.
+    """
+    return torch._compile._disable_dynamo(function)
+
+
+def allocator_of(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int, torch.dtype], torch.Tensor] | None:
+    """The process group's own allocator of 1D tensors for `device`, if it has one.
+
+    Only the backend behind the group knows it, and PyTorch hands that out under a private name.
+    """
+    backend = cast("Any", group._get_backend(device))
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda size, dtype: backend.allocate_tensor(size, dtype=dtype, device=device)
+
+
+def set_symmetric_backend(name: str) -> None:
+    """Chooses who allocates symmetric memory; PyTorch has no public module for it yet."""
+    _symmetric_memory().set_backend(name)
+
+
+def symmetric_pool(device: torch.device) -> torch.cuda.MemPool:
+    """Pool of symmetric memory of a device."""
+    return cast("torch.cuda.MemPool", _symmetric_memory().get_mem_pool(device))
+
+
+def meet_in_memory(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Maps the tensor's symmetric memory into all ranks of the group; collective."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> ModuleType:
+    # Only where it is used: the module asks the driver when it is imported.
+    return importlib.import_module("torch.distributed._symmetric_memory")

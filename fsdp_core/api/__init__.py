@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_core.api.forward_method import register_fsdp_forward_method
 from fsdp_core.api.grad_clipping import clip_grad_norm_
 from fsdp_core.api.observation import observe
+from fsdp_core.api.share_context import share_comm_ctx
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime import (
     FSDPModule,
@@ -31,4 +32,5 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -6,6 +6,7 @@ from fsdp_core.comm.collectives import Collectives, GroupCollectives, LoopbackCo
 from fsdp_core.comm.lanes import DeviceLanes, HostLanes, Lane, Lanes, Mark, lanes_for
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
+from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.roles import MeshRoles
 from fsdp_core.comm.strategies import (
@@ -14,6 +15,7 @@ from fsdp_core.comm.strategies import (
     DefaultReduceScatter,
     ReduceScatter,
 )
+from fsdp_core.comm.symmetric_memory import SymmetricAllGather, SymmetricReduceScatter
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
@@ -32,8 +34,12 @@ __all__ = [
     "LoopbackCollectives",
     "Mark",
     "MeshRoles",
+    "ProcessGroupAllGather",
+    "ProcessGroupReduceScatter",
     "ReduceScatter",
     "Reduction",
+    "SymmetricAllGather",
+    "SymmetricReduceScatter",
     "Ticket",
     "lanes_for",
 ]

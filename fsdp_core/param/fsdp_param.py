@@ -118,7 +118,8 @@ class FSDPParam:
         """Hangs the whole parameter, already filled, on the modules."""
         parameter = self.unsharded().parameter
         if parameter.requires_grad != self.sharded_param.requires_grad:
-            parameter.requires_grad_(self.sharded_param.requires_grad)
+            # The method is forbidden within a transform of torch.func, even where that is off.
+            parameter.requires_grad = self.sharded_param.requires_grad
         self.slot.register(parameter)
 
     def refresh(self) -> None:

@@ -28,6 +28,8 @@ class GroupOptions:
         divide_factor: Gradients are divided by it instead of by the number of ranks.
         force_sum: Only sums travel, and divisions are separate.
         reduce_unused: Trainable parameters without a gradient take part with zeros.
+        agree_on_unused: Ranks tell each other which gradients they lack, so that those which no
+            rank has stay None.
     """
 
     all_gather: AllGather | None = None
@@ -39,3 +41,4 @@ class GroupOptions:
     divide_factor: float | None = None
     force_sum: bool = False
     reduce_unused: bool = False
+    agree_on_unused: bool = True

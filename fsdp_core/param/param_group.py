@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane
 from fsdp_core.errors import MetaParameterError, MixedDtypeError
+from fsdp_core.param.group_options import GroupOptions
 from fsdp_core.param.pending_gather import PendingGather
 from fsdp_core.param.pending_reduce import PendingReduce
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from fsdp_core.comm import CommLink, MeshRoles
     from fsdp_core.param.fsdp_param import FSDPParam
@@ -26,12 +28,14 @@ class FSDPParamGroup:
 
     Attributes:
         params: In the order in which they are packed; not empty.
+        options: What the setters write.
     """
 
     def __init__(
         self, params: Sequence[FSDPParam], roles: MeshRoles, policy: MixedPrecisionPolicy
     ) -> None:
         self.params = tuple(params)
+        self.options = GroupOptions()
         self._roles = roles
         self._policy = policy
         self._sharded_state = ShardedState.SHARDED
@@ -46,6 +50,16 @@ class FSDPParamGroup:
     def is_unsharded(self) -> bool:
         """Whether the whole parameters are registered and filled."""
         return self._sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the slices; None if parameters are only replicated."""
+        return self._roles.mesh.get_group(0)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a second mesh axis averages gradients over replicas (HSDP)."""
+        return False
 
     @property
     def is_gathering(self) -> bool:
@@ -89,6 +103,17 @@ class FSDPParamGroup:
             for param in self.params:
                 param.register_sharded()
             self._sharded_state = ShardedState.SHARDED
+
+    def reshard_after_forward(self) -> None:
+        """Reshards where forward ends."""
+        self.reshard()
+
+    def reset(self, link: CommLink) -> None:
+        """Ends a gather in flight, drops whole gradients and registers the slices."""
+        self.drop_gather(link)
+        for param in self.params:
+            param.take_grad()
+        self.reshard()
 
     def refresh(self) -> None:
         """Takes over what the user did to the slices; see `FSDPParam.refresh`."""

@@ -99,3 +99,8 @@ class PendingReduce:
                 param.add_sharded_grad(row)
         # The contribution came from the compute lane's pool, and the ticket let it go.
         lanes.follow_mark(Lane.COMPUTE, arrived)
+
+    def drop(self, link: CommLink) -> None:
+        """Waits and forgets the result: the iteration is lost."""
+        self._ticket.wait()
+        link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
