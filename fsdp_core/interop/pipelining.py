@@ -51,7 +51,8 @@ class PipelineStage(TorchPipelineStage):
         """Reduces what all microbatches accumulated, then divides by `grad_scale_factor`."""
         if isinstance(self.submod, FSDPModule):
             _set_last(self.submod, is_last=True)
-            _end_iteration(self.submod)
+            # The last backward ended while gradients were not to be reduced yet: end it again.
+            self.submod._get_fsdp_state().context.end_backward()  # noqa: SLF001 - the name by which others find it
         super().perform_reduce_grad(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
@@ -106,18 +107,3 @@ def _set_last(root: FSDPModule, *, is_last: bool) -> None:
     root.set_is_last_backward(is_last)
     root.set_reshard_after_backward(is_last)
     root.set_requires_gradient_sync(is_last)
-
-
-def _end_iteration(root: FSDPModule) -> None:
-    """Reduces and reshards every unit under `root`, as the end of a backward does.
-
-    A backward of nothing: the one before ended while gradients were not to be reduced yet.
-    """
-    context = root._get_fsdp_state().context  # noqa: SLF001 - the name by which others find it
-
-    def queue(_: torch.Tensor) -> None:
-        context.queue_end_of_backward()
-
-    nothing = torch.zeros((), requires_grad=True)
-    nothing.register_hook(queue)  # type: ignore[no-untyped-call]  # PyTorch's
-    torch.autograd.backward(nothing)
