@@ -19,6 +19,7 @@
     ├── RootError                 (RuntimeError)         forward outside the root, or two roots
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
+    ├── NonFiniteNormError        (RuntimeError)         clipping by NaN or infinity, if refused
     ├── TicketError               (RuntimeError)         a collective waited for twice
     ├── DesyncError               (RuntimeError)         ranks started different collectives
     ├── PlanError                 (ValueError)           a plan that does not fit the model or mesh
@@ -100,6 +101,10 @@ class StateError(EngineError, AssertionError):
 
 class NoDeepcopyError(EngineError, AssertionError):
     """A module with live communication groups cannot be copied."""
+
+
+class NonFiniteNormError(EngineError, RuntimeError):
+    """The total norm of the gradients is NaN or infinite, and the caller wants to know."""
 
 
 class TicketError(EngineError, RuntimeError):

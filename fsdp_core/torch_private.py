@@ -126,6 +126,21 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_copy_(targets, sources)
 
 
+def foreach_norm(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The norm of each tensor, accumulated in `dtype`, in as few kernels as possible.
+
+    The public `torch.nn.utils.get_total_norm` accumulates in the tensors' own dtype.
+    """
+    return tuple(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor in place by the one number, in as few kernels as possible."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def chunk_cat(tensors: list[torch.Tensor], parts: int, out: torch.Tensor) -> None:
     """Pads dim 0 of each tensor to `parts` chunks and lays chunk i of all into row i of `out`."""
     torch._chunk_cat(tensors, 0, parts, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_core.api.forward_method import register_fsdp_forward_method
+from fsdp_core.api.grad_clipping import clip_grad_norm_
 from fsdp_core.api.observation import observe
 from fsdp_core.api.share_context import share_comm_ctx
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -25,6 +26,7 @@ __all__ = [
     "ShardedState",
     "TrainingState",
     "UnshardHandle",
+    "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
