@@ -50,7 +50,11 @@ class Cell:
     def __str__(self) -> str:
         """What a person reads in the list of tests."""
         ranks = f"{self.world} rank{'s' * (self.world > 1)}"
-        words = {True: "reshard", False: "keep", None: "reshard by default"}
+        words: dict[bool | int | None, str] = {
+            True: "reshard",
+            False: "keep",
+            None: "reshard by default",
+        }
         # No reshard size is 1, which would equal True: it means the same as keeping.
         reshard = words.get(self.reshard, f"reshard to {self.reshard}")
         return ", ".join([ranks, self.precision, reshard, *self.features])

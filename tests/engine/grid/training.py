@@ -55,7 +55,7 @@ def train(ctx: RankContext, cell: Cell, engine: Engine) -> Trace:
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         trace.params[name] = param.to_local().detach().clone()
-        trace.whole[name] = _whole(ctx, param)
+        trace.whole[name] = param.full_tensor().detach().to(ctx.device)
     return trace
 
 
@@ -68,7 +68,7 @@ def backwards_of_step(ctx: RankContext, cell: Cell, model: Any, step: int) -> li
         model.set_is_last_backward(is_last)
         model.set_requires_gradient_sync(is_last or cell.accumulate != "without sync")
         tokens = tokens_of(step, micro, data_rank).to(ctx.device)
-        loss = loss_of(model(tokens[:, :-1]), tokens)
+        loss = loss_of(model(tokens), tokens)
         torch.autograd.backward(loss)
         losses.append(loss.item())
     return losses
@@ -87,10 +87,10 @@ def train_alone(
         for micro in range(microbatches):
             tokens = torch.cat([tokens_of(step, micro, rank) for rank in range(data_ranks)])
             tokens = tokens.to(device)
-            params = dict(model.named_parameters())
+            params: dict[str, torch.Tensor] = dict(model.named_parameters())
             if precision == "bf16":
                 params = {name: p.to(torch.bfloat16) for name, p in params.items()}
-            logits = torch.func.functional_call(model, params, (tokens[:, :-1],))
+            logits = torch.func.functional_call(model, params, (tokens,))
             loss = loss_of(logits, tokens)
             torch.autograd.backward(loss)
             trace.losses.append(loss.item())
@@ -152,7 +152,7 @@ def _mesh(device_type: str, *axes: str) -> DeviceMesh:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """With momentum: an optimizer with state, which amplifies no rounding as Adam's does."""
     # Not foreach: tensor-parallel and plain parameters lie on different meshes.
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False)
 
 
 def _slice(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -160,7 +160,3 @@ def _slice(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach().clone()
-
-
-def _whole(ctx: RankContext, param: DTensor) -> torch.Tensor:
-    return param.detach().full_tensor().to(ctx.device)
