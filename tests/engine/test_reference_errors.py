@@ -318,9 +318,9 @@ def pinned_without_accelerator(a: Attempt) -> None:
     torch.autograd.backward(module(a.input()).sum())
 
 
-def hooked_linear(a: Attempt, rows: int = 4, **hooks: Callable[..., object]) -> Any:  # noqa: ANN401 - a class of either engine
+def hooked_linear(a: Attempt, **hooks: Callable[..., object]) -> Any:  # noqa: ANN401 - a class of either engine
     """One unit, whose weight's slice got these methods after it was sharded."""
-    model = a.shard(nn.Linear(4, rows, bias=False))
+    model = a.shard(nn.Linear(4, 1, bias=False))
     piece = model.weight._local_tensor  # `to_local` gives an alias, whose methods nobody sees
     for name, hook in hooks.items():
         setattr(piece, name, MethodType(hook, piece))
@@ -361,7 +361,7 @@ def hook_of_two_arguments(a: Attempt) -> None:
 
 def hook_without_padding(a: Attempt) -> None:
     hooks = {"fsdp_pre_all_gather": too_small, "fsdp_post_all_gather": never_called}
-    hooked_linear(a, rows=1, **hooks)(a.input())
+    hooked_linear(a, **hooks)(a.input())
 
 
 ROWS = {
