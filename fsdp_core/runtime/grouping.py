@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,7 +17,9 @@ from fsdp_core.comm import (
     resolve_placement,
 )
 from fsdp_core.errors import ArgumentError, PlacementError, UnsupportedError
-from fsdp_core.param import FSDPParam, FSDPParamGroup, ParamOptions, find_slots
+from fsdp_core.param import FSDPParam, FSDPParamGroup, ParamOptions, ParamSlot, find_slots
+from fsdp_core.param.placing import place
+from fsdp_core.param.tensor_extension import is_extended
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -55,11 +57,15 @@ def group_params(
             "Per-param mesh via shard_placement_fn is not supported with "
             f"{type(info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
+    slots = find_slots(originals, modules)
+    # Nothing is sharded before everything is known to be right: a refusal leaves all as it was.
+    chosen = [
+        _choose(original, slot, info, options, reshard_to, placement_of)
+        for original, slot in zip(originals, slots, strict=True)
+    ]
     infos: dict[Hashable, DataParallelMeshInfo] = {}
-    members: dict[DataParallelMeshInfo, list[FSDPParam]] = {}
-    for original, slot in zip(originals, find_slots(originals, modules), strict=True):
-        chosen = resolve_placement(None if placement_of is None else placement_of(original), info)
-        mine = chosen.mesh_info
+    for slot, choice in zip(slots, chosen, strict=True):
+        mine = choice.info
         known = infos.setdefault((mine.shard.group, mine.replicate.group), mine)
         if known is not mine:
             raise ArgumentError(
@@ -67,19 +73,54 @@ def group_params(
                 f"but got different objects: {known} vs {mine} for parameter {slot.fqn!r}. Make "
                 "the mesh info once and return it for all of them."
             )
-        post_forward = _post_forward(mine, reshard_to)
-        if post_forward is not None and isinstance(original, DTensor):
-            raise UnsupportedError(
-                "Resharding to smaller mesh is not supported for DTensor parameters yet, and "
-                f"{slot.fqn!r} is one. Pass reshard_after_forward=True."
-            )
-        dim = _dim_of(original, chosen.placement, slot.fqn)
-        param = FSDPParam(original, slot, mine, dim, replace(options, post_forward=post_forward))
-        members.setdefault(mine, []).append(param)
+    members: dict[DataParallelMeshInfo, list[FSDPParam]] = {}
+    for original, slot, choice in zip(originals, slots, chosen, strict=True):
+        param = FSDPParam(original, slot, choice.info, choice.dim, choice.options)
+        members.setdefault(choice.info, []).append(param)
     return [
         FSDPParamGroup(params, mine, _post_forward(mine, reshard_to))
         for mine, params in members.items()
     ]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Where and how one parameter is to be sharded."""
+
+    info: DataParallelMeshInfo
+    dim: int | None
+    options: ParamOptions
+
+
+def _choose(  # noqa: PLR0913 - one parameter's share of `group_params`
+    original: nn.Parameter,
+    slot: ParamSlot,
+    info: DataParallelMeshInfo,
+    options: ParamOptions,
+    reshard_to: int | None,
+    placement_of: PlacementFn | None,
+) -> _Choice:
+    result = resolve_placement(None if placement_of is None else placement_of(original), info)
+    dim = _dim_of(original, result.placement, slot.fqn)
+    post_forward = _post_forward(result.mesh_info, reshard_to)
+    if post_forward is not None:
+        _check_post_forward(original, slot.fqn)
+    if isinstance(original, DTensor) or result.mesh_info.is_spmd:
+        place(original, slot.fqn, result.mesh_info, dim)  # for what it refuses
+    return _Choice(result.mesh_info, dim, replace(options, post_forward=post_forward))
+
+
+def _check_post_forward(original: nn.Parameter, fqn: str) -> None:
+    if isinstance(original, DTensor):
+        kind = "DTensor parameters"
+    elif is_extended(original, fqn):
+        kind = "parameters with all-gather extensions"
+    else:
+        return
+    raise UnsupportedError(
+        f"Resharding to smaller mesh is not supported for {kind} yet, and {fqn!r} is one. Pass "
+        "reshard_after_forward=True."
+    )
 
 
 def _post_forward(info: DataParallelMeshInfo, ranks: int | None) -> FSDPMeshInfo | None:
