@@ -32,9 +32,13 @@ from fsdp_core.param import (
     claim,
     find_slots,
 )
+from fsdp_core.param.placing import place
+from fsdp_core.param.tensor_extension import is_extended
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -50,29 +54,47 @@ class UnitGroups:
     borrowed: tuple[FSDPParamGroup, ...]
 
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+@dataclass(frozen=True)
+class GroupingOptions:
+    """What a call of `fully_shard` says about its parameters.
+
+    Attributes:
+        params: Precision and offload.
+        reshard_to: Ranks of the smaller mesh that forward reshards to, if any.
+        placement_of: See `fully_shard`.
+    """
+
+    params: ParamOptions
+    reshard_to: int | None = None
+    placement_of: PlacementFn | None = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Where and how one parameter is to be sharded."""
+
+    original: nn.Parameter
+    slot: ParamSlot
+    info: DataParallelMeshInfo
+    dim: int | None
+    options: ParamOptions
 
 
 def group_params(
     originals: Sequence[nn.Parameter],
     modules: Sequence[nn.Module],
     info: DataParallelMeshInfo,
-    options: ParamOptions,
-    *,
-    reshard_to: int | None,
-    placement_of: PlacementFn | None,
+    options: GroupingOptions,
 ) -> UnitGroups:
     """Shards parameters; those over the same ranks become one group, in the order given.
 
     A parameter that an earlier unit has taken stays with that: it has one owner.
 
     Args:
-        originals: Not yet sharded.
+        originals: Not yet sharded by this unit.
         modules: In whose trees they hang.
-        info: Mesh for those that `placement_of` names none for.
-        options: Precision and offload.
-        reshard_to: Ranks of the smaller mesh that forward reshards to, if any.
-        placement_of: See `fully_shard`.
+        info: Mesh for those that no other is named for.
+        options: Of the call.
 
     Raises:
         ArgumentError: `placement_of` returned something else, or two mesh infos for the same
@@ -81,55 +103,86 @@ def group_params(
         PlacementError: A parameter does not have the dim to shard.
         UnsupportedError: A DTensor or extended parameter is to be resharded to a smaller mesh.
     """
-    if placement_of is not None and not isinstance(info, FSDPMeshInfo):
+    if options.placement_of is not None and not isinstance(info, FSDPMeshInfo):
         raise ArgumentError(
             "Per-param mesh via shard_placement_fn is not supported with "
             f"{type(info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
-    infos: dict[Hashable, DataParallelMeshInfo] = {}
-    members: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, FSDPParam]]] = {}
-    borrowed: dict[FSDPParamGroup, None] = {}
+    # Nothing is sharded before everything is known to be right: a refusal leaves all as it was.
+    choices: list[_Choice] = []
+    shared: list[tuple[Charge, ParamSlot]] = []
     for original, slot in zip(originals, find_slots(originals, modules), strict=True):
         if (charge := charge_of(original)) is not None:
-            borrowed[_borrow(charge, slot, info)] = None
-            continue
-        chosen = resolve_placement(None if placement_of is None else placement_of(original), info)
-        mine = chosen.mesh_info
+            _check_shared(charge, slot, info)
+            shared.append((charge, slot))
+        else:
+            choices.append(_choose(original, slot, info, options))
+    _check_infos(choices)
+
+    members: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, FSDPParam]]] = {}
+    for choice in choices:
+        param = FSDPParam(choice.original, choice.slot, choice.info, choice.dim, choice.options)
+        members.setdefault(choice.info, []).append((choice.original, param))
+    own = []
+    for mine, pairs in members.items():
+        smaller = _post_forward(mine, options.reshard_to)
+        group = FSDPParamGroup([param for _, param in pairs], mine, smaller)
+        for original, param in pairs:
+            claim(original, Charge(param, group))
+        own.append(group)
+    for charge, slot in shared:
+        charge.param.hang_also_at(slot)
+        charge.group.is_lent = True
+    return UnitGroups(tuple(own), tuple(dict.fromkeys(charge.group for charge, _ in shared)))
+
+
+def _choose(
+    original: nn.Parameter, slot: ParamSlot, info: DataParallelMeshInfo, options: GroupingOptions
+) -> _Choice:
+    wanted = None if options.placement_of is None else options.placement_of(original)
+    result = resolve_placement(wanted, info)
+    mine, dim = result.mesh_info, _dim_of(original, result.placement, slot.fqn)
+    smaller = _post_forward(mine, options.reshard_to)
+    if smaller is not None:
+        _check_post_forward(original, slot.fqn)
+    if isinstance(original, DTensor) or mine.is_spmd:
+        place(original, slot.fqn, mine, dim)  # for what it refuses
+    return _Choice(original, slot, mine, dim, replace(options.params, post_forward=smaller))
+
+
+def _check_infos(choices: Sequence[_Choice]) -> None:
+    infos: dict[Hashable, DataParallelMeshInfo] = {}
+    for choice in choices:
+        mine = choice.info
         known = infos.setdefault((mine.shard.group, mine.replicate.group), mine)
         if known is not mine:
             raise ArgumentError(
                 "Params sharing the same process group must use the same FSDPMeshInfo object, "
-                f"but got different objects: {known} vs {mine} for parameter {slot.fqn!r}. Make "
-                "the mesh info once and return it for all of them."
+                f"but got different objects: {known} vs {mine} for parameter "
+                f"{choice.slot.fqn!r}. Make the mesh info once and return it for all of them."
             )
-        post_forward = _post_forward(mine, reshard_to)
-        if post_forward is not None and isinstance(original, DTensor):
-            raise UnsupportedError(
-                "Resharding to smaller mesh is not supported for DTensor parameters yet, and "
-                f"{slot.fqn!r} is one. Pass reshard_after_forward=True."
-            )
-        dim = _dim_of(original, chosen.placement, slot.fqn)
-        param = FSDPParam(original, slot, mine, dim, replace(options, post_forward=post_forward))
-        members.setdefault(mine, []).append((original, param))
-    own = []
-    for mine, pairs in members.items():
-        group = FSDPParamGroup([param for _, param in pairs], mine, _post_forward(mine, reshard_to))
-        for original, param in pairs:
-            claim(original, Charge(param, group))
-        own.append(group)
-    return UnitGroups(tuple(own), tuple(borrowed))
 
 
-def _borrow(charge: Charge, slot: ParamSlot, info: DataParallelMeshInfo) -> FSDPParamGroup:
+def _check_shared(charge: Charge, slot: ParamSlot, info: DataParallelMeshInfo) -> None:
     if charge.group.info.shard.group is not info.shard.group:
         raise SharedParameterError(
             f"Parameter {slot.fqn!r} is shared with a parameter already managed by another FSDP "
             f"group, {charge.param.fqn!r}, which is sharded over other ranks. Pass the same mesh "
             "to both calls."
         )
-    charge.param.hang_also_at(slot)
-    charge.group.is_lent = True
-    return charge.group
+
+
+def _check_post_forward(original: nn.Parameter, fqn: str) -> None:
+    if isinstance(original, DTensor):
+        kind = "DTensor parameters"
+    elif is_extended(original, fqn):
+        kind = "parameters with all-gather extensions"
+    else:
+        return
+    raise UnsupportedError(
+        f"Resharding to smaller mesh is not supported for {kind} yet, and {fqn!r} is one. Pass "
+        "reshard_after_forward=True."
+    )
 
 
 def _post_forward(info: DataParallelMeshInfo, ranks: int | None) -> FSDPMeshInfo | None:
