@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
@@ -68,6 +69,7 @@ class FSDPState:
         self._index = 0
         self._yet_to_run: set[nn.Module] = set()
         self._has_returned = False
+        self._methods_running = 0
         self.home = CommHome(device)
         self.context = RootContext([self], self.home, self.relay, is_solo=True)
 
@@ -333,6 +335,18 @@ class FSDPState:
         self._params.let_go()
         self._enter(TrainingState.IDLE)
 
+    # -- Methods besides forward
+
+    @contextmanager
+    def running_method(self) -> Iterator[None]:
+        """Within, a registered method runs, which forward may call and which may call forward."""
+        self._methods_running += 1
+        try:
+            yield
+        finally:
+            self._methods_running -= 1
+            self.leave_forward()
+
     # -- After an exception
 
     def reset(self) -> None:
@@ -345,6 +359,7 @@ class FSDPState:
         # An exception runs `leave_forward`, but an interrupt from the keyboard does not.
         if (
             self._training_state is TrainingState.FORWARD
+            and not self._methods_running
             and self.modules == (module,)
             and self.context.has_opened(self)
             and not torch_private.in_backward()
