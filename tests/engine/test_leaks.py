@@ -35,9 +35,6 @@ RESHARDS = [
 ]
 
 
-# Less than the smallest whole parameter of the even model, of 48.
-FLAG_BYTES = 32
-
 
 @dataclass(frozen=True)
 class Census:
@@ -83,8 +80,9 @@ def check_nothing_whole(ctx: RankContext, cell: Cell) -> None:
     sharded = Census.take().storage_bytes
     for step in range(2):
         backwards_of_step(ctx, cell, model, step)
-        # Of the gradients, the slices. Those of a unit may share one buffer with a few flags.
-        assert Census.take().storage_bytes - sharded <= bytes_of_slices(model) + FLAG_BYTES
+        # Of the gradients, the slices. Those of a unit share one buffer with a flag for each.
+        flags = sum(4 for param in model.parameters() if param.requires_grad)
+        assert Census.take().storage_bytes - sharded == bytes_of_slices(model) + flags
         model.zero_grad()
         assert Census.take().storage_bytes == sharded
 
