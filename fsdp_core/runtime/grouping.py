@@ -16,8 +16,9 @@ from fsdp_core.comm import (
     post_forward_mesh_info,
     resolve_placement,
 )
-from fsdp_core.errors import ArgumentError, PlacementError, UnsupportedError
+from fsdp_core.errors import ArgumentError, PlacementError
 from fsdp_core.param import FSDPParam, FSDPParamGroup, ParamOptions, ParamSlot, find_slots
+from fsdp_core.param.fsdp_param import cannot_keep_part
 from fsdp_core.param.placing import place
 from fsdp_core.param.tensor_extension import is_extended
 
@@ -103,24 +104,12 @@ def _choose(  # noqa: PLR0913 - one parameter's share of `group_params`
     result = resolve_placement(None if placement_of is None else placement_of(original), info)
     dim = _dim_of(original, result.placement, slot.fqn)
     post_forward = _post_forward(result.mesh_info, reshard_to)
-    if post_forward is not None:
-        _check_post_forward(original, slot.fqn)
+    extended = is_extended(original, slot.fqn)
+    if post_forward is not None and (extended or isinstance(original, DTensor)):
+        raise cannot_keep_part("extended" if extended else "DTensor", slot.fqn)
     if isinstance(original, DTensor) or result.mesh_info.is_spmd:
         place(original, slot.fqn, result.mesh_info, dim)  # for what it refuses
     return _Choice(result.mesh_info, dim, replace(options, post_forward=post_forward))
-
-
-def _check_post_forward(original: nn.Parameter, fqn: str) -> None:
-    if isinstance(original, DTensor):
-        kind = "DTensor parameters"
-    elif is_extended(original, fqn):
-        kind = "parameters with all-gather extensions"
-    else:
-        return
-    raise UnsupportedError(
-        f"Resharding to smaller mesh is not supported for {kind} yet, and {fqn!r} is one. Pass "
-        "reshard_after_forward=True."
-    )
 
 
 def _post_forward(info: DataParallelMeshInfo, ranks: int | None) -> FSDPMeshInfo | None:
