@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentTypeError, StateError
+from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.offload import HostMemory
@@ -85,7 +85,8 @@ class FSDPParam:
         self._placing = place(param, slot.fqn, info, dim)
         whole = self._placing.local.detach()
         self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
-        physical = whole.permute(self._order)
+        self._is_reordered = self._order != tuple(range(whole.ndim))
+        physical = self._as_physical(whole)
         cut_dim = None if dim is None else self._order.index(dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
@@ -209,6 +210,7 @@ class FSDPParam:
 
         Raises:
             ArgumentTypeError: The new parameter is no DTensor.
+            UnsupportedError: It has all-gather extensions and is to be resharded to a smaller mesh.
         """
         registered = self.slot.registered()
         if not isinstance(registered, DTensor):
@@ -223,9 +225,11 @@ class FSDPParam:
         self.slot.register(registered)  # at all places: a tie must survive an assignment to one
         local = self._local
         self._is_extended = is_extended(local, self.fqn)
+        if self._is_extended and self._post_forward_info is not None:
+            raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
-        physical = local.permute(self._order)
+        physical = self._as_physical(local)
         is_full = physical.shape == torch.Size(self.slicing.padded_shape)
         with torch.no_grad():
             padded = physical
@@ -289,7 +293,7 @@ class FSDPParam:
             grad, parameter.grad = parameter.grad, None
         if grad is None:
             return None
-        return self._placing.local_grad(grad).permute(self._order)
+        return self._as_physical(self._placing.local_grad(grad))
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
@@ -375,8 +379,12 @@ class FSDPParam:
     def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
         return slices.own(padded, self.slicing, self._info.shard.rank)
 
+    def _as_physical(self, original: torch.Tensor) -> torch.Tensor:
+        # A tensor subclass need not know how to be permuted into what it is.
+        return original.permute(self._order) if self._is_reordered else original
+
     def _as_original(self, physical: torch.Tensor) -> torch.Tensor:
-        return physical.permute(slices.inverse(self._order))
+        return physical.permute(slices.inverse(self._order)) if self._is_reordered else physical
 
     def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         physical = flat[: self.slicing.total].view(self.slicing.shape)
@@ -407,3 +415,11 @@ class FSDPParam:
         # An empty tensor's storage may be at address 0, which says nothing.
         ours = self._send_data.untyped_storage().data_ptr()
         return ours > 0 and ours == local.untyped_storage().data_ptr()
+
+
+def cannot_keep_part(kind: str, fqn: str) -> UnsupportedError:
+    """The refusal to keep slices of a parameter of this `kind` for a smaller mesh."""
+    return UnsupportedError(
+        f"Resharding to smaller mesh is not supported for {kind} parameters yet, and {fqn!r} is "
+        "one. Pass reshard_after_forward=True."
+    )

@@ -20,7 +20,6 @@ from fsdp_core.errors import (
     ArgumentError,
     PlacementError,
     SharedParameterError,
-    UnsupportedError,
 )
 from fsdp_core.param import (
     Charge,
@@ -32,6 +31,7 @@ from fsdp_core.param import (
     claim,
     find_slots,
 )
+from fsdp_core.param.fsdp_param import cannot_keep_part
 from fsdp_core.param.placing import place
 from fsdp_core.param.tensor_extension import is_extended
 
@@ -143,8 +143,9 @@ def _choose(
     result = resolve_placement(wanted, info)
     mine, dim = result.mesh_info, _dim_of(original, result.placement, slot.fqn)
     smaller = _post_forward(mine, options.reshard_to)
-    if smaller is not None:
-        _check_post_forward(original, slot.fqn)
+    extended = is_extended(original, slot.fqn)
+    if smaller is not None and (extended or isinstance(original, DTensor)):
+        raise cannot_keep_part("extended" if extended else "DTensor", slot.fqn)
     if isinstance(original, DTensor) or mine.is_spmd:
         place(original, slot.fqn, mine, dim)  # for what it refuses
     return _Choice(original, slot, mine, dim, replace(options.params, post_forward=smaller))
@@ -170,19 +171,6 @@ def _check_shared(charge: Charge, slot: ParamSlot, info: DataParallelMeshInfo) -
             f"group, {charge.param.fqn!r}, which is sharded over other ranks. Pass the same mesh "
             "to both calls."
         )
-
-
-def _check_post_forward(original: nn.Parameter, fqn: str) -> None:
-    if isinstance(original, DTensor):
-        kind = "DTensor parameters"
-    elif is_extended(original, fqn):
-        kind = "parameters with all-gather extensions"
-    else:
-        return
-    raise UnsupportedError(
-        f"Resharding to smaller mesh is not supported for {kind} yet, and {fqn!r} is one. Pass "
-        "reshard_after_forward=True."
-    )
 
 
 def _post_forward(info: DataParallelMeshInfo, ranks: int | None) -> FSDPMeshInfo | None:

@@ -35,7 +35,6 @@ RESHARDS = [
 ]
 
 
-
 @dataclass(frozen=True)
 class Census:
     """The tensors that this process can reach, and the memory behind them."""
