@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -25,6 +26,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
+Leaf = TypeVar("Leaf")
+Tree = TypeVar("Tree")
 
 Spec: TypeAlias = DTensorSpec
 """How a DTensor lies on its mesh, with its global shape, strides and dtype."""
@@ -84,8 +89,10 @@ def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[
     """Writes within do not count as modifications of what autograd saved.
 
     The unsharded parameter is refilled with the same values between forward and backward.
+    Inference tensors have no version.
     """
-    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
     return cast("AbstractContextManager[None]", guard)
 
 
@@ -250,3 +257,26 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges what two tensor objects are; whoever holds one holds the other then."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""For a wrapper's `__torch_function__`: otherwise every result is made one of its class again."""
+
+
+def wrapper_of(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
+    """A tensor of `cls` without memory, with the shape, strides, dtype and device of `like`."""
+    make = cast("Callable[..., AnyTensor]", torch.Tensor._make_wrapper_subclass)
+    # As an inference tensor or not as `like` is, since one can be no view of the other.
+    with torch.inference_mode(mode=like.is_inference()):
+        return make(cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def tree_map_only(kind: type[Leaf], function: Callable[[Leaf], object], tree: Tree) -> Tree:
+    """`tree` with `function` applied to its leaves of `kind`."""
+    return cast("Tree", pytree.tree_map_only(kind, function, tree))
+
+
+def writes_first_argument(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator works in place, so that its result is its first argument itself."""
+    first = op._schema.arguments[:1]
+    return any(each.alias_info is not None and each.alias_info.is_write for each in first)

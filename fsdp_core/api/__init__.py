@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fsdp_core.api.forward_method import register_fsdp_forward_method
 from fsdp_core.api.observation import observe
+from fsdp_core.comm import QuantizedReduceScatter
+from fsdp_core.extensions import Float8Weight, Int8Weight, gather_in_low_precision
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime import (
     FSDPModule,
@@ -18,14 +20,18 @@ from fsdp_core.states import ShardedState, TrainingState
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "Float8Weight",
+    "Int8Weight",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
+    "QuantizedReduceScatter",
     "ShardedState",
     "TrainingState",
     "UnshardHandle",
     "disable_fsdp_module_new_init",
     "fully_shard",
+    "gather_in_low_precision",
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",

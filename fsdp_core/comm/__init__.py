@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_core.comm.block_code import DEFAULT_BLOCK_SIZE, SCALE_DTYPE, BlockCode
 from fsdp_core.comm.collectives import (
     Collectives,
     GroupCollectives,
@@ -22,6 +23,7 @@ from fsdp_core.comm.mesh_info import (
     post_forward_mesh_info,
     resolve_placement,
 )
+from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.strategies import (
     AllGather,
@@ -32,8 +34,11 @@ from fsdp_core.comm.strategies import (
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "SCALE_DTYPE",
     "AllGather",
     "Axis",
+    "BlockCode",
     "CollectiveLedger",
     "CollectiveListener",
     "Collectives",
@@ -51,6 +56,7 @@ __all__ = [
     "Lanes",
     "LoopbackCollectives",
     "Mark",
+    "QuantizedReduceScatter",
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",

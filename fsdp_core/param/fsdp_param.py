@@ -221,10 +221,10 @@ class FSDPParam:
         self._is_extended = is_extended(local, self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
-        physical = local.permute(self._order)
-        is_full = physical.shape == torch.Size(self.slicing.padded_shape)
-        with torch.no_grad():
-            padded = physical
+        # The first forward, which may be for inference, must leave slices that training can update.
+        with torch_private.outside_inference_mode(), torch.no_grad():
+            physical = padded = local.permute(self._order)
+            is_full = physical.shape == torch.Size(self.slicing.padded_shape)
             if not is_full or not physical.is_contiguous():
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)

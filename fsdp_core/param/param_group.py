@@ -193,6 +193,8 @@ class FSDPParamGroup:
             hook_stream=options.all_reduce_hook_stream,
             divide_factor=options.divide_factor,
             force_sum=options.force_sum,
+            # A class written for the reference does not have it.
+            granularity=getattr(options.reduce_scatter, "granularity", 1),
         )
         return PendingReduce.issue(batch, route, link)
 

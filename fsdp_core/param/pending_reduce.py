@@ -34,6 +34,7 @@ class ReduceRoute:
         hook_stream: On which; None: the lane of all-reduces.
         divide_factor: See `Reduction.of`.
         force_sum: See `Reduction.of`.
+        granularity: See `ReduceScatter.granularity`.
     """
 
     shards: Collectives
@@ -45,6 +46,7 @@ class ReduceRoute:
     hook_stream: torch.Stream | None = None
     divide_factor: float | None = None
     force_sum: bool = False
+    granularity: int = 1
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
@@ -174,7 +176,7 @@ class PendingReduce:
     def _view_out(self, result: torch.Tensor, link: CommLink, lane: Lane) -> None:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
-        flags = result[sum(self._sizes) :]
+        flags = result[len(result) - len(params) :]
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
@@ -201,8 +203,11 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     batch.grads.clear()
     sizes = [param.slicing.row for param in batch.params]
     if batch.is_agreed:
-        grads.append(_flags(batch.present, dtype, route.device).expand(shards.size, -1))
-        sizes.append(len(batch.present))
+        flags = _flags(batch.present, dtype, route.device)
+        # Flags that share a block with gradients could be rounded to zero.
+        flags = torch.nn.functional.pad(flags, (-sum(sizes) % route.granularity, 0))
+        grads.append(flags.expand(shards.size, -1))
+        sizes.append(len(flags))
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.to(dtype) for grad in grads]
     packing = Packing.of(sizes, shards.size)
