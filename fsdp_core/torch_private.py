@@ -79,6 +79,8 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, shape) of this rank's elements in the global tensor, padding excluded."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
     shape, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -280,3 +282,16 @@ def writes_first_argument(op: torch._ops.OpOverload) -> bool:
     """Whether the operator works in place, so that its result is its first argument itself."""
     first = op._schema.arguments[:1]
     return any(each.alias_info is not None and each.alias_info.is_write for each in first)
+
+
+def mesh_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """The mesh's global ranks, of its shape."""
+    return mesh.mesh
+
+
+def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
+    """A mesh of one axis that never communicates, so that no process group need be made for it.
+
+    Publicly a mesh makes its groups, in which all ranks of the world must take part.
+    """
+    return DeviceMesh(device_type, ranks, _init_backend=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.api.forward_method import register_fsdp_forward_method
 from fsdp_core.api.observation import observe
-from fsdp_core.comm import QuantizedReduceScatter
+from fsdp_core.comm import Owned, QuantizedReduceScatter
 from fsdp_core.extensions import Float8Weight, Int8Weight, gather_in_low_precision
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime import (
@@ -25,6 +25,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
+    "Owned",
     "QuantizedReduceScatter",
     "ShardedState",
     "TrainingState",

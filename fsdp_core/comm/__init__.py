@@ -23,6 +23,7 @@ from fsdp_core.comm.mesh_info import (
     post_forward_mesh_info,
     resolve_placement,
 )
+from fsdp_core.comm.owned import Owned
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.strategies import (
@@ -56,6 +57,7 @@ __all__ = [
     "Lanes",
     "LoopbackCollectives",
     "Mark",
+    "Owned",
     "QuantizedReduceScatter",
     "ReduceScatter",
     "Reduction",

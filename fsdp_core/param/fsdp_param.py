@@ -32,12 +32,15 @@ from fsdp_core import torch_private
 from fsdp_core.errors import ArgumentTypeError, StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.grad_batch import Contribution
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
     from fsdp_core.param.param_options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
@@ -75,7 +78,7 @@ class FSDPParam:
         """
         self.fqn = slot.fqn
         self.slot = slot
-        self.origin = _origin_of(param)
+        self.origin = origin_of(param)
         self.accumulated_grad: torch.Tensor | None = None
         self._info = info
         self._policy = options.policy
@@ -292,6 +295,20 @@ class FSDPParam:
         dtype = self.reduce_dtype or self.compute_dtype
         return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
 
+    def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
+        """Takes the gradient for a reduction.
+
+        Args:
+            covers_unused: Whether a trainable parameter without one takes part with zeros.
+        """
+        grad = self.take_grad()
+        had_one = grad is not None
+        if grad is None:
+            if not covers_unused or not self.is_trainable:
+                return None
+            grad = self.zero_grad()
+        return Contribution(self, grad, [had_one], self.reduce_dtype or grad.dtype)
+
     def keep_grad(self) -> None:
         """Keeps this backward's gradient, in the reduce dtype, for one that reduces."""
         self._add_to_accumulated()
@@ -309,6 +326,13 @@ class FSDPParam:
         if (parameter := self._computed) is not None:
             parameter.grad = None
 
+    def add_sharded_grads(
+        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+    ) -> None:
+        """Adds a reduced slice if `present`, of one flag, says that some rank had a gradient."""
+        if all(present):
+            self.add_sharded_grad(row, link, lane)
+
     def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
@@ -318,10 +342,13 @@ class FSDPParam:
             lane: On which the caller is.
         """
         padded = row.view(self.slicing.padded_shape)
+        self._add_local_grad(self._as_original(self._own_slice(padded)), link, lane)
+
+    def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
         hooks = torch_private.post_accumulate_hooks(self.sharded_param)
         total = self.sharded_param.grad
         local = self._memory.take_grad(
-            self._as_original(self._own_slice(padded)),
+            local,
             link,
             lane,
             # Nobody on the host may look at it before the copy has arrived.
@@ -405,7 +432,8 @@ class FSDPParam:
         return ours > 0 and ours == local.untyped_storage().data_ptr()
 
 
-def _origin_of(param: nn.Parameter) -> object:
+def origin_of(param: nn.Parameter) -> object:
+    """The identity of an original parameter."""
     # On the parameter itself: it outlives the call wherever else it hangs, an id would not.
     origin: object = param.__dict__.setdefault("_fsdp_core_origin", object())
     return origin

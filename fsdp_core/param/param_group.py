@@ -9,6 +9,8 @@ from fsdp_core.comm import Lane, collectives_on
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.param.grad_batch import GradBatch, batches_of
 from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.param.owned_param import OwnedParam
+from fsdp_core.param.owned_section import OwnedSection, sections_of
 from fsdp_core.param.partial_reduce import PartialReduce
 from fsdp_core.param.pending_gather import PendingGather
 from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
@@ -44,6 +46,12 @@ class FSDPParamGroup:
             post_forward: The smaller mesh that forward reshards to, if any.
         """
         self.params = tuple(params)
+        owned = [param for param in params if isinstance(param, OwnedParam)]
+        # What gathers and reductions see, in packing order.
+        self._travellers: tuple[FSDPParam | OwnedSection, ...] = (
+            *(param for param in params if not isinstance(param, OwnedParam)),
+            *sections_of(owned, info),
+        )
         self.info = info
         self.options = GroupOptions()
         self._post_forward = post_forward
@@ -90,7 +98,7 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self.params, axis, self.info.device, link, in_compute=in_compute
+            self._travellers, axis, self.info.device, link, in_compute=in_compute
         )
 
     def finish_unshard(self, link: CommLink) -> None:
@@ -171,7 +179,7 @@ class FSDPParamGroup:
         """
         agrees = self.options.agree_on_unused and was_reached and self._ranks > 1
         return batches_of(
-            self.params,
+            self._travellers,
             covers_unused=agrees or self.options.reduce_unused,
             is_agreed=agrees and not self.options.reduce_unused,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -176,21 +177,23 @@ class PendingReduce:
     def _view_out(self, result: torch.Tensor, link: CommLink, lane: Lane) -> None:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
-        flags = result[len(result) - len(params) :]
+        flags = result[len(result) - len(self._batch.present) :]
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
             self._sizes,
         )
-        for param, row, has_grad in zip(params, rows, self._with_grad(flags), strict=True):
-            if has_grad:
-                param.add_sharded_grad(row.to(param.orig_dtype), link, lane)
+        with_grad = iter(self._with_grad(flags))
+        for param, row, flag_count in zip(params, rows, self._batch.flag_counts, strict=True):
+            present = list(islice(with_grad, flag_count))
+            if any(present):
+                param.add_sharded_grads(row.to(param.orig_dtype), present, link, lane)
 
     def _with_grad(self, flags: torch.Tensor) -> list[bool]:
         batch = self._batch
         if not batch.is_agreed or all(batch.present):
             # What this rank has, some rank has: nothing needs to be read from the device.
-            return [True] * len(batch.params)
+            return [True] * len(batch.present)
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,17 +12,26 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_core.comm import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
+    Owned,
     ShardPlacementResult,
     post_forward_mesh_info,
     resolve_placement,
 )
 from fsdp_core.errors import ArgumentError, PlacementError, UnsupportedError
-from fsdp_core.param import FSDPParam, FSDPParamGroup, ParamOptions, find_slots
+from fsdp_core.layout import balanced_owners
+from fsdp_core.param import (
+    FSDPParam,
+    FSDPParamGroup,
+    OwnedParam,
+    ParamOptions,
+    ParamSlot,
+    find_slots,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+PlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
 
 
 def group_params(
@@ -56,7 +65,7 @@ def group_params(
             f"{type(info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
     infos: dict[Hashable, DataParallelMeshInfo] = {}
-    members: dict[DataParallelMeshInfo, list[FSDPParam]] = {}
+    members: dict[DataParallelMeshInfo, list[_Chosen]] = {}
     for original, slot in zip(originals, find_slots(originals, modules), strict=True):
         chosen = resolve_placement(None if placement_of is None else placement_of(original), info)
         mine = chosen.mesh_info
@@ -73,12 +82,46 @@ def group_params(
                 "Resharding to smaller mesh is not supported for DTensor parameters yet, and "
                 f"{slot.fqn!r} is one. Pass reshard_after_forward=True."
             )
-        dim = _dim_of(original, chosen.placement, slot.fqn)
-        param = FSDPParam(original, slot, mine, dim, replace(options, post_forward=post_forward))
-        members.setdefault(mine, []).append(param)
+        members.setdefault(mine, []).append(_Chosen(original, slot, chosen.placement))
+    groups = []
+    for mine, chosen_params in members.items():
+        post_forward = _post_forward(mine, reshard_to)
+        params = _shard(chosen_params, mine, replace(options, post_forward=post_forward))
+        groups.append(FSDPParamGroup(params, mine, post_forward))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """An original parameter and how it is to lie."""
+
+    original: nn.Parameter
+    slot: ParamSlot
+    placement: Shard | Owned | None
+
+
+def _shard(
+    members: Sequence[_Chosen], info: DataParallelMeshInfo, options: ParamOptions
+) -> list[FSDPParam]:
+    # Owners are balanced over the group, so all of it must be known.
+    owned = {each: each.placement for each in members if isinstance(each.placement, Owned)}
+    owners = balanced_owners(
+        [each.original.numel() * each.original.itemsize for each in owned],
+        [placement.rank for placement in owned.values()],
+        info.shard.size,
+    )
+    owner_of = dict(zip(owned, owners, strict=True))
     return [
-        FSDPParamGroup(params, mine, _post_forward(mine, reshard_to))
-        for mine, params in members.items()
+        OwnedParam(each.original, each.slot, info, owner_of[each], options)
+        if isinstance(each.placement, Owned)
+        else FSDPParam(
+            each.original,
+            each.slot,
+            info,
+            _dim_of(each.original, each.placement, each.slot.fqn),
+            options,
+        )
+        for each in members
     ]
 
 
