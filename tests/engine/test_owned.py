@@ -245,6 +245,27 @@ def check_hsdp(ctx: RankContext) -> None:
 
 
 @pytest.mark.ranks
+def test_replicas_may_average_later(gangs: Gangs) -> None:
+    gangs(4).run(check_late_average)
+
+
+def check_late_average(ctx: RankContext) -> None:
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
+    inner = RankContext(ctx.rank, ctx.world, ctx.device, mesh)
+    early, late = owned_decoder(inner), owned_decoder(inner)
+    for step in range(2):
+        backward_once(ctx, early, step)
+        for group in (group for found in states(late) for group in found.groups):
+            group.options.all_reduce_grads = step == 1
+        backward_once(ctx, late, step)
+    for name, param in early.named_parameters():
+        other = late.get_parameter(name)
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None and other.grad is not None:
+            torch.testing.assert_close(local(param.grad), local(other.grad))
+
+
+@pytest.mark.ranks
 def test_gradients_accumulate_and_mixed_precision_computes(gangs: Gangs) -> None:
     gangs(2).run(check_accumulation)
 
