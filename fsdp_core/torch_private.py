@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.autograd import Variable, profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
     from torch.distributed.tensor.placement_types import Placement
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
+Leaf = TypeVar("Leaf")
+Tree = TypeVar("Tree")
 
 Spec: TypeAlias = DTensorSpec
 """How a DTensor lies on its mesh, with its global shape, strides and dtype."""
@@ -82,6 +87,8 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, shape) of this rank's elements in the global tensor, padding excluded."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
     shape, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -92,8 +99,10 @@ def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[
     """Writes within do not count as modifications of what autograd saved.
 
     The unsharded parameter is refilled with the same values between forward and backward.
+    Inference tensors have no version.
     """
-    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
     return cast("AbstractContextManager[None]", guard)
 
 
@@ -361,3 +370,39 @@ def box_of(
     """`local_box` of a DTensor that would lie so."""
     local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
     return tuple(offsets), tuple(local)
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""For a wrapper's `__torch_function__`: otherwise every result is made one of its class again."""
+
+
+def wrapper_of(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
+    """A tensor of `cls` without memory, with the shape, strides, dtype and device of `like`."""
+    make = cast("Callable[..., AnyTensor]", torch.Tensor._make_wrapper_subclass)
+    # As an inference tensor or not as `like` is, since one can be no view of the other.
+    with torch.inference_mode(mode=like.is_inference()):
+        return make(cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def tree_map_only(kind: type[Leaf], function: Callable[[Leaf], object], tree: Tree) -> Tree:
+    """`tree` with `function` applied to its leaves of `kind`."""
+    return cast("Tree", pytree.tree_map_only(kind, function, tree))
+
+
+def writes_first_argument(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator works in place, so that its result is its first argument itself."""
+    first = op._schema.arguments[:1]
+    return any(each.alias_info is not None and each.alias_info.is_write for each in first)
+
+
+def mesh_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """The mesh's global ranks, of its shape."""
+    return mesh.mesh
+
+
+def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
+    """A mesh of one axis that never communicates, so that no process group need be made for it.
+
+    Publicly a mesh makes its groups, in which all ranks of the world must take part.
+    """
+    return DeviceMesh(device_type, ranks, _init_backend=False)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
+from fsdp_core.extensions import full_precision
 from fsdp_core.layout import Box
 
 
@@ -67,7 +68,7 @@ def local_part(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape), tensor
     offsets, shape = torch_private.local_box(tensor)
-    return Box(offsets, shape), torch_private.local_tensor(tensor)
+    return Box(offsets, shape), full_precision(torch_private.local_tensor(tensor))
 
 
 def dtype_word(dtype: torch.dtype) -> str:

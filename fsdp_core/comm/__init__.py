@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_core.comm.block_code import DEFAULT_BLOCK_SIZE, SCALE_DTYPE, BlockCode
 from fsdp_core.comm.collectives import (
     Collectives,
     GroupCollectives,
@@ -23,7 +24,9 @@ from fsdp_core.comm.mesh_info import (
     post_forward_mesh_info,
     resolve_placement,
 )
+from fsdp_core.comm.owned import Owned
 from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
+from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.strategies import (
     AllGather,
@@ -35,8 +38,11 @@ from fsdp_core.comm.symmetric_memory import SymmetricAllGather, SymmetricReduceS
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "SCALE_DTYPE",
     "AllGather",
     "Axis",
+    "BlockCode",
     "CollectiveLedger",
     "CollectiveListener",
     "Collectives",
@@ -54,8 +60,10 @@ __all__ = [
     "Lanes",
     "LoopbackCollectives",
     "Mark",
+    "Owned",
     "ProcessGroupAllGather",
     "ProcessGroupReduceScatter",
+    "QuantizedReduceScatter",
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_core import torch_private
+from fsdp_core.comm.owned import Owned
 from fsdp_core.errors import ArgumentError, MeshError
 
 if TYPE_CHECKING:
@@ -181,11 +182,12 @@ class ShardPlacementResult:
     """What `shard_placement_fn` decides for one parameter.
 
     Attributes:
-        placement: The tensor dim to shard, which may be negative; None means dim 0.
+        placement: The tensor dim to shard, which may be negative; None means dim 0. `Owned`: one
+            rank holds the whole.
         mesh_info: The mesh to shard over.
     """
 
-    placement: Shard | None
+    placement: Shard | Owned | None
     mesh_info: DataParallelMeshInfo
 
 
@@ -227,21 +229,21 @@ def resolve_placement(result: object, default: DataParallelMeshInfo) -> ShardPla
     """Completes what `shard_placement_fn` returned by the mesh of the call.
 
     Raises:
-        ArgumentError: It is neither None, nor a `Shard`, nor a `ShardPlacementResult`.
+        ArgumentError: It is neither None, nor a `Shard`, an `Owned`, or a `ShardPlacementResult`.
     """
-    if result is None or isinstance(result, Shard):
+    if result is None or isinstance(result, Shard | Owned):
         return ShardPlacementResult(result, default)
     if isinstance(result, ShardPlacementResult) and _is_sound(result.placement, result.mesh_info):
         return result
     raise ArgumentError(
-        f"Invalid shard_placement_fn result: {result}. Return None, a Shard, or a "
-        "ShardPlacementResult of a Shard or None and a mesh info."
+        f"Invalid shard_placement_fn result: {result}. Return None, a Shard, an Owned, "
+        "or a ShardPlacementResult of one of these and a mesh info."
     )
 
 
 def _is_sound(placement: object, mesh_info: object) -> bool:
     # A user's function need not keep to the declared types.
-    known = placement is None or isinstance(placement, Shard)
+    known = placement is None or isinstance(placement, Shard | Owned)
     return known and isinstance(mesh_info, DataParallelMeshInfo)
 
 

@@ -49,6 +49,14 @@ class AllGather(Comm):
 class ReduceScatter(Comm):
     """Reduces a buffer over ranks and leaves each rank its row."""
 
+    @property
+    def granularity(self) -> int:
+        """Within this many elements of a row, from its start, large ones may drown small ones.
+
+        1 for an exact reduction. What must not be lost is packed into a stretch of its own.
+        """
+        return 1
+
     @abstractmethod
     def __call__(
         self,

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from fsdp_core.layout.box import Box, check_tiling
 from fsdp_core.layout.chunking import Chunking
+from fsdp_core.layout.owning import OwnedPacking, balanced_owners
 from fsdp_core.layout.packing import Packing
 from fsdp_core.layout.slicing import Slicing
 
-__all__ = ["Box", "Chunking", "Packing", "Slicing", "check_tiling"]
+__all__ = [
+    "Box",
+    "Chunking",
+    "OwnedPacking",
+    "Packing",
+    "Slicing",
+    "balanced_owners",
+    "check_tiling",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_core.param.fsdp_param import FSDPParam
 from fsdp_core.param.group_options import GroupOptions
 from fsdp_core.param.naming import name_from_root
+from fsdp_core.param.owned_param import OwnedParam, owned_over
 from fsdp_core.param.ownership import Charge, charge_of, claim
 from fsdp_core.param.param_group import FSDPParamGroup
 from fsdp_core.param.param_options import ParamOptions
@@ -16,6 +17,7 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "GroupOptions",
+    "OwnedParam",
     "ParamOptions",
     "ParamSlot",
     "PendingReduce",
@@ -23,4 +25,5 @@ __all__ = [
     "claim",
     "find_slots",
     "name_from_root",
+    "owned_over",
 ]

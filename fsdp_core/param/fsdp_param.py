@@ -32,12 +32,15 @@ from fsdp_core import torch_private
 from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.grad_batch import Contribution
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
     from fsdp_core.param.param_options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
@@ -229,10 +232,10 @@ class FSDPParam:
             raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
-        physical = self._as_physical(local)
-        is_full = physical.shape == torch.Size(self.slicing.padded_shape)
-        with torch.no_grad():
-            padded = physical
+        # The first forward, which may be for inference, must leave slices that training can update.
+        with torch_private.outside_inference_mode(), torch.no_grad():
+            physical = padded = self._as_physical(local)
+            is_full = physical.shape == torch.Size(self.slicing.padded_shape)
             if not is_full or not physical.is_contiguous():
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
@@ -300,6 +303,20 @@ class FSDPParam:
         dtype = self.reduce_dtype or self.compute_dtype
         return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
 
+    def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
+        """Takes the gradient for a reduction.
+
+        Args:
+            covers_unused: Whether a trainable parameter without one takes part with zeros.
+        """
+        grad = self.take_grad()
+        had_one = grad is not None
+        if grad is None:
+            if not covers_unused or not self.is_trainable:
+                return None
+            grad = self.zero_grad()
+        return Contribution(self, grad, [had_one], self.reduce_dtype or grad.dtype)
+
     def keep_grad(self) -> None:
         """Keeps this backward's gradient, in the reduce dtype, for one that reduces."""
         self._add_to_accumulated()
@@ -317,6 +334,13 @@ class FSDPParam:
         if (parameter := self._computed) is not None:
             parameter.grad = None
 
+    def add_sharded_grads(
+        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+    ) -> None:
+        """Adds a reduced slice if `present`, of one flag, says that some rank had a gradient."""
+        if all(present):
+            self.add_sharded_grad(row, link, lane)
+
     def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
@@ -326,10 +350,13 @@ class FSDPParam:
             lane: On which the caller is.
         """
         padded = row.view(self.slicing.padded_shape)
+        self._add_local_grad(self._as_original(self._own_slice(padded)), link, lane)
+
+    def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
         hooks = torch_private.post_accumulate_hooks(self.sharded_param)
         total = self.sharded_param.grad
         local = self._memory.take_grad(
-            self._as_original(self._own_slice(padded)),
+            local,
             link,
             lane,
             # Nobody on the host may look at it before the copy has arrived.

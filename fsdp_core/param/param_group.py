@@ -9,6 +9,8 @@ from fsdp_core.comm import Lane, collectives_on
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.param.grad_batch import GradBatch, batches_of
 from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.param.owned_param import OwnedParam
+from fsdp_core.param.owned_section import OwnedSection, sections_of
 from fsdp_core.param.partial_reduce import PartialReduce
 from fsdp_core.param.pending_gather import PendingGather
 from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
@@ -47,6 +49,12 @@ class FSDPParamGroup:
             post_forward: The smaller mesh that forward reshards to, if any.
         """
         self.params = tuple(params)
+        owned = [param for param in params if isinstance(param, OwnedParam)]
+        # What gathers and reductions see, in packing order.
+        self._travellers: tuple[FSDPParam | OwnedSection, ...] = (
+            *(param for param in params if not isinstance(param, OwnedParam)),
+            *sections_of(owned, info),
+        )
         self.info = info
         self.options = GroupOptions()
         self.is_lent = False
@@ -102,7 +110,7 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self.params, axis, self.info.device, link, label=self._label
+            self._travellers, axis, self.info.device, link, label=self._label
         )
 
     def finish_unshard(self, link: CommLink) -> None:
@@ -197,7 +205,7 @@ class FSDPParamGroup:
         """
         agrees = self.options.agree_on_unused and was_reached and self._ranks > 1
         return batches_of(
-            self.params,
+            self._travellers,
             covers_unused=agrees or self.options.reduce_unused,
             is_agreed=agrees and not self.options.reduce_unused,
         )
@@ -220,6 +228,8 @@ class FSDPParamGroup:
             hook_stream=options.all_reduce_hook_stream,
             divide_factor=options.divide_factor,
             force_sum=options.force_sum,
+            # A class written for the reference does not have it.
+            granularity=getattr(options.reduce_scatter, "granularity", 1),
         )
         return PendingReduce.issue(batch, route, link)
 

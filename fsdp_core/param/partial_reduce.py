@@ -9,15 +9,14 @@ import torch
 from fsdp_core.errors import StateError
 
 if TYPE_CHECKING:
-    from fsdp_core.param.fsdp_param import FSDPParam
-    from fsdp_core.param.grad_batch import GradBatch
+    from fsdp_core.param.grad_batch import GradBatch, GradTarget
 
 
 class PartialReduce:
     """What reduce-scatters left while all-reduces were turned off, by the dtype they travel in."""
 
     def __init__(self) -> None:
-        self._sums: dict[torch.dtype, tuple[torch.Tensor, list[FSDPParam]]] = {}
+        self._sums: dict[torch.dtype, tuple[torch.Tensor, list[GradTarget]]] = {}
         self._present: dict[torch.dtype, list[bool]] = {}
 
     def keep(self, result: torch.Tensor, batch: GradBatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,14 +14,26 @@ from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
     from fsdp_core.comm import Collectives, CommLink
-    from fsdp_core.param.fsdp_param import FSDPParam
+
+
+class Gathered(Protocol):
+    """What takes part in a gather: a parameter, or several that travel as one."""
+
+    def all_gather_inputs(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """What this rank sends, each 1D on the device, and the dtype it travels in."""
+
+    def all_gather_outputs(self, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+        """Memory for what arrives: for each input, (parts, elements)."""
+
+    def finish_gather(self, arrived: list[torch.Tensor]) -> None:
+        """Makes whole parameters from what `all_gather_outputs` returned, now filled."""
 
 
 @dataclass(frozen=True)
 class _Inputs:
     """What one parameter sends, and the dtype that each of it travels in."""
 
-    param: FSDPParam
+    param: Gathered
     tensors: tuple[torch.Tensor, ...]
     dtypes: tuple[torch.dtype, ...]
 
@@ -41,7 +53,7 @@ class PendingGather:
     @torch.no_grad()
     def issue(
         cls,
-        params: Sequence[FSDPParam],
+        params: Sequence[Gathered],
         axis: Collectives,
         device: torch.device,
         link: CommLink,
@@ -116,6 +128,6 @@ class PendingGather:
         link.lanes.follow_mark(Lane.GATHER, mark)
 
 
-def _inputs_of(param: FSDPParam) -> _Inputs:
+def _inputs_of(param: Gathered) -> _Inputs:
     sent = param.all_gather_inputs()
     return _Inputs(param, tuple(tensor for tensor, _ in sent), tuple(dtype for _, dtype in sent))

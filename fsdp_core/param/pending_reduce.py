@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class ReduceRoute:
         hook_stream: On which; None: the lane of all-reduces.
         divide_factor: See `Reduction.of`.
         force_sum: See `Reduction.of`.
+        granularity: See `ReduceScatter.granularity`.
     """
 
     label: str
@@ -47,6 +49,7 @@ class ReduceRoute:
     hook_stream: torch.Stream | None = None
     divide_factor: float | None = None
     force_sum: bool = False
+    granularity: int = 1
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
@@ -188,21 +191,23 @@ class PendingReduce:
     def _view_out(self, result: torch.Tensor, link: CommLink, lane: Lane) -> None:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
-        flags = result[sum(self._sizes) :]
+        flags = result[len(result) - len(self._batch.present) :]
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
             self._sizes,
         )
-        for param, row, has_grad in zip(params, rows, self._with_grad(flags), strict=True):
-            if has_grad:
-                param.add_sharded_grad(row.to(param.orig_dtype), link, lane)
+        with_grad = iter(self._with_grad(flags))
+        for param, row, flag_count in zip(params, rows, self._batch.flag_counts, strict=True):
+            present = list(islice(with_grad, flag_count))
+            if any(present):
+                param.add_sharded_grads(row.to(param.orig_dtype), present, link, lane)
 
     def _with_grad(self, flags: torch.Tensor) -> list[bool]:
         batch = self._batch
         if not batch.is_agreed or all(batch.present):
             # What this rank has, some rank has: nothing needs to be read from the device.
-            return [True] * len(batch.params)
+            return [True] * len(batch.present)
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 
@@ -215,8 +220,11 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     batch.grads.clear()
     sizes = [param.slicing.row for param in batch.params]
     if batch.is_agreed:
-        grads.append(_flags(batch.present, dtype, route.device).expand(shards.size, -1))
-        sizes.append(len(batch.present))
+        flags = _flags(batch.present, dtype, route.device)
+        # Flags that share a block with gradients could be rounded to zero.
+        flags = torch.nn.functional.pad(flags, (-sum(sizes) % route.granularity, 0))
+        grads.append(flags.expand(shards.size, -1))
+        sizes.append(len(flags))
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.to(dtype) for grad in grads]
     packing = Packing.of(sizes, shards.size)

@@ -142,10 +142,12 @@ class ExtendedParam:
     ) -> list[torch.Tensor]:
         """Memory for what arrives: for each input, (parts, elements) of its dtype."""
         if not self._outputs:
-            self._outputs = [
-                torch.empty(slicing.row * slicing.parts, dtype=dtype, device=device)
-                for slicing, dtype in zip(self._slicings, dtypes, strict=True)
-            ]
+            # A first gather for inference must leave memory that training can write.
+            with torch_private.outside_inference_mode():
+                self._outputs = [
+                    torch.empty(slicing.row * slicing.parts, dtype=dtype, device=device)
+                    for slicing, dtype in zip(self._slicings, dtypes, strict=True)
+                ]
         for output in self._outputs:
             allocate(output)
         return [
@@ -206,7 +208,8 @@ class ExtendedParam:
 
     def _check_padding(self, local: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         wanted = torch.Size(self._place.slicing.padded_shape)
-        if local.size() != wanted and any(tensor.size() != wanted for tensor in inputs):
+        # Beside the padded values there may be others, such as their scales.
+        if local.size() != wanted and all(tensor.size() != wanted for tensor in inputs):
             raise StateError(
                 f"Parameter {self._place.fqn!r} of shape {self._place.slicing.shape} is unevenly "
                 f"sharded over {self._place.slicing.parts} ranks, so fsdp_pre_all_gather must "

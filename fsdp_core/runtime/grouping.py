@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_core.comm import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
+    Owned,
     ShardPlacementResult,
     post_forward_mesh_info,
     resolve_placement,
@@ -21,10 +22,12 @@ from fsdp_core.errors import (
     PlacementError,
     SharedParameterError,
 )
+from fsdp_core.layout import balanced_owners
 from fsdp_core.param import (
     Charge,
     FSDPParam,
     FSDPParamGroup,
+    OwnedParam,
     ParamOptions,
     ParamSlot,
     charge_of,
@@ -38,7 +41,7 @@ from fsdp_core.param.tensor_extension import is_extended
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+PlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,14 @@ class GroupingOptions:
     placement_of: PlacementFn | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Choice:
     """Where and how one parameter is to be sharded."""
 
     original: nn.Parameter
     slot: ParamSlot
     info: DataParallelMeshInfo
-    dim: int | None
+    placement: Shard | Owned | None
     options: ParamOptions
 
 
@@ -119,16 +122,15 @@ def group_params(
             choices.append(_choose(original, slot, info, options))
     _check_infos(choices)
 
-    members: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, FSDPParam]]] = {}
+    members: dict[DataParallelMeshInfo, list[_Choice]] = {}
     for choice in choices:
-        param = FSDPParam(choice.original, choice.slot, choice.info, choice.dim, choice.options)
-        members.setdefault(choice.info, []).append((choice.original, param))
+        members.setdefault(choice.info, []).append(choice)
     own = []
-    for mine, pairs in members.items():
-        smaller = _post_forward(mine, options.reshard_to)
-        group = FSDPParamGroup([param for _, param in pairs], mine, smaller)
-        for original, param in pairs:
-            claim(original, Charge(param, group))
+    for mine, chosen in members.items():
+        params = _shard(chosen, mine)
+        group = FSDPParamGroup(params, mine, _post_forward(mine, options.reshard_to))
+        for choice, param in zip(chosen, params, strict=True):
+            claim(choice.original, Charge(param, group))
         own.append(group)
     for charge, slot in shared:
         charge.param.hang_also_at(slot)
@@ -141,14 +143,35 @@ def _choose(
 ) -> _Choice:
     wanted = None if options.placement_of is None else options.placement_of(original)
     result = resolve_placement(wanted, info)
-    mine, dim = result.mesh_info, _dim_of(original, result.placement, slot.fqn)
+    mine, placement = result.mesh_info, result.placement
     smaller = _post_forward(mine, options.reshard_to)
     extended = is_extended(original, slot.fqn)
     if smaller is not None and (extended or isinstance(original, DTensor)):
         raise cannot_keep_part("extended" if extended else "DTensor", slot.fqn)
+    dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
     if isinstance(original, DTensor) or mine.is_spmd:
         place(original, slot.fqn, mine, dim)  # for what it refuses
-    return _Choice(original, slot, mine, dim, replace(options.params, post_forward=smaller))
+    return _Choice(original, slot, mine, placement, replace(options.params, post_forward=smaller))
+
+
+def _shard(chosen: Sequence[_Choice], info: DataParallelMeshInfo) -> list[FSDPParam]:
+    # Owners are balanced over the group, so all of it must be known.
+    owned = {each: each.placement for each in chosen if isinstance(each.placement, Owned)}
+    owners = balanced_owners(
+        [each.original.numel() * each.original.itemsize for each in owned],
+        [placement.rank for placement in owned.values()],
+        info.shard.size,
+    )
+    owner_of = dict(zip(owned, owners, strict=True))
+    params: list[FSDPParam] = []
+    for each in chosen:
+        original, slot, placement = each.original, each.slot, each.placement
+        if isinstance(placement, Owned):
+            params.append(OwnedParam(original, slot, info, owner_of[each], each.options))
+        else:
+            dim = _dim_of(original, placement, slot.fqn)
+            params.append(FSDPParam(original, slot, info, dim, each.options))
+    return params
 
 
 def _check_infos(choices: Sequence[_Choice]) -> None:

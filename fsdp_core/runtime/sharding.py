@@ -93,7 +93,7 @@ class FullyShard:
                 sliced over k ranks only, so that backward gathers from few and near ones.
             shard_placement_fn: Called with each parameter; returns the `Shard` to use, a
                 `ShardPlacementResult` that also names another mesh, or None for dim 0. Any dim
-                may be uneven.
+                may be uneven. `Owned()`: not cut; one rank holds the whole parameter.
             mp_policy: Dtypes.
             offload_policy: `CPUOffloadPolicy()` keeps slices, gradients and optimizer state on
                 the host.
