@@ -193,6 +193,7 @@ class FSDPParamGroup:
             hook_stream=options.all_reduce_hook_stream,
             divide_factor=options.divide_factor,
             force_sum=options.force_sum,
+            lends=options.reduce_scatter is not None,
         )
         return PendingReduce.issue(batch, route, link)
 

@@ -34,6 +34,7 @@ class ReduceRoute:
         hook_stream: On which; None: the lane of all-reduces.
         divide_factor: See `Reduction.of`.
         force_sum: See `Reduction.of`.
+        lends: Whether buffers are lent by the user's strategy, which may lend them again.
     """
 
     shards: Collectives
@@ -45,6 +46,7 @@ class ReduceRoute:
     hook_stream: torch.Stream | None = None
     divide_factor: float | None = None
     force_sum: bool = False
+    lends: bool = False
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
@@ -107,6 +109,9 @@ class PendingReduce:
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
             result = self._ticket.wait()
+            if self._route.lends:
+                # Gradients are views of the result, and outlive the loan.
+                result = result.clone()
             arrived = lanes.mark(Lane.REDUCE)
             is_complete = self._route.all_reduces or self._route.replicas.size == 1
             if is_complete:

@@ -93,7 +93,7 @@ class _Choice:
     options: ParamOptions
 
 
-def _choose(  # noqa: PLR0913 - one parameter's share of `group_params`
+def _choose(
     original: nn.Parameter,
     slot: ParamSlot,
     info: DataParallelMeshInfo,

@@ -102,9 +102,7 @@ def compare_partial(ctx: RankContext) -> None:
                 model.set_is_last_backward(micro == 3)
 
             traces.append(
-                train(
-                    model, on_own_tokens(ctx), steps=2, microbatches=4, before_backward=before
-                )
+                train(model, on_own_tokens(ctx), steps=2, microbatches=4, before_backward=before)
             )
         assert_equal(*traces)
         assert any(grad is not None for grad in traces[0].grads[0].values())
@@ -138,7 +136,8 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
         hidden = self.layers[chosen](x).tanh()
-        return self.low(hidden.to(torch.bfloat16)).float().square().mean()
+        result: torch.Tensor = self.low(hidden.to(torch.bfloat16)).float().square().mean()
+        return result
 
 
 def branches() -> Branches:

@@ -100,9 +100,7 @@ def check_one_process(ctx: RankContext) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         # Only rank 0 uses all, and in the last step nobody does.
-        torch.autograd.backward(
-            loss_on(ctx, model, step, use_all=ctx.rank == 0 and step < 2)
-        )
+        torch.autograd.backward(loss_on(ctx, model, step, use_all=ctx.rank == 0 and step < 2))
         for rank in range(ctx.world):
             x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(step, 4, 5)
             loss = plain(x, use_all=rank == 0 and step < 2) / ctx.world

@@ -81,7 +81,7 @@ def test_a_stacked_tensor_is_cut_into_the_padded_slices(slicing: Slicing) -> Non
     stacked = slices.stack(whole, slicing)
     out = torch.full((slicing.parts, slicing.row), -1)
     if out.numel():
-        torch._chunk_cat([stacked], 0, slicing.parts, out=out)  # noqa: SLF001 - what packs it
+        torch._chunk_cat([stacked], 0, slicing.parts, out=out)
     for part in range(slicing.parts):
         assert torch.equal(out[part], slices.cut(whole, slicing, part).view(-1))
 

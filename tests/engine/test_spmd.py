@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -108,7 +108,9 @@ def sharded(ctx: RankContext, engine: Engine, case: Case, mesh: DeviceMesh) -> N
     return model
 
 
-def loss_on(ctx: RankContext, case: Case, mesh: DeviceMesh, model: nn.Module, s: int) -> torch.Tensor:
+def loss_on(
+    ctx: RankContext, case: Case, mesh: DeviceMesh, model: nn.Module, s: int
+) -> torch.Tensor:
     # A batch for each data-parallel rank, the same for those that share its parameters.
     place = mesh.get_coordinate()
     assert place is not None
@@ -126,7 +128,7 @@ def compare(ctx: RankContext) -> None:
         mine, reference = (
             train(
                 sharded(ctx, engine, case, mesh),
-                lambda model, step, c=case, m=mesh: loss_on(ctx, c, m, model, step),
+                partial(loss_on, ctx, case, mesh),
                 steps=2,
             )
             for engine in engines()
@@ -187,9 +189,7 @@ def check_refusals(ctx: RankContext) -> None:
     other = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("fsdp", "tp_too"))
     model = distributed(ctx, mesh)
     cut = distributed(ctx, mesh)
-    cut.norm.weight = nn.Parameter(
-        distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()])
-    )
+    cut.norm.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()]))
     cases: list[tuple[type[Exception], str, nn.Module, dict[str, object]]] = [
         (ValueError, "must be DTensors on the full", Net(), {"dp_mesh_dims": dims}),
         (ValueError, "same mesh", model, {"mesh": other, "dp_mesh_dims": dims}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.engine.versus import (
     groups_of,
     local,
     ours,
+    reduce_at,
     train,
 )
 
@@ -118,7 +119,7 @@ def sharded(
         # What is tied is split once.
         parts = {n: s for n, s in split.items() if not (case.tied and index == 1 and n == "up")}
         parallelize_module(block, mesh["tp"], parts)
-    dp = mesh["dp_shard"] if len(case.mesh) == 2 else mesh["dp_replicate", "dp_shard"]  # noqa: PLR2004 - axes
+    dp = mesh["dp_shard"] if len(case.mesh) == 2 else mesh["dp_replicate", "dp_shard"]
     policy = engine.precision(param_dtype=case.dtype, reduce_dtype=torch.float32)
     units = [model] if case.tied else [*model.blocks, model]
     for unit in units:
@@ -133,6 +134,11 @@ def batch(ctx: RankContext, case: Case, step: int, place: int | None = None) -> 
     return torch.randn(3, case.width, generator=generator).to(ctx.device)
 
 
+def loss_on(ctx: RankContext, case: Case, model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(ctx, case, step))
+    return loss
+
+
 def test_two_axes_train_as_in_the_reference(gangs: Gangs) -> None:
     gangs(4).run(compare)
 
@@ -142,12 +148,10 @@ def compare(ctx: RankContext) -> None:
         traces = [
             train(
                 sharded(ctx, engine, case),
-                lambda model, step, c=case: model(batch(ctx, c, step)),
+                partial(loss_on, ctx, case),
                 steps=2,
                 microbatches=case.microbatches,
-                before_backward=lambda m, micro, c=case: m.set_requires_gradient_sync(
-                    micro == c.microbatches - 1
-                ),
+                before_backward=reduce_at(case.microbatches - 1),
             )
             for engine in engines()
         ]
@@ -215,9 +219,11 @@ def check_meta(ctx: RankContext) -> None:
                 for param in module.parameters():
                     whole = torch.randn(param.shape)
                     assert isinstance(param, DTensor)
-                    param.data.copy_(DTensor.from_local(  # every rank draws the same
-                        whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim
-                    ).redistribute(placements=param.placements))
+                    param.data.copy_(
+                        DTensor.from_local(  # every rank draws the same
+                            whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim
+                        ).redistribute(placements=param.placements)
+                    )
         for block in model.blocks:
             local(block.get_parameter("gain")).fill_(1.0)
         traces.append(train(model, lambda m, step: m(batch(ctx, case, step)), steps=2))
