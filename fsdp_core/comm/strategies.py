@@ -19,7 +19,12 @@ class Comm(ABC):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer of undefined content: new at each call, or one that is used again."""
+        """A buffer of undefined content: new at each call, or one that is used again.
+
+        It is in use until the group's collective has been waited for and its result copied out.
+        With prefetch the gathers of two groups are in flight at once, so groups that lend the
+        same memory again need a strategy each.
+        """
 
 
 class AllGather(Comm):

@@ -230,6 +230,7 @@ class FSDPParamGroup:
             force_sum=options.force_sum,
             # A class written for the reference does not have it.
             granularity=getattr(options.reduce_scatter, "granularity", 1),
+            lends=options.reduce_scatter is not None,
         )
         return PendingReduce.issue(batch, route, link)
 

@@ -37,6 +37,7 @@ class ReduceRoute:
         divide_factor: See `Reduction.of`.
         force_sum: See `Reduction.of`.
         granularity: See `ReduceScatter.granularity`.
+        lends: Whether buffers are lent by the user's strategy, which may lend them again.
     """
 
     label: str
@@ -50,6 +51,7 @@ class ReduceRoute:
     divide_factor: float | None = None
     force_sum: bool = False
     granularity: int = 1
+    lends: bool = False
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
@@ -118,6 +120,9 @@ class PendingReduce:
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
             result = self._ticket.wait()
+            if self._route.lends:
+                # Gradients are views of the result, and outlive the loan.
+                result = result.clone()
             arrived = lanes.mark(Lane.REDUCE)
             is_complete = self._route.all_reduces or self._route.replicas.size == 1
             if is_complete:

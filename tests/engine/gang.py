@@ -84,7 +84,7 @@ class Gang:
     ) -> list[R]:
         """Calls `function` in every rank; returns the results by rank."""
         self._send((function.__module__, function.__qualname__, args, kwargs))
-        return self._collect(function.__qualname__, timeout_s=90.0)
+        return self._collect(function.__qualname__, timeout_s=200.0)
 
     def close(self) -> None:
         try:

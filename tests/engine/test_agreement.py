@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ class Choice(nn.Module):
             hidden = self.experts[index](hidden.tanh())
             if index == 0:
                 hidden = hidden * self.scale
-        result: torch.Tensor = self.last(hidden)
-        return result.float().square().mean()
+        result: torch.Tensor = self.last(hidden).float().square().mean()
+        return result
 
 
 def choice() -> Choice:
@@ -46,7 +46,11 @@ def choice() -> Choice:
 
 def chosen_by(rank: int, step: int) -> list[int]:
     """Expert 3 is never chosen; the last step chooses none at all."""
-    return [[[0], [1], [2]], [[2], [2, 2], []], [[], [], []]][step][rank % 3]
+    choices: list[list[list[int]]] = [[[0], [1], [2]], [[2], [2, 2], []], [[], [], []]]
+    return choices[step][rank % 3]
+
+
+FULL = MixedPrecisionPolicy()
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Case:
     replicas: int = 1
     microbatches: int = 1
     sync: bool = True
-    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    policy: MixedPrecisionPolicy = FULL
     tolerance: float = 1e-5
 
 

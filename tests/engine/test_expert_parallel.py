@@ -104,9 +104,10 @@ def sharded(
     model = net(seed=seed).to(ctx.device)
     if split:
         for block in model.blocks:
-            for name, param in list(block.experts.named_parameters()):
+            experts = block.get_submodule("experts")
+            for name, param in list(experts.named_parameters()):
                 spread = distribute_tensor(param, sparse["ep"], [Shard(0)])
-                block.experts.register_parameter(name, nn.Parameter(spread))
+                experts.register_parameter(name, nn.Parameter(spread))
     infos = [
         engine.fsdp_mesh_info(mesh=mesh, shard_mesh_dim=0) for mesh in (dense, sparse["efsdp"])
     ]

@@ -136,7 +136,8 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
         hidden = self.layers[chosen](x).tanh()
-        return self.low(hidden.to(torch.bfloat16)).float().square().mean()
+        result: torch.Tensor = self.low(hidden.to(torch.bfloat16)).float().square().mean()
+        return result
 
 
 def branches() -> Branches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.low = torch.bfloat16
         self.wide = nn.Linear(5, 7)
         self.narrow = nn.Linear(7, 3).to(torch.bfloat16)
         self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
@@ -39,8 +42,9 @@ class Several(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.wide(x).tanh() * self.factor.float()
         fixed = hidden @ (self.codes.float() / 128 + self.eighths.float())
-        learned = self.narrow(hidden.to(self.narrow.weight.dtype)).float()
-        return ((learned + fixed * self.flags) * self.precise.float()).square().mean()
+        learned = self.narrow(hidden.to(self.low)).float()
+        scaled: torch.Tensor = (learned + fixed * self.flags) * self.precise.float()
+        return scaled.square().mean()
 
 
 def several() -> Several:
@@ -119,6 +123,7 @@ def compare_precision(ctx: RankContext) -> None:
     traces = []
     for apart in (False, True):
         model = several().to(ctx.device)
+        model.low = torch.float32
         policy = ours().precision(torch.float32, torch.float64)
         for unit in [model.narrow, model.wide, model] if apart else [model]:
             ours().shard(unit, mesh=ctx.mesh, mp_policy=policy)
@@ -139,7 +144,13 @@ class Frozen(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.linear(x) * self.low.float()
-        return (hidden @ (self.codes.float() / 128)).square().mean()
+        seen: torch.Tensor = hidden @ (self.codes.float() / 128)
+        return seen.square().mean()
+
+
+def loss_on(ctx: RankContext, dtype: torch.dtype, model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(ctx.batch(step, 4, 5).to(dtype))
+    return loss
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -159,7 +170,5 @@ def compare_frozen(ctx: RankContext) -> None:
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=dtype is None
             )
             engine.shard(model, mesh=ctx.mesh, mp_policy=policy)
-            traces.append(
-                train(model, lambda m, s, d=dtype: m(ctx.batch(s, 4, 5).to(d or torch.float32)))
-            )
+            traces.append(train(model, partial(loss_on, ctx, dtype or torch.float32)))
         assert_equal(*traces)

@@ -16,6 +16,7 @@ from tests.engine.versus import (
     engines,
     local,
     ours,
+    reduce_at,
     theirs,
     train,
 )
@@ -55,14 +56,11 @@ def compare(ctx: RankContext) -> None:
                         lambda m, step: loss_on(ctx, m, step),
                         steps=2,
                         microbatches=2,
-                        before_backward=lambda m, micro, s=sync: m.set_requires_gradient_sync(
-                            s or micro == 1
-                        ),
+                        before_backward=reduce_at(1, every=sync),
                     )
                 )
+                assert all(local(p).device.type == "cpu" for p in model.parameters())
             assert_equal(*traces)
-            for param in model.parameters():
-                assert local(param).device.type == "cpu"
 
 
 def test_the_default_policy_serves_a_machine_without_an_accelerator(gangs: Gangs) -> None:
@@ -120,7 +118,6 @@ def check_state(ctx: RankContext) -> None:
     expected = loss_on(ctx, source, 0)
     for assign in (False, True):
         torch.manual_seed(1)
-        model = Decoder()
         with torch.device("meta" if assign else "cpu"):
             model = Decoder()
         for unit in (*model.blocks, model):
@@ -129,11 +126,11 @@ def check_state(ctx: RankContext) -> None:
             model.to_empty(device="cpu")
         model.load_state_dict(saved, assign=assign)
         assert torch.equal(loss_on(ctx, model, 0), expected)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.autograd.backward(loss_on(ctx, model, 1))
-    optimizer.step()
-    for state in optimizer.state.values():
-        assert local(state["exp_avg"]).device.type == "cpu"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.autograd.backward(loss_on(ctx, model, 1))
+        optimizer.step()
+        for state in optimizer.state.values():
+            assert local(state["exp_avg"]).device.type == "cpu"
 
 
 def test_slices_that_left_the_host_are_named(gangs: Gangs) -> None:

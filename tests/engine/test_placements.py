@@ -78,7 +78,8 @@ class Odd(nn.Module):
         self.up = nn.Linear(5, 7)
         self.transposed = nn.Parameter(torch.randn(7, 3).t())
         self.permuted = nn.Parameter(torch.randn(4, 3, 5).permute(1, 2, 0))
-        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # PyTorch's stub lacks it
         self.gaps = nn.Parameter(torch.randn(5, 8)[:, ::2])
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.narrow = nn.Parameter(torch.randn(1, 5))
@@ -269,8 +270,8 @@ def check_padding(ctx: RankContext) -> None:
     torch.autograd.backward(whole(torch.ones(4, 5)))
     assert_same_full(model, whole, rtol=1e-5, atol=1e-6)
     for group in groups_of(model):
-        for param in group.params:
-            assert local(param.sharded_param).numel() <= param.slicing.row
+        for managed in group.params:
+            assert local(managed.sharded_param).numel() <= managed.slicing.row
 
 
 def test_bad_placements_are_refused_by_name(gangs: Gangs) -> None:

@@ -103,8 +103,7 @@ def check_slices(ctx: RankContext) -> None:
     ours().shard(model[0], mesh=ctx.mesh, reshard_after_forward=2)
     ours().shard(model, mesh=ctx.mesh)
     loss = model(torch.ones(1, 3, device=ctx.device)).sum()
-    (group,) = groups_of(model)
-    assert group.sharded_state is ShardedState.SHARDED_POST_FORWARD
+    assert held_states(model) == [ShardedState.SHARDED_POST_FORWARD]
     assert held_unsharded_bytes(model) == 0
     for name, param in model[0].named_parameters():
         whole = plain.get_parameter(name).detach()
@@ -116,14 +115,18 @@ def check_slices(ctx: RankContext) -> None:
         assert torch.equal(local(param), torch.chunk(whole, 2)[ctx.rank % 2])
         assert torch.equal(param.full_tensor().detach(), whole)
     saved = model.state_dict()  # hangs the training slices again
-    assert group.sharded_state is ShardedState.SHARDED
+    assert held_states(model) == [ShardedState.SHARDED]
     assert saved["0.weight"].placements == (Shard(0),)
     torch.autograd.backward(loss)
-    assert group.sharded_state is ShardedState.SHARDED
+    assert held_states(model) == [ShardedState.SHARDED]
     weight = model[0].weight
     assert isinstance(weight, DTensor)
     assert isinstance(weight.grad, DTensor)
     assert torch.equal(weight.grad.full_tensor(), torch.ones(5, 3))
+
+
+def held_states(model: nn.Module) -> list[ShardedState]:
+    return [group.sharded_state for group in groups_of(model)]
 
 
 def test_evaluation_without_gradients_uses_the_updated_slices(gangs: Gangs) -> None:

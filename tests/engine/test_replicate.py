@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
 import pytest
@@ -44,6 +45,12 @@ class Net(nn.Module):
         return result.square().mean()
 
 
+@cache
+def all_ranks(device_type: str, world: int) -> DeviceMesh:
+    # One for all tests: DTensor remembers specs by equality, and an equal mesh is refused.
+    return init_device_mesh(device_type, (world,), mesh_dim_names=("copies",))
+
+
 def replicated(
     ctx: RankContext, engine: Engine, mesh: DeviceMesh, *, seed: int = 6, **options: object
 ) -> Net:
@@ -71,7 +78,7 @@ def test_replicas_train_as_in_the_reference(gangs: Gangs, world: int) -> None:
 
 
 def compare(ctx: RankContext) -> None:
-    mesh = init_device_mesh(ctx.device.type, (ctx.world,), mesh_dim_names=("dp",))
+    mesh = all_ranks(ctx.device.type, ctx.world)
     for dtypes in ((None, None), (torch.bfloat16, torch.float32)):
         traces = [
             train(
@@ -91,7 +98,7 @@ def test_replicas_train_as_one_process_does(gangs: Gangs) -> None:
 
 
 def check_one_process(ctx: RankContext) -> None:
-    mesh = init_device_mesh(ctx.device.type, (ctx.world,), mesh_dim_names=("dp",))
+    mesh = all_ranks(ctx.device.type, ctx.world)
     model = replicated(ctx, ours(), mesh)
     torch.manual_seed(6)
     plain = Net()
@@ -116,7 +123,7 @@ def test_every_rank_holds_whole_parameters(gangs: Gangs) -> None:
 
 
 def check_held(ctx: RankContext) -> None:
-    mesh = init_device_mesh(ctx.device.type, (ctx.world,), mesh_dim_names=("dp",))
+    mesh = all_ranks(ctx.device.type, ctx.world)
     model = replicated(ctx, ours(), mesh, reshard_after_forward=True)
     for group in groups_of(model):
         assert isinstance(group.info, DDPMeshInfo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.engine.versus import (
     groups_of,
     local,
     ours,
+    reduce_at,
     train,
 )
 
@@ -133,6 +134,11 @@ def batch(ctx: RankContext, case: Case, step: int, place: int | None = None) -> 
     return torch.randn(3, case.width, generator=generator).to(ctx.device)
 
 
+def loss_on(ctx: RankContext, case: Case, model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(ctx, case, step))
+    return loss
+
+
 def test_two_axes_train_as_in_the_reference(gangs: Gangs) -> None:
     gangs(4).run(compare)
 
@@ -142,12 +148,10 @@ def compare(ctx: RankContext) -> None:
         traces = [
             train(
                 sharded(ctx, engine, case),
-                lambda model, step, c=case: model(batch(ctx, c, step)),
+                partial(loss_on, ctx, case),
                 steps=2,
                 microbatches=case.microbatches,
-                before_backward=lambda m, micro, c=case: m.set_requires_gradient_sync(
-                    micro == c.microbatches - 1
-                ),
+                before_backward=reduce_at(case.microbatches - 1),
             )
             for engine in engines()
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ def ours(*, agree: bool = True) -> Engine:
     def shard(*args: object, **kwargs: object) -> object:
         sharded: object = fully_shard(*args, **kwargs)  # type: ignore[call-overload]  # passed on
         for module in sharded if isinstance(sharded, list) else [sharded]:
+            assert isinstance(module, nn.Module)
             for group in groups_of(module, recurse=False):
                 group.options.agree_on_unused = agree
         return sharded
@@ -141,6 +142,15 @@ def train(
     return trace
 
 
+def reduce_at(last: int, *, every: bool = False) -> Callable[[Any, int], None]:
+    """For `train`: microbatches reduce only from number `last` on, unless `every` does."""
+
+    def set_sync(model: Any, micro: int) -> None:  # noqa: ANN401 - a class of either engine
+        model.set_requires_gradient_sync(every or micro >= last)
+
+    return set_sync
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
@@ -198,6 +208,5 @@ def assert_same_full(mine: nn.Module, plain: nn.Module, *, rtol: float, atol: fl
     """Parameters and gradients of a sharded model and a plain one."""
     for (name, param), expected in zip(mine.named_parameters(), plain.parameters(), strict=True):
         _compare(name, full(param), full(expected), rtol, atol)
-        grads = (param.grad, expected.grad)
-        whole: Sequence[torch.Tensor | None] = [None if g is None else full(g) for g in grads]
-        _compare(f"gradient of {name}", *whole, rtol, atol)
+        grad, whole = (None if p.grad is None else full(p.grad) for p in (param, expected))
+        _compare(f"gradient of {name}", grad, whole, rtol, atol)
