@@ -19,7 +19,7 @@ RUNNABLE := .venv/.runnable-$(CHOICE)
 TESTABLE := .venv/.testable-$(CHOICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test lint types floors tests format dashboard clean
+.PHONY: help run up install test test-full lint types floors tests format dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctr
 install: $(RUNNABLE) ## Only set up .venv
 
 test: lint types floors tests ## Lint, types, floors and all tests
+
+test-full: override PYTEST_OPTIONS += --grid=full
+test-full: test ## The same with every cell of the engine's grid
 
 lint: $(TESTABLE) ## Style
 	$(BIN)/ruff check .

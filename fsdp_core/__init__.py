@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         ShardedState,
         TrainingState,
         UnshardHandle,
+        clip_grad_norm_,
         fully_shard,
         gather_in_low_precision,
         get_cls_to_fsdp_cls,
         observe,
         register_fsdp_forward_method,
+        share_comm_ctx,
     )
 
 __all__ = [
@@ -43,11 +45,13 @@ __all__ = [
     "ShardedState",
     "TrainingState",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "gather_in_low_precision",
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 

@@ -9,6 +9,8 @@
     ├── ArgumentTypeError         (TypeError)            an argument of the wrong kind
     ├── MeshError                 (AssertionError)       a mesh whose axes cannot have these roles
     ├── MeshJoinError             (RuntimeError)         two meshes that are not parts of one
+    ├── ParentMeshError           (RuntimeError)         no mesh of two axes to chunk over
+    ├── TensorKindError           (AssertionError)       a tensor of another class than is handled
     ├── UnsupportedError          (NotImplementedError)  a feature this version does not have
     ├── PlacementError            (AssertionError)       a dim that a parameter does not have
     ├── SharedParameterError      (ValueError)           one parameter in two groups
@@ -17,7 +19,9 @@
     ├── RootError                 (RuntimeError)         forward outside the root, or two roots
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
+    ├── NonFiniteNormError        (RuntimeError)         clipping by NaN or infinity, if refused
     ├── TicketError               (RuntimeError)         a collective waited for twice
+    ├── DesyncError               (RuntimeError)         ranks started different collectives
     ├── PlanError                 (ValueError)           a plan that does not fit the model or mesh
     └── CheckpointError           (RuntimeError)         state that cannot be saved or filled
         ├── MissingShardError                            part of a tensor is in no saved shard
@@ -59,6 +63,14 @@ class MeshJoinError(EngineError, RuntimeError):
     """Two meshes overlap or do not come from one mesh, so no joint mesh exists."""
 
 
+class ParentMeshError(EngineError, RuntimeError):
+    """A mesh was not cut from one of at least two axes, data-parallel and tensor-parallel."""
+
+
+class TensorKindError(EngineError, AssertionError):
+    """A tensor is of another class, or in other pieces, than the operation handles."""
+
+
 class UnsupportedError(EngineError, NotImplementedError):
     """The request is understood, and this version cannot serve it."""
 
@@ -91,8 +103,16 @@ class NoDeepcopyError(EngineError, AssertionError):
     """A module with live communication groups cannot be copied."""
 
 
+class NonFiniteNormError(EngineError, RuntimeError):
+    """The total norm of the gradients is NaN or infinite, and the caller wants to know."""
+
+
 class TicketError(EngineError, RuntimeError):
     """A ticket's result was asked for twice."""
+
+
+class DesyncError(EngineError, RuntimeError):
+    """Ranks of one group have started different collectives."""
 
 
 class PlanError(EngineError, ValueError):

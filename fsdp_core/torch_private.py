@@ -6,15 +6,17 @@ Whoever upgrades PyTorch reads this file. Each function says why the public way 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
     from torch.distributed.tensor.placement_types import Placement
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
@@ -33,6 +38,9 @@ Tree = TypeVar("Tree")
 
 Spec: TypeAlias = DTensorSpec
 """How a DTensor lies on its mesh, with its global shape, strides and dtype."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def new_dtensor(
@@ -125,6 +133,21 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target, casting on the way, in as few kernels as possible."""
     torch._foreach_copy_(targets, sources)
+
+
+def foreach_norm(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The norm of each tensor, accumulated in `dtype`, in as few kernels as possible.
+
+    The public `torch.nn.utils.get_total_norm` accumulates in the tensors' own dtype.
+    """
+    return tuple(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor in place by the one number, in as few kernels as possible."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def chunk_cat(tensors: list[torch.Tensor], parts: int, out: torch.Tensor) -> None:
@@ -295,3 +318,91 @@ def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
     Publicly a mesh makes its groups, in which all ranks of the world must take part.
     """
     return DeviceMesh(device_type, ranks, _init_backend=False)
+
+
+def default_store() -> Store:
+    """The store through which the default process group met; there is no public way to it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; a flag that PyTorch keeps for cheap questions (0.02 us)."""
+    return profiler._is_profiler_enabled
+
+
+_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` is being computed."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made and collectives done within are no part of a `torch.func` transform."""
+    if not transforms_active():
+        return _NO_TRANSFORMS
+    return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut from; itself if from none.
+
+    A slice knows its root, but publicly does not tell it.
+    """
+    return mesh._get_root_mesh()
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
+    """Device types that the group has a backend for; `DeviceMesh` tells one, a group none."""
+    return [device.type for device in group._device_types]
+
+
+def opaque_to_dynamo(function: Callable[P, R]) -> Callable[P, R]:
+    """Dynamo breaks its graph at `function` and does not look inside.
+
+    `torch.compiler.disable` would load Dynamo, a second's work, when the module is imported;
+    this loads it at the first call.
+    """
+    return torch._compile._disable_dynamo(function)
+
+
+def allocator_of(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int, torch.dtype], torch.Tensor] | None:
+    """The process group's own allocator of 1D tensors for `device`, if it has one.
+
+    Only the backend behind the group knows it, and PyTorch hands that out under a private name.
+    """
+    backend = cast("Any", group._get_backend(device))
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda size, dtype: backend.allocate_tensor(size, dtype=dtype, device=device)
+
+
+def set_symmetric_backend(name: str) -> None:
+    """Chooses who allocates symmetric memory; PyTorch has no public module for it yet."""
+    _symmetric_memory().set_backend(name)
+
+
+def symmetric_pool(device: torch.device) -> torch.cuda.MemPool:
+    """Pool of symmetric memory of a device."""
+    return cast("torch.cuda.MemPool", _symmetric_memory().get_mem_pool(device))
+
+
+def meet_in_memory(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Maps the tensor's symmetric memory into all ranks of the group; collective."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> ModuleType:
+    # Only where it is used: the module asks the driver when it is imported.
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def box_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`local_box` of a DTensor that would lie so."""
+    local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(offsets), tuple(local)

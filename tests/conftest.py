@@ -11,6 +11,13 @@ from services.local.embedded_redis import EmbeddedRedis
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where ranks compute")
+    parser.addoption(
+        "--grid",
+        default="pairwise",
+        choices=["pairwise", "full"],
+        help="which cells of the engine's grid run: those in which every two features meet, "
+        "or also every feature alone in every setting",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fsdp_core.api.forward_method import register_fsdp_forward_method
+from fsdp_core.api.grad_clipping import clip_grad_norm_
 from fsdp_core.api.observation import observe
+from fsdp_core.api.share_context import share_comm_ctx
 from fsdp_core.comm import Owned, QuantizedReduceScatter
 from fsdp_core.extensions import Float8Weight, Int8Weight, gather_in_low_precision
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -30,10 +32,12 @@ __all__ = [
     "ShardedState",
     "TrainingState",
     "UnshardHandle",
+    "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "gather_in_low_precision",
     "get_cls_to_fsdp_cls",
     "observe",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -33,7 +33,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def with_hooks(*args: object, **kwargs: object) -> object:
         target = cast("nn.Module", module)
-        args, kwargs = state.pre_forward(target, args, kwargs)
-        return state.post_forward(target, args, method(*args, **kwargs))
+        with state.running_method():
+            args, kwargs = state.pre_forward(target, args, kwargs)
+            return state.post_forward(target, args, method(*args, **kwargs))
 
     setattr(module, method_name, with_hooks)

@@ -9,6 +9,7 @@ from fsdp_core.comm.collectives import (
     LoopbackCollectives,
     collectives_on,
 )
+from fsdp_core.comm.desync import keep_step
 from fsdp_core.comm.lanes import DeviceLanes, HostLanes, Lane, Lanes, Mark, lanes_for
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
@@ -24,6 +25,7 @@ from fsdp_core.comm.mesh_info import (
     resolve_placement,
 )
 from fsdp_core.comm.owned import Owned
+from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.strategies import (
@@ -32,6 +34,7 @@ from fsdp_core.comm.strategies import (
     DefaultReduceScatter,
     ReduceScatter,
 )
+from fsdp_core.comm.symmetric_memory import SymmetricAllGather, SymmetricReduceScatter
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
@@ -58,12 +61,17 @@ __all__ = [
     "LoopbackCollectives",
     "Mark",
     "Owned",
+    "ProcessGroupAllGather",
+    "ProcessGroupReduceScatter",
     "QuantizedReduceScatter",
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",
+    "SymmetricAllGather",
+    "SymmetricReduceScatter",
     "Ticket",
     "collectives_on",
+    "keep_step",
     "lanes_for",
     "mesh_info_of",
     "post_forward_mesh_info",

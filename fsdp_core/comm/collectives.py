@@ -40,6 +40,10 @@ class Collectives(Protocol):
     def rank(self) -> int:
         """This process's place along the axis."""
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Whose ranks must keep step; None where there is but one."""
+
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1D memory for the output of a gather."""
 
@@ -102,6 +106,11 @@ class GroupCollectives:
         """This process's rank in the group."""
         return self._group.rank()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """That of gathers and all-reduces."""
+        return self._group
+
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the strategy."""
         return self._gather.allocate((numel,), dtype=dtype, device=device)
@@ -146,6 +155,11 @@ class LoopbackCollectives:
     def rank(self) -> int:
         """Zero."""
         return 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None."""
+        return None
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Ordinary memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fsdp_core.comm.desync import wait_in_step
 from fsdp_core.errors import TicketError
 
 if TYPE_CHECKING:
@@ -26,9 +27,20 @@ class Ticket:
         result: torch.Tensor,
         *,
         inputs: tuple[torch.Tensor, ...] = (),
+        group: dist.ProcessGroup | None = None,
         on_complete: Callable[[], None],
     ) -> None:
+        """Takes over a collective that was started.
+
+        Args:
+            work: None if the result is there.
+            result: What `wait` returns.
+            inputs: What the collective reads besides.
+            group: In which it runs, if ranks could fall out of step in it.
+            on_complete: Called when it was waited for.
+        """
         self._work = work
+        self._group = group
         self._on_complete = on_complete
         self._held: tuple[torch.Tensor, ...] = (result, *inputs)
 
@@ -41,12 +53,13 @@ class Ticket:
 
         Raises:
             TicketError: The result was taken before.
+            DesyncError: Other ranks have started another collective.
         """
         if not self._held:
             raise TicketError("This collective was waited for before; its buffers are gone.")
         held, self._held = self._held, ()
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            wait_in_step(work, self._group, held[0].device)
         self._on_complete()
         return held[0]

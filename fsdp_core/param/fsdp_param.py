@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentTypeError, StateError
+from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.grad_batch import Contribution
@@ -52,7 +52,6 @@ class FSDPParam:
     Attributes:
         fqn: Name from the root module once the root is known, before that from the unit.
         slot: Where the parameter hangs.
-        origin: Identity of the original parameter; equal for two units that share it.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
         accumulated_grad: Whole gradient in the reduce dtype, summed over backwards that did
@@ -78,7 +77,6 @@ class FSDPParam:
         """
         self.fqn = slot.fqn
         self.slot = slot
-        self.origin = origin_of(param)
         self.accumulated_grad: torch.Tensor | None = None
         self._info = info
         self._policy = options.policy
@@ -90,7 +88,8 @@ class FSDPParam:
         self._placing = place(param, slot.fqn, info, dim)
         whole = self._placing.local.detach()
         self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
-        physical = whole.permute(self._order)
+        self._is_reordered = self._order != tuple(range(whole.ndim))
+        physical = self._as_physical(whole)
         cut_dim = None if dim is None else self._order.index(dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
@@ -154,6 +153,11 @@ class FSDPParam:
             )
         return cast("Unsharded", self._unsharded)
 
+    def hang_also_at(self, slot: ParamSlot) -> None:
+        """Adds the places where another unit's modules have the same parameter."""
+        self.slot = self.slot.joined(slot)
+        self.slot.register(self.sharded_param)
+
     # -- Between its forms
 
     def to_sharded(self) -> None:
@@ -196,7 +200,8 @@ class FSDPParam:
         """Hangs the whole parameter, already filled, on the modules."""
         parameter = self.unsharded().parameter
         if parameter.requires_grad != self.is_trainable:
-            parameter.requires_grad_(self.is_trainable)
+            # The method is forbidden within a transform of torch.func, even where that is off.
+            parameter.requires_grad = self.is_trainable
         self.slot.register(parameter)
         self._post_forward_data = None
 
@@ -208,6 +213,7 @@ class FSDPParam:
 
         Raises:
             ArgumentTypeError: The new parameter is no DTensor.
+            UnsupportedError: It has all-gather extensions and is to be resharded to a smaller mesh.
         """
         registered = self.slot.registered()
         if not isinstance(registered, DTensor):
@@ -222,11 +228,13 @@ class FSDPParam:
         self.slot.register(registered)  # at all places: a tie must survive an assignment to one
         local = self._local
         self._is_extended = is_extended(local, self.fqn)
+        if self._is_extended and self._post_forward_info is not None:
+            raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
         # The first forward, which may be for inference, must leave slices that training can update.
         with torch_private.outside_inference_mode(), torch.no_grad():
-            physical = padded = local.permute(self._order)
+            physical = padded = self._as_physical(local)
             is_full = physical.shape == torch.Size(self.slicing.padded_shape)
             if not is_full or not physical.is_contiguous():
                 padded = slices.pad(physical, self.slicing)
@@ -288,7 +296,7 @@ class FSDPParam:
             grad, parameter.grad = parameter.grad, None
         if grad is None:
             return None
-        return self._placing.local_grad(grad).permute(self._order)
+        return self._as_physical(self._placing.local_grad(grad))
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
@@ -398,8 +406,12 @@ class FSDPParam:
     def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
         return slices.own(padded, self.slicing, self._info.shard.rank)
 
+    def _as_physical(self, original: torch.Tensor) -> torch.Tensor:
+        # A tensor subclass need not know how to be permuted into what it is.
+        return original.permute(self._order) if self._is_reordered else original
+
     def _as_original(self, physical: torch.Tensor) -> torch.Tensor:
-        return physical.permute(slices.inverse(self._order))
+        return physical.permute(slices.inverse(self._order)) if self._is_reordered else physical
 
     def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         physical = flat[: self.slicing.total].view(self.slicing.shape)
@@ -432,8 +444,9 @@ class FSDPParam:
         return ours > 0 and ours == local.untyped_storage().data_ptr()
 
 
-def origin_of(param: nn.Parameter) -> object:
-    """The identity of an original parameter."""
-    # On the parameter itself: it outlives the call wherever else it hangs, an id would not.
-    origin: object = param.__dict__.setdefault("_fsdp_core_origin", object())
-    return origin
+def cannot_keep_part(kind: str, fqn: str) -> UnsupportedError:
+    """The refusal to keep slices of a parameter of this `kind` for a smaller mesh."""
+    return UnsupportedError(
+        f"Resharding to smaller mesh is not supported for {kind} parameters yet, and {fqn!r} is "
+        "one. Pass reshard_after_forward=True."
+    )

@@ -30,6 +30,7 @@ class GroupOptions:
         reduce_unused: Trainable parameters without a gradient take part with zeros, and get them.
         agree_on_unused: They take part, and get a gradient if any rank had one. False packs only
             what has a gradient here, as the reference does; ranks must then use the same.
+        reshards_to_smaller_mesh: Whether an integer `reshard_after_forward` is still in force.
     """
 
     all_gather: AllGather | None = None
@@ -42,3 +43,4 @@ class GroupOptions:
     force_sum: bool = False
     reduce_unused: bool = False
     agree_on_unused: bool = True
+    reshards_to_smaller_mesh: bool = True

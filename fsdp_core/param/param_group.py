@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane, collectives_on
@@ -17,6 +17,8 @@ from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, FSDPMeshInfo, Mark
     from fsdp_core.param.fsdp_param import FSDPParam
 
@@ -30,6 +32,7 @@ class FSDPParamGroup:
         params: In the order in which they are packed; not empty.
         info: Mesh and roles of its axes.
         options: What the setters write.
+        is_lent: Whether other units compute with some of its parameters too.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class FSDPParamGroup:
         )
         self.info = info
         self.options = GroupOptions()
+        self.is_lent = False
+        self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
         self._gather: PendingGather | None = None
@@ -71,20 +76,27 @@ class FSDPParamGroup:
         return self._sharded_state is ShardedState.UNSHARDED
 
     @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the slices; None if parameters are only replicated."""
+        return self.info.shard.group
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a second mesh axis averages gradients over replicas (HSDP)."""
+        return self.info.replicate.group is not None
+
+    @property
     def is_gathering(self) -> bool:
         """Whether a gather is in flight."""
         return self._gather is not None
 
-    def issue_unshard(
-        self, link: CommLink, *, after_compute: bool, in_compute: bool = False
-    ) -> None:
+    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
         """Starts a gather, unless the parameters are whole or on their way.
 
         Args:
             link: Lanes and ledger.
             after_compute: Whether the slices may still be in use by work on the compute lane;
                 at a root's forward and in backward they are known not to be.
-            in_compute: Whether to place the gather on the compute lane itself.
         """
         if self.is_unsharded or self.is_gathering:
             return
@@ -98,7 +110,7 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self._travellers, axis, self.info.device, link, in_compute=in_compute
+            self._travellers, axis, self.info.device, link, label=self._label
         )
 
     def finish_unshard(self, link: CommLink) -> None:
@@ -125,9 +137,22 @@ class FSDPParamGroup:
             self._sharded_state = ShardedState.SHARDED
             self._resharded = None
 
+    def hold(self, unit: Hashable) -> None:
+        """Has the parameters stay whole until `unit` lets go."""
+        self._holders.add(unit)
+
+    def let_go(self, unit: Hashable) -> None:
+        """`unit` needs them no longer."""
+        self._holders.discard(unit)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some unit is computing with the parameters."""
+        return bool(self._holders)
+
     def reshard_after_forward(self, link: CommLink) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
-        if self._post_forward is None:
+        if self._post_forward is None or not self.options.reshards_to_smaller_mesh:
             self.reshard()
         elif self.is_unsharded:
             for param in self.params:
@@ -141,6 +166,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.drop_grads()
         self._partial.clear()
+        self._holders.clear()
         self.reshard()
 
     def refresh(self) -> None:
@@ -188,6 +214,7 @@ class FSDPParamGroup:
         """Starts the reduction of a batch from `take_grads`."""
         options = self.options
         route = ReduceRoute(
+            label=self._label,
             shards=collectives_on(
                 self.info.shard,
                 reduce_scatter=options.reduce_scatter,
@@ -205,6 +232,11 @@ class FSDPParamGroup:
             granularity=getattr(options.reduce_scatter, "granularity", 1),
         )
         return PendingReduce.issue(batch, route, link)
+
+    @property
+    def _label(self) -> str:
+        others = len(self.params) - 1
+        return repr(self.params[0].fqn) + (f" and {others} more" if others else "")
 
     @property
     def _ranks(self) -> int:

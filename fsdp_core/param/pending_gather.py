@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Ticket
+from fsdp_core.comm import Lane, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class PendingGather:
         device: torch.device,
         link: CommLink,
         *,
-        in_compute: bool = False,
+        label: str,
     ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
@@ -70,11 +70,10 @@ class PendingGather:
             axis: Over which they are sharded.
             device: On which modules compute.
             link: Lanes and ledger.
-            in_compute: Whether to place everything on the compute lane.
+            label: Whose parameters they are; the same on all ranks.
         """
         lanes = link.lanes
-        pack, gather = (Lane.COMPUTE,) * 2 if in_compute else (Lane.PACK, Lane.GATHER)
-        with lanes.enter(pack):
+        with lanes.enter(Lane.PACK):
             inputs = [_inputs_of(param) for param in params]
             dtypes = {dtype for each in inputs for dtype in each.dtypes}
             as_bytes = len(dtypes) > 1
@@ -88,11 +87,17 @@ class PendingGather:
             buffer = axis.gather_buffer(packing.total, dtype, device)
             own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
             torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
-        lanes.follow(gather, pack)
-        with lanes.enter(gather):
+        lanes.follow(Lane.GATHER, Lane.PACK)
+        with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
+            keep_step(axis.group, device, f"all-gather of {label}")
             work = axis.all_gather(buffer, own_row)
-        ticket = Ticket(work, buffer, on_complete=lambda: link.ledger.complete(axis.name, sequence))
+        ticket = Ticket(
+            work,
+            buffer,
+            group=axis.group,
+            on_complete=lambda: link.ledger.complete(axis.name, sequence),
+        )
         return cls(ticket, packing, inputs, as_bytes=as_bytes)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Reduction, Ticket
+from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
 from fsdp_core.layout import Packing
 from fsdp_core.param import slices
 
@@ -26,6 +26,7 @@ class ReduceRoute:
     """Where a group's gradients go.
 
     Attributes:
+        label: Whose gradients they are; the same on all ranks.
         shards: Axis of the reduce-scatter.
         replicas: Axis of the all-reduce; one rank where there is none.
         device: On which gradients arise.
@@ -38,6 +39,7 @@ class ReduceRoute:
         granularity: See `ReduceScatter.granularity`.
     """
 
+    label: str
     shards: Collectives
     replicas: Collectives
     device: torch.device
@@ -91,11 +93,17 @@ class PendingReduce:
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
+            keep_step(
+                shards.group,
+                route.device,
+                f"reduce-scatter of {route.label} ({packing.total} elements)",
+            )
             work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
         ticket = Ticket(
             work,
             result,
             inputs=(contribution,),
+            group=shards.group,
             on_complete=lambda: link.ledger.complete(shards.name, sequence),
         )
         return cls(ticket, packing, batch, route)
@@ -149,9 +157,15 @@ class PendingReduce:
     def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
+        keep_step(
+            replicas.group,
+            result.device,
+            f"all-reduce of {self._route.label} ({result.numel()} elements)",
+        )
         ticket = Ticket(
             replicas.all_reduce(result, self._reduction.replica_op),
             result,
+            group=replicas.group,
             on_complete=lambda: link.ledger.complete(replicas.name, sequence),
         )
         ticket.wait()

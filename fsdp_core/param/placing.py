@@ -163,7 +163,8 @@ def place(param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | 
     local = ref(torch_private.local_tensor(param))
     if info.dp_mesh_dims is None:
         return Placing(fqn, _joined_spec(own, fqn, info, dim), own, frozenset(), local)
-    _check_replicated(own, fqn, info, info.dp_mesh_dims)
+    own = _on_spmd_mesh(own, fqn, info)
+    _check_replicated(own, fqn, info.dp_mesh_dims)
     dp_names = info.dp_mesh_dims.shard_names + info.dp_mesh_dims.replicate_names
     dp_axes = frozenset(_axes(own.mesh, dp_names))
     spec = _spmd_spec(own, info, info.dp_mesh_dims, dim)
@@ -237,15 +238,23 @@ def _spmd_spec(
     return torch_private.respec(own, torch_private.joined_mesh(meshes), spread)
 
 
-def _check_replicated(
-    own: torch_private.Spec, fqn: str, info: DataParallelMeshInfo, dims: DataParallelMeshDims
-) -> None:
-    if info.spmd_mesh is not None and own.mesh is not info.spmd_mesh:
+def _on_spmd_mesh(
+    own: torch_private.Spec, fqn: str, info: DataParallelMeshInfo
+) -> torch_private.Spec:
+    mesh = info.spmd_mesh
+    if mesh is None or own.mesh is mesh:
+        return own
+    if own.mesh != mesh:
         raise ArgumentError(
-            f"Parameter {fqn!r} must be on the same mesh object that was passed to fully_shard, "
-            f"but it is on {own.mesh} and the call got {info.spmd_mesh}. An equal mesh that was "
-            "made a second time is another one: make the mesh once."
+            f"Parameter {fqn!r} must be on the same mesh that was passed to fully_shard, "
+            f"but it is on {own.mesh} and the call got {mesh}."
         )
+    # DTensor remembers specs by equality, so that even a parameter that was distributed over
+    # this mesh may name an equal one that was made earlier.
+    return torch_private.respec(own, mesh, own.placements)
+
+
+def _check_replicated(own: torch_private.Spec, fqn: str, dims: DataParallelMeshDims) -> None:
     for role, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
         for name, axis in zip(names, _axes(own.mesh, names), strict=True):
             if not own.placements[axis].is_replicate():

@@ -1,7 +1,12 @@
-"""Tensors cut into slices and put together again, as a `Slicing` says."""
+"""Tensors cut into slices and put together again, as a `Slicing` says.
+
+A padded slice begins with the slice's own elements without a gap, whichever dim is cut: what
+users hold is dense. Fused optimizers would silently go wrong on anything else.
+"""
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +14,8 @@ import torch
 from fsdp_core import torch_private
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fsdp_core.layout import Slicing
 
 
@@ -35,29 +42,21 @@ def cut(whole: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:
     if slicing.dim is None:
         return padded.copy_(whole)
     start, length = slicing.bounds(part)
-    padded.narrow(slicing.dim, 0, length).copy_(whole.narrow(slicing.dim, start, length))
+    if length:
+        own(padded, slicing, part).copy_(whole.narrow(slicing.dim, start, length))
     return padded
 
 
 def pad(local: torch.Tensor, slicing: Slicing) -> torch.Tensor:
     """A slice without padding, padded with zeros, in memory of its own."""
     padded = local.new_zeros(slicing.padded_shape)
-    unpad(padded, slicing, local).copy_(local)
+    _lead(padded, slicing, local.shape).copy_(local)
     return padded
 
 
-def unpad(padded: torch.Tensor, slicing: Slicing, like: torch.Tensor) -> torch.Tensor:
-    """The view of a padded slice that has as many rows as `like`."""
-    if slicing.dim is None:
-        return padded
-    return padded.narrow(slicing.dim, 0, like.size(slicing.dim))
-
-
 def own(padded: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:
-    """The view of a padded slice without its padding."""
-    if slicing.dim is None:
-        return padded
-    return padded.narrow(slicing.dim, 0, slicing.bounds(part)[1])
+    """The view of a padded slice without its padding; contiguous."""
+    return _lead(padded, slicing, slicing.shape_of(part))
 
 
 def join(rows: torch.Tensor, slicing: Slicing, whole: torch.Tensor) -> None:
@@ -74,9 +73,8 @@ def join(rows: torch.Tensor, slicing: Slicing, whole: torch.Tensor) -> None:
         return
     targets, sources = [], []
     for part in range(slicing.parts):
-        start, length = slicing.bounds(part)
-        targets.append(whole.narrow(slicing.dim, start, length))
-        sources.append(rows[part].view(slicing.padded_shape).narrow(slicing.dim, 0, length))
+        targets.append(whole.narrow(slicing.dim, *slicing.bounds(part)))
+        sources.append(own(rows[part].view(slicing.padded_shape), slicing, part))
     torch_private.foreach_copy(targets, sources)
 
 
@@ -91,6 +89,14 @@ def stack(whole: torch.Tensor, slicing: Slicing) -> torch.Tensor:
         return whole.expand(slicing.parts, *slicing.shape)
     stacked = whole.new_zeros((slicing.parts, *slicing.padded_shape))
     for part in range(slicing.parts):
-        start, length = slicing.bounds(part)
-        stacked[part].narrow(slicing.dim, 0, length).copy_(whole.narrow(slicing.dim, start, length))
+        own(stacked[part], slicing, part).copy_(whole.narrow(slicing.dim, *slicing.bounds(part)))
     return stacked
+
+
+def _lead(padded: torch.Tensor, slicing: Slicing, shape: Sequence[int]) -> torch.Tensor:
+    if slicing.dim is None or tuple(shape) == slicing.padded_shape:
+        return padded
+    if slicing.dim == 0:
+        # As rows of it: a tensor subclass need not know more.
+        return padded.narrow(0, 0, shape[0])
+    return padded.view(-1)[: prod(shape)].view(shape)

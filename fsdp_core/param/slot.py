@@ -28,6 +28,10 @@ class ParamSlot:
         """The modules concerned, each once."""
         return tuple(dict.fromkeys(module for module, _ in self.places))
 
+    def joined(self, other: ParamSlot) -> ParamSlot:
+        """With the places of `other` behind this one's."""
+        return ParamSlot((*self.places, *other.places), self.fqn)
+
     def registered(self) -> nn.Parameter:
         """What hangs at the first place now."""
         module, name = self.places[0]

@@ -30,7 +30,17 @@ def call_before_backward(
             if torch_private.is_view(tensor):
                 _warn_of_view(modules)
             tensor.register_hook(callback)  # type: ignore[no-untyped-call]  # PyTorch's
+        if torch_private.transforms_active():
+            # Within a transform an output may deny that it requires a gradient, although the
+            # value that leaves the transform does: it needs a node of its own.
+            return map_tensors(lambda t: t if t.requires_grad else _output(callback, t), tree)
     return tree
+
+
+def _output(callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return _OutputBoundary.pass_through(callback, tensor)
 
 
 def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
@@ -45,11 +55,54 @@ def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
     tensors = grad_tensors(tree)
     if not tensors:
         return tree
-    passed = iter(_Boundary.pass_through(callback, tensors))
+    passed = iter(_InputBoundary.pass_through(callback, tensors))
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
-class _Boundary(torch.autograd.Function):
+class _OutputBoundary(torch.autograd.Function):
+    """The identity; its backward calls back with the gradient."""
+
+    generate_vmap_rule = True
+
+    @classmethod
+    def pass_through(
+        cls, callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        return cast("Callable[..., torch.Tensor]", cls.apply)(callback, tensor)
+
+    @staticmethod
+    def forward(callback: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        del callback
+        return tensor
+
+    @staticmethod
+    def setup_context(
+        ctx: torch.autograd.function.FunctionCtx,
+        inputs: tuple[object, ...],
+        output: torch.Tensor,
+    ) -> None:
+        del output
+        ctx.callback = inputs[0]  # type: ignore[attr-defined]  # how a Function keeps values
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[None, torch.Tensor]:
+        return None, ctx.callback(grad)  # type: ignore[attr-defined]  # set above
+
+    @staticmethod
+    def jvp(
+        ctx: torch.autograd.function.FunctionCtx, _: None, tangent: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The tangent's own backward needs the parameters as well."""
+        if tangent is None:
+            return None
+        return _OutputBoundary.pass_through(ctx.callback, tangent)  # type: ignore[attr-defined]  # set above
+
+
+class _InputBoundary(torch.autograd.Function):
+    """The identity of several tensors; its backward calls back when all gradients are there."""
+
     generate_vmap_rule = True
 
     @classmethod
@@ -79,6 +132,14 @@ class _Boundary(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.callback()  # type: ignore[attr-defined]  # set above
         return (None, *grads)
+
+    @staticmethod
+    def jvp(
+        ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Tangents pass: the end of the whole backward stands in for theirs."""
+        del ctx
+        return tangents
 
 
 def _warn_of_view(modules: Sequence[nn.Module]) -> None:

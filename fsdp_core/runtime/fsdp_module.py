@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Self, cast
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, cast
 
 from torch import nn
 
-from fsdp_core.errors import ArgumentError, NoDeepcopyError, StateError
-from fsdp_core.runtime.fsdp_state import FSDPState, state_of, states_in
+from fsdp_core.errors import ArgumentError, NoDeepcopyError, RootError
+from fsdp_core.runtime.communication_setters import CommunicationSetters
 from fsdp_core.runtime.unshard_handle import UnshardHandle
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_core.runtime.fsdp_state import FSDPState
+    from fsdp_core.runtime.unit_options import UnitOptions
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -21,15 +27,18 @@ class _Construction:
     runs_init = True
 
 
-class FSDPModule:
+class FSDPModule(CommunicationSetters):
     """Mixed into the class of every module that was given to `fully_shard`.
 
-    The setters write the unit's one configuration object, which is read at the next phase.
+    The setters write configuration objects, of the unit and of its groups, which are read at the
+    next phase.
     """
+
+    _original_class: ClassVar[type[nn.Module]]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Constructs the original class, so that slicing a sharded `Sequential` works."""
-        original = cast("type[Self]", cls.__mro__[2])
+        original = cast("type[Self]", cls._original_class)
         made = original.__new__(original)
         if _Construction.runs_init:
             cast("Callable[..., None]", made.__init__)(*args, **kwargs)  # type: ignore[misc]  # the original's signature is unknown here
@@ -66,6 +75,8 @@ class FSDPModule:
             )
         for state in self._states(recurse=recurse):
             state.options.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.options.reshards_to_smaller_mesh = False
 
     def set_reshard_after_backward(
         self,
@@ -84,7 +95,15 @@ class FSDPModule:
         """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
         self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
 
-    # -- Gradients
+    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets, for all units below, whether forward and backward gather on the current stream.
+
+        That spares the memory pools of other streams, but only explicit prefetching then overlaps.
+        """
+        for state in self._states(recurse=True):
+            state.options.unshard_inline = async_op
+
+    # -- The iteration
 
     def set_requires_gradient_sync(
         self,
@@ -95,14 +114,62 @@ class FSDPModule:
         """Sets whether backward reduces gradients; False accumulates them whole, silently."""
         for state in self._states(recurse=recurse):
             state.options.reduce_grads = requires_gradient_sync
+            for group in state.groups:
+                group.options.all_reduce_grads = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backwards below this module accumulate gradients without communication.
+
+        At the end, also by an exception, every unit reduces as it did before.
+        """
+        before = [
+            (state, state.options.reduce_grads, [g.options.all_reduce_grads for g in state.groups])
+            for state in self._states(recurse=True)
+        ]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, reduce_grads, all_reduce_grads in before:
+                state.options.reduce_grads = reduce_grads
+                for group, value in zip(state.groups, all_reduce_grads, strict=True):
+                    group.options.all_reduce_grads = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
         """Sets, on the root, whether the next backward is the last before the optimizer.
 
         Only the last one waits for the reductions; before it, gradients may be incomplete.
         """
-        root = self._get_fsdp_state().context.units[0]
-        root.options.is_last_backward = is_last_backward
+        self._root_options.is_last_backward = is_last_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Sets, on the root, what the gathers of the next forward wait for.
+
+        Without it they wait for everything that is on the current stream then. It is used once:
+        record a new event after each optimizer step.
+        """
+        self._root_options.post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """Forgets, on the root, an iteration that raised in forward or backward.
+
+        All parameters are sliced, collectives in flight are waited for and their results
+        dropped, and so are gradients that were accumulated without a reduction: start the
+        accumulation over. The next forward does the same by itself; call this to have the memory
+        at once, or to give up an accumulation.
+
+        Raises:
+            RootError: The module is not the root.
+        """
+        state = self._get_fsdp_state()
+        if state.context.units[0] is not state:
+            raise RootError("reset_iter_state must be called on the root FSDP module")
+        state.context.recover()
+
+    @property
+    def _root_options(self) -> UnitOptions:
+        return self._get_fsdp_state().context.units[0].options
 
     # -- Prefetch
 
@@ -124,18 +191,6 @@ class FSDPModule:
 
     # -- Inside
 
-    def _get_fsdp_state(self) -> FSDPState:
-        state = state_of(cast("nn.Module", self))
-        if state is None:
-            raise StateError(f"No FSDP state found on {self}")
-        return state
-
-    def _states(self, *, recurse: bool) -> Iterator[FSDPState]:
-        if recurse:
-            yield from states_in(cast("nn.Module", self))
-        else:
-            yield self._get_fsdp_state()
-
     def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - nn.Module's signature
         """`to`, `cuda`, `half`, `to_empty`: apply to the slices, then pad them again."""
         state = self._get_fsdp_state()
@@ -150,9 +205,10 @@ class FSDPModule:
 def fsdp_class_of(original: type[nn.Module]) -> type[nn.Module]:
     """The class `FSDP<Original>`, made once per original class."""
     if original not in _classes:
+        namespace = {"__deepcopy__": _no_copy, "_original_class": original}
         _classes[original] = cast(
             "type[nn.Module]",
-            type(f"FSDP{original.__name__}", (FSDPModule, original), {"__deepcopy__": _no_copy}),
+            type(f"FSDP{original.__name__}", (FSDPModule, original), namespace),
         )
     return _classes[original]
 

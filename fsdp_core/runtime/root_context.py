@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import CommLink, Lane
-from fsdp_core.param import PendingReduce
-from fsdp_core.runtime.observer import ObserverRelay
-from fsdp_core.runtime.unit_options import UnitOptions
+from fsdp_core.comm import CommLink, Lane, Mark
+from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
+
+if TYPE_CHECKING:
+    from fsdp_core.param import PendingReduce
+    from fsdp_core.runtime.comm_home import CommHome
+    from fsdp_core.runtime.observer import ObserverRelay
+    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class Unit(Protocol):
@@ -19,6 +26,10 @@ class Unit(Protocol):
     @property
     def options(self) -> UnitOptions:
         """Its configuration."""
+
+    @property
+    def tracer(self) -> UnitTracer:
+        """Names its phases."""
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the unit's next forward needs."""
@@ -32,11 +43,17 @@ class Unit(Protocol):
     def complete_partial_forward(self, output: object) -> object:
         """Ends a forward in which only some of the unit's modules ran."""
 
+    def abandon_forward(self) -> None:
+        """Slices the parameters again and ends a forward that did not."""
+
     def complete_backward(self) -> None:
         """Runs the post-backward that autograd did not, if so."""
 
     def go_idle(self) -> None:
         """Ends the iteration."""
+
+    def reset(self) -> None:
+        """Forgets an iteration that raised."""
 
 
 class RootContext:
@@ -47,27 +64,46 @@ class RootContext:
 
     Attributes:
         units: In pre-order of the root's modules; the root first.
-        link: Where collectives are placed and counted.
         relay: The root's observer.
         is_solo: Whether no root has been determined yet.
         backward_order: Post-forwards of this iteration.
         forward_order: Pre-forwards of this and the previous iteration.
-        reduces: Reductions in flight.
     """
 
     def __init__(
-        self, units: Sequence[Unit], link: CommLink, relay: ObserverRelay, *, is_solo: bool
+        self, units: Sequence[Unit], home: CommHome, relay: ObserverRelay, *, is_solo: bool
     ) -> None:
         self.units = tuple(units)
-        self.link = link
         self.relay = relay
         self.is_solo = is_solo
         self.backward_order = BackwardOrder()
         self.forward_order = ForwardOrder()
-        self.reduces: InFlightWindow[PendingReduce] = InFlightWindow(1)
+        self._home = home
         self._forward_root: Unit | None = None
-        self._end_is_queued = False
+        self._expects_backward = True
+        self._end: weakref.ref[_EndOfBackward] | None = None
         self._prefetched: list[Unit] = []
+        home.tell(relay)
+
+    @property
+    def link(self) -> CommLink:
+        """Where collectives are placed and counted; without a root, on the current stream."""
+        return self._home.inline_link if self.is_solo else self._home.link
+
+    @property
+    def inline_link(self) -> CommLink:
+        """Counted alike, but placed on the current stream."""
+        return self._home.inline_link
+
+    @property
+    def reduces(self) -> InFlightWindow[PendingReduce]:
+        """Reductions in flight, those of roots that share the home included."""
+        return self._home.reduces
+
+    def move_to(self, home: CommHome) -> None:
+        """Shares another root's lanes, counts and window; between iterations."""
+        self._home = home
+        home.tell(self.relay)
 
     def begin_forward(self, unit: Unit) -> bool:
         """Opens a pass unless one is open; returns whether `unit` opened it.
@@ -77,14 +113,26 @@ class RootContext:
         if self._forward_root is not None:
             return False
         self._forward_root = unit
-        # The optimizer's update of the slices must be done before they are packed.
-        self.link.lanes.follow(Lane.PACK, Lane.COMPUTE)
-        self.link.lanes.follow(Lane.GATHER, Lane.COMPUTE)
+        with unit.tracer.phase("root_pre_forward"):
+            self._follow_optimizer()
         if not torch_private.in_backward():
             self.forward_order.begin()
-            # Outside backward nothing can be queued; what is left is from one that raised.
-            self._end_is_queued = False
+            self._expects_backward = torch.is_grad_enabled()
         return True
+
+    def has_opened(self, unit: Unit) -> bool:
+        """Whether a pass is open that `unit` opened."""
+        return self._forward_root is unit
+
+    def _follow_optimizer(self) -> None:
+        # The optimizer's update of the slices must be done before they are packed.
+        options, lanes = self.units[0].options, self.link.lanes
+        event, options.post_optim_event = options.post_optim_event, None
+        for lane in (Lane.PACK, Lane.GATHER):
+            if event is None:
+                lanes.follow(lane, Lane.COMPUTE)
+            else:
+                lanes.follow_mark(lane, cast("Mark", event))
 
     def prefetch_forward(self, index: int, chosen: Sequence[Unit]) -> None:
         """Starts gathers for the units that follow unit `index`: the `chosen`, else the foreseen.
@@ -96,16 +144,26 @@ class RootContext:
         foreseen = self.forward_order.enter(index)
         targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
         for target in targets:
-            target.prefetch_in_forward()
+            with target.tracer.span("forward_prefetch"):
+                target.prefetch_in_forward()
             self._prefetched.append(target)
 
     def prefetch_backward(self, index: int, chosen: Sequence[Unit]) -> None:
         """Starts gathers for the units whose backward follows that of unit `index`."""
-        if chosen:
-            for target in chosen:
+        foreseen = None if chosen else self.backward_order.take(index)
+        targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
+        for target in targets:
+            with target.tracer.span("backward_prefetch"):
                 target.prefetch_in_backward()
-        elif (foreseen := self.backward_order.take(index)) is not None:
-            self.units[foreseen].prefetch_in_backward()
+
+    def note_forward(self, index: int) -> None:
+        """Notes, for backward, that unit `index` finished a forward of the open pass.
+
+        Not in evaluation, where no backward would ever forget it. It is the pass that counts:
+        reentrant checkpointing runs units without gradients.
+        """
+        if self._expects_backward:
+            self.backward_order.record(index)
 
     def end_forward(self, unit: Unit, output: object) -> object:
         """Closes the pass if `unit` opened it; returns forward's output, hooked if need be."""
@@ -117,18 +175,35 @@ class RootContext:
                 output = other.complete_partial_forward(output)
         if not torch_private.in_backward():
             self.forward_order.end()
+        self._close_pass()
+        return output
+
+    def abort_forward(self, unit: Unit) -> None:
+        """Closes the pass if `unit` opened it and its forward raised; all go back to slices.
+
+        Within backward only the pass is closed: recomputation stops early by an exception.
+        """
+        if self._forward_root is not unit:
+            return
+        if not torch_private.in_backward():
+            for each in self.units:
+                each.abandon_forward()
+        self._close_pass()
+
+    def _close_pass(self) -> None:
         # An unused guess would be stale after the next update.
         for guess in self._prefetched:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
-        return output
 
-    def queue_end_of_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Has the iteration ended when the running backward is, once."""
-        if not self._end_is_queued:
-            self._end_is_queued = True
-            torch_private.queue_after_backward(self._end_backward)
+        if self._end is None:
+            self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
+            end = _EndOfBackward(self.end_backward)
+            self._end = weakref.ref(end)
+            torch_private.queue_after_backward(end)
 
     def admit_reduce(self, pending: PendingReduce) -> None:
         """Takes a reduction into the window; see `make_room_for_reduce`."""
@@ -139,17 +214,56 @@ class RootContext:
         for pending in self.reduces.room_for_one():
             pending.land(self.link)
 
-    def _end_backward(self) -> None:
-        self._end_is_queued = False
-        self._forward_root = None
-        for unit in self.units:
-            unit.complete_backward()
-        if self.units[0].options.is_last_backward:
-            for pending in self.reduces.drain():
-                pending.land(self.link)
+    def end_backward(self) -> None:
+        """Ends the backward of all units; autograd calls it, and a pipeline for held gradients."""
+        with self.units[0].tracer.phase("root_post_backward_callback"):
+            self._forward_root = None
             for unit in self.units:
-                unit.drop_gathers()
-            self.backward_order.clear()
-            self.link.end_backward()
+                unit.complete_backward()
+            if self.units[0].options.is_last_backward:
+                for pending in self.reduces.drain():
+                    pending.land(self.link)
+                for unit in self.units:
+                    unit.drop_gathers()
+                self.backward_order.clear()
+                self.link.end_backward()
+            for unit in self.units:
+                unit.go_idle()
+        self._end = None
+
+    def recover_if_failed(self) -> None:
+        """Forgets the previous backward if it raised; called where forward or backward begins.
+
+        A backward that raises never calls back. Outside backward a callback that is still owed
+        will not come; within another backward it is the death of the callback that tells.
+        """
+        if self._end is not None and (self._end() is None or not torch_private.in_backward()):
+            self.recover()
+
+    def recover(self) -> None:
+        """Registers all slices and drops everything in flight, unreduced gradients included.
+
+        Ranks that failed alike started the same collectives, so waiting for them ends.
+        """
+        for pending in self.reduces.drain():
+            pending.drop(self.link)
         for unit in self.units:
-            unit.go_idle()
+            unit.reset()
+        self.backward_order.clear()
+        self._prefetched.clear()
+        self._forward_root = None
+        self._end = None
+
+
+class _EndOfBackward:
+    """Autograd's callback at the end of a backward.
+
+    Only the running backward owns it: if it raises, this dies with it, and whoever holds a weak
+    reference knows.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()

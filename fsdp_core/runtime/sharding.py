@@ -19,7 +19,7 @@ from fsdp_core.param import ParamOptions
 from fsdp_core.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
 from fsdp_core.runtime.fsdp_state import COMPOSABLE_NAME, FSDPState, state_of
-from fsdp_core.runtime.grouping import PlacementFn, group_params
+from fsdp_core.runtime.grouping import GroupingOptions, PlacementFn, group_params
 from fsdp_core.runtime.managed import (
     managed_modules,
     managed_params,
@@ -126,9 +126,9 @@ class FullyShard:
             originals,
             modules,
             info,
-            ParamOptions(mp_policy, offload_policy),
-            reshard_to=reshard.ranks,
-            placement_of=shard_placement_fn,
+            GroupingOptions(
+                ParamOptions(mp_policy, offload_policy), reshard.ranks, shard_placement_fn
+            ),
         )
         options = UnitOptions(reshard_after_forward=reshard.at_all)
         FSDPState(modules, groups, info.device, mp_policy, options).install()

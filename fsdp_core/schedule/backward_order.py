@@ -32,6 +32,9 @@ class BackwardOrder:
         position = positions.pop()
         return self._order[position - 1] if position > 0 else None
 
+    def __len__(self) -> int:
+        return len(self._order)
+
     def clear(self) -> None:
         """Forgets the iteration."""
         self._order.clear()

@@ -19,6 +19,10 @@ class InFlightWindow(Generic[T]):
         self._capacity = capacity
         self._items: deque[T] = deque()
 
+    def resize(self, capacity: int) -> None:
+        """Changes the length; what is too much leaves with the next `room_for_one`."""
+        self._capacity = capacity
+
     def room_for_one(self) -> list[T]:
         """Takes out the oldest items that must land before one more may enter."""
         return self._take(len(self._items) - self._capacity + 1)

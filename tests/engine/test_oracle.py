@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import MixedPrecisionPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import decoder, loss_of, tokens_of
+from tests.engine.sharded import unit
 
 pytestmark = pytest.mark.ranks
 
@@ -35,6 +36,7 @@ class Case:
     microbatches: int = 1
     forwards: int = 1
     sync: Literal["every", "last"] = "every"
+    packs_as_reference: bool = False
     hold_after_backward: bool = False
     explicit_prefetch: bool = False
     steps: int = 3
@@ -78,7 +80,7 @@ def test_two_ranks_train_as_the_reference_does(gangs: Gangs, case: Case) -> None
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_sum_in_the_order_of_the_reference(gangs: Gangs, world: int) -> None:
-    gangs(world).run(compare_with_reference, Case("fp32"))
+    gangs(world).run(compare_with_reference, Case("fp32", packs_as_reference=True))
 
 
 def test_one_rank_trains_as_the_reference_does(gangs: Gangs) -> None:
@@ -90,12 +92,15 @@ def compare_with_reference(ctx: RankContext, case: Case) -> None:
     from torch.distributed.fsdp import fully_shard as their_fully_shard  # noqa: PLC0415 - only the oracle may load it
 
     def ours(module: nn.Module | list[nn.Module], output_dtype: torch.dtype | None) -> object:
-        return fully_shard(
+        fully_shard(
             module,
             mesh=ctx.mesh,
             reshard_after_forward=case.reshard,
             mp_policy=MixedPrecisionPolicy(case.param_dtype, case.reduce_dtype, output_dtype),
         )
+        first = module if isinstance(module, nn.Module) else module[0]
+        unit(first).set_agree_on_unused_params(not case.packs_as_reference)
+        return module
 
     def theirs(module: nn.Module | list[nn.Module], output_dtype: torch.dtype | None) -> object:
         return their_fully_shard(

@@ -1,0 +1,109 @@
+"""`torch.distributed.pipelining` over modules that this engine sharded.
+
+PyTorch's stages and schedules know sharded modules by asking `isinstance` of PyTorch's own class,
+at three steps: before a microbatch's backward, after the last one, and around a stage's turn. The
+`PipelineStage` here and `bridge_schedule` take these steps for our modules, through the stage's
+methods and the schedule's registry of actions, so PyTorch's class is not needed here.
+`torch.distributed.pipelining` imports it by itself; that is why no other module of the engine
+imports this one, and why PyTorch's private names of pipelining are met here and not in `torch_private`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
+from torch.distributed.pipelining.schedules import (
+    RESHARD,
+    UNSHARD,
+    _PipelineScheduleRuntime,
+)
+
+from fsdp_core.api import FSDPModule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.pipelining.schedules import _Action, _PipelineContext
+
+
+class PipelineStage(TorchPipelineStage):
+    """A stage whose module may be sharded by `fsdp_core.fully_shard`; else as PyTorch's.
+
+    Gradients of the microbatches accumulate whole and are reduced once, after the last one, as
+    PyTorch's stage has it for PyTorch's sharding. Everything else, the constructor included, is
+    documented at `torch.distributed.pipelining.PipelineStage`.
+    """
+
+    def backward_maybe_with_nosync(
+        self,
+        backward_type: object,
+        bwd_kwargs: dict[str, object],
+        last_backward: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
+        """Runs one microbatch's backward; gradients stay on this rank."""
+        if isinstance(self.submod, FSDPModule):
+            _set_last(self.submod, is_last=False)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduces what all microbatches accumulated, then divides by `grad_scale_factor`."""
+        if isinstance(self.submod, FSDPModule):
+            _set_last(self.submod, is_last=True)
+            # The last backward ended while gradients were not to be reduced yet: end it again.
+            self.submod._get_fsdp_state().context.end_backward()  # noqa: SLF001 - the name by which others find it
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        # The trial pass has unsharded parameters and may have left gradients.
+        for module in _sharded_modules(self.submod):
+            module.reshard()
+        for param in self.submod.parameters():
+            param.grad = None
+
+
+def bridge_schedule(schedule: object) -> None:
+    """Has a schedule gather and free each stage's parameters at the times it planned.
+
+    Without it a schedule of several stages per rank trains to the same numbers, but each unit
+    gathers when its forward begins, and stays whole from its first backward to the reduction.
+    Schedules of one stage per rank plan no such times; they are left as they are. All stages of
+    one schedule must be sharded by this engine or by none.
+
+    Args:
+        schedule: An instance of a class of `torch.distributed.pipelining`, before its first step.
+    """
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        schedule.register_custom_function(UNSHARD, _unshard)
+        schedule.register_custom_function(RESHARD, _reshard)
+
+
+def _unshard(action: _Action, ctx: _PipelineContext) -> None:
+    # No handle is kept: forward waits by itself.
+    for module in _modules_of(action, ctx):
+        module.unshard(async_op=True)
+
+
+def _reshard(action: _Action, ctx: _PipelineContext) -> None:
+    for module in _modules_of(action, ctx):
+        module.reshard()
+
+
+def _modules_of(action: _Action, ctx: _PipelineContext) -> Iterator[FSDPModule]:
+    # The declared type is a base class that has no stages of its own.
+    schedule = cast("_PipelineScheduleRuntime", ctx.schedule_ref)
+    for stage in schedule._stages:  # noqa: SLF001 - no public way from an action to its stage
+        if stage.stage_index == action.stage_index:
+            yield from _sharded_modules(stage.submod)
+
+
+def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    return (each for each in module.modules() if isinstance(each, FSDPModule))
+
+
+def _set_last(root: FSDPModule, *, is_last: bool) -> None:
+    root.set_is_last_backward(is_last)
+    root.set_reshard_after_backward(is_last)
+    root.set_requires_gradient_sync(is_last)

@@ -1,0 +1,143 @@
+"""The parameter groups that one unit computes with, moved together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fsdp_core import torch_private
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdp_core.comm import CommLink
+    from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.runtime.tracing import UnitTracer
+
+
+class UnitParams:
+    """Makes all groups of a unit whole or sliced.
+
+    Transforms of `torch.func` that are active around the unit's forward do not see it: slices
+    and buffers are no part of the function that is transformed.
+
+    Attributes:
+        groups: The unit's own communicating groups; empty if it has no parameters of its own.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FSDPParamGroup],
+        borrowed: Sequence[FSDPParamGroup],
+        tracer: UnitTracer,
+    ) -> None:
+        """Takes charge.
+
+        Args:
+            groups: The unit's own.
+            borrowed: Other units' groups with parameters that it shares.
+            tracer: Names the phases.
+        """
+        self.groups = tuple(groups)
+        self._borrowed = tuple(borrowed)
+        self._used = (*self.groups, *self._borrowed)
+        self._tracer = tracer
+
+    @property
+    def are_lent(self) -> bool:
+        """Whether other units add to the gradients."""
+        return any(group.is_lent for group in self.groups)
+
+    @property
+    def all(self) -> list[FSDPParam]:
+        """The parameters of all groups."""
+        return [param for group in self.groups for param in group.params]
+
+    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
+        """Starts the gathers that are needed; see `FSDPParamGroup.issue_unshard`."""
+        for group in self._used:
+            if group.is_unsharded or group.is_gathering:
+                continue
+            with torch_private.outside_transforms(), self._tracer.span("all_gather"):
+                group.issue_unshard(link, after_compute=after_compute)
+
+    def finish_unshard(self, link: CommLink) -> None:
+        """Waits for the gathers in flight and registers the whole parameters."""
+        for group in self._used:
+            if not group.is_gathering:
+                continue
+            with torch_private.outside_transforms(), self._tracer.span("all_gather_copy_out"):
+                group.finish_unshard(link)
+
+    def reshard(self) -> None:
+        """Registers the slices and frees the whole parameters."""
+        with torch_private.outside_transforms():
+            for group in self._used:
+                group.reshard()
+
+    def hold(self) -> None:
+        """The unit begins to compute with them: units that share some must not free those."""
+        for group in self._used:
+            group.hold(self)
+
+    def let_go(self) -> None:
+        """It has finished."""
+        for group in self._used:
+            group.let_go(self)
+
+    def reshard_after_forward(self, link: CommLink) -> None:
+        """Frees what no other unit needs where forward ends, or keeps slices of a smaller mesh."""
+        with torch_private.outside_transforms():
+            for group in self._used:
+                if not group.is_held:
+                    group.reshard_after_forward(link)
+
+    def reshard_borrowed(self) -> None:
+        """Frees what was borrowed and no other unit needs, where backward ends."""
+        for group in self._borrowed:
+            if not group.is_held:
+                group.reshard()
+
+    def watch_state_dicts(self, *, before_load: Callable[..., None]) -> None:
+        """Has state dicts see slices only, and padding restored after a load.
+
+        Args:
+            before_load: Registers the slices and makes what is on its way obsolete.
+        """
+        owners: dict[nn.Module, list[FSDPParam]] = {}
+        for param in (param for group in self._used for param in group.params):
+            for owner in param.slot.modules:
+                owners.setdefault(owner, []).append(param)
+        for owner, params in owners.items():
+            owner.register_state_dict_pre_hook(self._before_save)  # type: ignore[no-untyped-call]  # PyTorch's
+            torch_private.register_load_pre_hook(owner, before_load)
+            owner.register_load_state_dict_post_hook(partial(_refresh, params))  # type: ignore[no-untyped-call]  # PyTorch's
+
+    def _before_save(self, *_: object) -> None:
+        self.reshard()
+
+    def settle(self) -> None:
+        """Takes over what the user did since sharding; see `FSDPParamGroup.settle`."""
+        for group in self.groups:
+            group.settle()
+
+    def refresh(self) -> None:
+        """Takes over what the user did to the slices."""
+        for group in self.groups:
+            group.refresh()
+
+    def drop_gathers(self, link: CommLink) -> None:
+        """Ends gathers in flight that nobody used."""
+        for group in self._used:
+            group.drop_gather(link)
+
+    def reset(self, link: CommLink) -> None:
+        """Registers the slices and drops whatever is in flight, gradients included."""
+        for group in self.groups:
+            group.reset(link)
+
+
+def _refresh(params: Sequence[FSDPParam], *_: object) -> None:
+    for param in params:
+        param.refresh()

@@ -1,0 +1,178 @@
+"""Pipelines of our stages train as pipelines of the reference's stages, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_core import FSDPModule, fully_shard
+from tests.engine.gang import Gangs, RankContext
+
+pytestmark = pytest.mark.ranks
+
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
+WIDTH, MICROBATCHES = 6, 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return y
+
+
+class Part(nn.Module):
+    """Two layers, and a parameter of the part's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a script takes from one engine or the other."""
+
+    shard: Callable[..., object]
+    make_stage: Callable[..., Any]
+    prepare: Callable[[object], None]
+
+
+@dataclass
+class Trace:
+    losses: list[float] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    unsharded_after: list[bool] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_two_stages_on_two_ranks_equal_the_reference(gangs: Gangs, schedule: Schedule) -> None:
+    losses = gangs(2).run(compare, schedule, reshard=False)
+    assert losses[1][0] > losses[1][-1] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_two_stages_times_two_shards_equal_the_reference(gangs: Gangs, schedule: Schedule) -> None:
+    gangs(4).run(compare, schedule, reshard=True)
+
+
+def test_split_backwards_equal_the_reference(gangs: Gangs) -> None:
+    gangs(2).run(compare, "InterleavedZeroBubble", reshard=False)
+
+
+def test_a_bridged_schedule_gathers_when_it_planned_to(gangs: Gangs) -> None:
+    gangs(2).run(watch_the_plan)
+
+
+def compare(ctx: RankContext, schedule: Schedule, *, reshard: bool) -> list[float]:
+    from torch.distributed.fsdp import fully_shard as theirs  # noqa: PLC0415 - only the oracle may load it
+    from torch.distributed.pipelining import PipelineStage as TheirStage  # noqa: PLC0415 - it loads the oracle
+
+    from fsdp_core.interop.pipelining import PipelineStage, bridge_schedule  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (2, ctx.world // 2), mesh_dim_names=("pp", "dp_shard"))
+    ours = Engine(fully_shard, PipelineStage, bridge_schedule)
+    oracle = Engine(theirs, TheirStage, lambda _: None)
+    mine = train(ctx, mesh, schedule, ours, reshard=reshard)
+    reference = train(ctx, mesh, schedule, oracle, reshard=reshard)
+    assert mine.losses == reference.losses
+    assert len(mine.grads) == len(reference.grads) > 0
+    assert all(torch.equal(a, b) for a, b in zip(mine.grads, reference.grads, strict=True))
+    assert mine.unsharded_after == reference.unsharded_after
+    return mine.losses
+
+
+def train(
+    ctx: RankContext, mesh: DeviceMesh, schedule: Schedule, engine: Engine, *, reshard: bool
+) -> Trace:
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415 - it loads the oracle
+
+    per_rank = 2 if schedule.startswith("Interleaved") else 1
+    pipe = mesh["pp"]
+    stages = []
+    for index in range(pipe.get_local_rank(), 2 * per_rank, 2):
+        torch.manual_seed(index)
+        part = Part().to(ctx.device)
+        for layer in part.layers:
+            engine.shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=reshard)
+        engine.shard(part, mesh=mesh["dp_shard"], reshard_after_forward=reshard)
+        stages.append(
+            engine.make_stage(part, index, 2 * per_rank, ctx.device, group=pipe.get_group())
+        )
+    kind = getattr(schedules, f"Schedule{schedule}")
+    runner = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=mean_square)
+    engine.prepare(runner)
+    params = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    trace = Trace()
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh["dp_shard"].get_local_rank())
+        x = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator).to(ctx.device)
+        losses: list[torch.Tensor] = []
+        inputs = (x,) if pipe.get_local_rank() == 0 else ()
+        # In each of these schedules the last stage is on the last rank.
+        is_last = pipe.get_local_rank() == 1
+        runner.step(
+            *inputs, target=x.flip(-1) if is_last else None, losses=losses if is_last else None
+        )
+        trace.losses += [loss.item() for loss in losses]
+        for stage in stages:
+            trace.unsharded_after += [not isinstance(p, DTensor) for p in stage.submod.parameters()]
+        for param in params:
+            assert isinstance(param.grad, DTensor)
+            trace.grads.append(param.grad.to_local().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def watch_the_plan(ctx: RankContext) -> None:
+    from fsdp_core.interop.pipelining import PipelineStage, bridge_schedule  # noqa: PLC0415 - it loads the oracle
+
+    calls: list[str] = []
+
+    def spy(runner: object) -> None:
+        bridge_schedule(runner)
+        for stage in runner._stages:  # type: ignore[attr-defined]  # a schedule's
+            part = stage.submod
+            assert isinstance(part, FSDPModule)
+            note(calls, part, stage.stage_index)
+
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("pp", "dp_shard"))
+    train(ctx, mesh, "Interleaved1F1B", Engine(fully_shard, PipelineStage, spy), reshard=False)
+    mine = [ctx.rank, ctx.rank + 2]
+    assert {f"unshard {index}" for index in mine} <= set(calls)
+    for index in mine:
+        assert calls.count(f"unshard {index}") >= 3  # at least once a step
+
+
+def note(calls: list[str], part: Any, index: int) -> None:  # noqa: ANN401 - a class made at run time
+    original = part.unshard
+
+    def unshard(*, async_op: bool) -> object:
+        calls.append(f"unshard {index}")
+        return original(async_op=async_op)
+
+    part.unshard = unshard

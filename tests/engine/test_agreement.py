@@ -1,0 +1,177 @@
+"""Ranks that use different parameters of a unit train on, and agree on who had a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_core import MixedPrecisionPolicy
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.versus import assert_same_full, groups_of, ours
+
+pytestmark = pytest.mark.ranks
+
+WIDTH, EXPERTS = 5, 4
+
+
+class Choice(nn.Module):
+    """A layer that each batch chooses among several, between two that all use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        hidden = self.first(x)
+        for index in chosen:
+            hidden = self.experts[index](hidden.tanh())
+            if index == 0:
+                hidden = hidden * self.scale
+        result: torch.Tensor = self.last(hidden)
+        return result.float().square().mean()
+
+
+def choice() -> Choice:
+    torch.manual_seed(19)
+    return Choice()
+
+
+def chosen_by(rank: int, step: int) -> list[int]:
+    """Expert 3 is never chosen; the last step chooses none at all."""
+    return [[[0], [1], [2]], [[2], [2, 2], []], [[], [], []]][step][rank % 3]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and how to train over it."""
+
+    replicas: int = 1
+    microbatches: int = 1
+    sync: bool = True
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    tolerance: float = 1e-5
+
+
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+ALL_LOW = MixedPrecisionPolicy(torch.bfloat16)
+HALF = MixedPrecisionPolicy(None, torch.float16)
+CASES = [
+    Case(),
+    Case(microbatches=2),
+    Case(microbatches=2, sync=False),
+    Case(policy=LOW, tolerance=3e-2),
+    Case(microbatches=2, sync=False, policy=LOW, tolerance=3e-2),
+    Case(policy=ALL_LOW, tolerance=3e-2),
+    Case(policy=HALF, tolerance=3e-3),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_different_parameters_train_as_one_process(gangs: Gangs, world: int) -> None:
+    gangs(world).run(compare, CASES)
+
+
+def test_replicas_with_different_parameters_train_as_one_process(gangs: Gangs) -> None:
+    gangs(4).run(
+        compare,
+        [Case(2), Case(4, microbatches=2, sync=False), Case(2, 2, policy=HALF, tolerance=3e-3)],
+    )
+
+
+def mesh_of(ctx: RankContext, case: Case) -> DeviceMesh:
+    if case.replicas == 1:
+        return ctx.mesh
+    sizes = (case.replicas, ctx.world // case.replicas)
+    return init_device_mesh(ctx.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def compare(ctx: RankContext, cases: list[Case]) -> None:
+    for case in cases:
+        model, plain = choice(), choice()
+        ours().shard(model.first, mesh=mesh_of(ctx, case), mp_policy=case.policy)
+        ours().shard(model, mesh=mesh_of(ctx, case), mp_policy=case.policy)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain)]
+        for step in range(3):
+            for micro in range(case.microbatches):
+                is_last = micro == case.microbatches - 1
+                model.set_requires_gradient_sync(case.sync or is_last)  # type: ignore[operator]  # FSDPModule's
+                # Another microbatch, another choice.
+                backward(model, ctx, ctx.rank, step, micro)
+                for rank in range(ctx.world):
+                    backward(plain, ctx, rank, step, micro, 1 / ctx.world)
+            assert_same_full(model, plain, rtol=case.tolerance, atol=case.tolerance)
+            for name, param in plain.named_parameters():
+                # None of the ranks: None; one of them: a gradient on all, whatever its slice.
+                assert (model.get_parameter(name).grad is None) == (param.grad is None), name
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.experts[3].weight.grad is None
+
+
+def backward(
+    model: nn.Module, ctx: RankContext, rank: int, step: int, micro: int, scale: float = 1.0
+) -> None:
+    x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(10 * step + micro, 4, 3)
+    torch.autograd.backward(model(x, chosen_by(rank + micro, step)) * scale)
+
+
+def test_zeros_take_part_where_unused_parameters_are_reduced(gangs: Gangs) -> None:
+    gangs(3).run(check_reduce_unused)
+
+
+def check_reduce_unused(ctx: RankContext) -> None:
+    for agree in (True, False):
+        model, plain = choice(), choice()
+        ours().shard(model, mesh=ctx.mesh)
+        for group in groups_of(model):
+            group.options.agree_on_unused = agree
+            group.options.reduce_unused = True
+        backward(model, ctx, ctx.rank, 0, 0)
+        for rank in range(ctx.world):
+            backward(plain, ctx, rank, 0, 0, 1 / ctx.world)
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_zero_gradient_is_not_taken_for_none(gangs: Gangs) -> None:
+    gangs(2).run(check_zero)
+
+
+def check_zero(ctx: RankContext) -> None:
+    model = choice()
+    ours().shard(model, mesh=ctx.mesh)
+    x = torch.ones(1, 3)
+    loss = model(x, [0] if ctx.rank == 0 else [])
+    torch.autograd.backward(loss * 0.0)
+    for name, param in model.named_parameters():
+        used = name.startswith(("first", "last", "scale", "experts.0"))
+        assert (param.grad is not None) == used, name
+        if used:
+            assert isinstance(param.grad, DTensor)
+            assert not param.grad.full_tensor().any()
+
+
+def test_frozen_parameters_stay_out_of_it(gangs: Gangs) -> None:
+    gangs(2).run(check_frozen)
+
+
+def check_frozen(ctx: RankContext) -> None:
+    model = choice()
+    model.first.weight.requires_grad = False
+    model.experts[1].requires_grad_(requires_grad=False)
+    ours().shard(model, mesh=ctx.mesh)
+    for thawed in (False, True):
+        model.experts[1].requires_grad_(requires_grad=thawed)
+        backward(model, ctx, ctx.rank, 0, 0)
+        assert model.first.weight.grad is None
+        assert (model.experts[1].weight.grad is not None) == thawed

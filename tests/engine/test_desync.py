@@ -1,0 +1,115 @@
+"""Ranks that fall out of step are told so by name; slow ones are left in peace."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core import fully_shard, torch_private
+from fsdp_core.comm import desync
+from fsdp_core.errors import DesyncError
+from tests.engine.gang import Gang, RankContext
+
+pytestmark = pytest.mark.ranks
+
+PATIENCE = timedelta(seconds=0.5)
+
+
+class Choosing(nn.Module):
+    """Runs the units that it is told to; `twin` has the same shapes as `first`, `other` has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twin = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 9)
+
+    def forward(self, x: torch.Tensor, chosen: list[str]) -> torch.Tensor:
+        total = x.sum()
+        for name in chosen:
+            total = total + self.get_submodule(name)(x).sum()
+        return total
+
+
+@pytest.mark.parametrize("skipped_for", ["twin", "other"])
+def test_a_unit_that_some_ranks_skip_is_named(device: str, skipped_for: str) -> None:
+    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_skipped, skipped_for):
+        assert told.startswith("Ranks ran different units: collective number ")
+        one, other = re.findall(r"all-gather of '(\w+)\.weight' and 1 more on rank \d", told)
+        assert one != other
+    gang.kill()
+
+
+def check_skipped(ctx: RankContext, skipped_for: str) -> str:
+    desync.PATIENCE = PATIENCE
+    model = sharded(ctx)
+    train(model, ["first", "twin", "other"])
+    with pytest.raises(DesyncError) as caught:
+        train_out_of_step(ctx, model, skipped_for)
+    return str(caught.value)
+
+
+def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> None:
+    for _ in range(3):
+        train(model, ["first", "other"] if ctx.rank == 0 else [skipped_for, "other"])
+        train(model, ["other"])
+
+
+def test_a_slow_rank_is_waited_for(device: str) -> None:
+    gang = Gang(2, device)
+    gang.run(check_slow)
+    gang.close()
+
+
+def test_ranks_may_change_course_together(device: str) -> None:
+    gang = Gang(2, device)
+    gang.run(check_together)
+    gang.close()
+
+
+def check_together(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    courses = [["first"], ["twin", "first"], ["other"], ["first", "other", "twin"], ["first"]]
+    for chosen in courses:
+        train(model, chosen)
+        for name in chosen:
+            assert all(param.grad is not None for param in model.get_submodule(name).parameters())
+    log = desync._logs[ctx.mesh.get_group(0)]
+    train(model, ["first"])
+    announced = log.announced
+    train(model, ["first"])
+    assert log.announced == announced  # nothing new, so nothing to announce
+
+
+def check_slow(ctx: RankContext) -> None:
+    desync.PATIENCE = timedelta(milliseconds=20)
+    model = sharded(ctx)
+    for _ in range(3):
+        train(model, ["first", "twin"])
+    if ctx.rank == 1:
+        # Until the other has lost patience and told what it waits for.
+        group = ctx.mesh.get_group(0)
+        log = desync._logs[group]
+        late = desync._key(group, log, 0, log.count + 1)
+        torch_private.default_store().wait([late], timedelta(seconds=30))
+    train(model, ["first", "twin"])
+    assert all(param.grad is not None for param in model.first.parameters())
+
+
+def sharded(ctx: RankContext) -> Choosing:
+    torch.manual_seed(5)
+    model = Choosing().to(ctx.device)
+    for child in model.children():
+        fully_shard(child, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    return model
+
+
+def train(model: Choosing, chosen: list[str]) -> None:
+    device = next(model.parameters()).device
+    torch.autograd.backward(model(torch.ones(2, 4, device=device), chosen))

@@ -1,0 +1,185 @@
+"""Sharded over one axis, replicated over another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import Decoder, Recompute, decoder, loss_of, tokens_of
+from tests.engine.versus import (
+    Engine,
+    Trace,
+    assert_equal,
+    assert_same_full,
+    engines,
+    groups_of,
+    ours,
+    train,
+)
+
+pytestmark = pytest.mark.ranks
+
+
+def grid(ctx: RankContext, *sizes: int) -> DeviceMesh:
+    return init_device_mesh(ctx.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def sharded(
+    ctx: RankContext,
+    engine: Engine,
+    mesh: DeviceMesh,
+    *,
+    recompute: Recompute = "no",
+    **options: object,
+) -> Decoder:
+    model = decoder(recompute=recompute).to(ctx.device)
+    for unit in (*model.blocks, model):
+        engine.shard(unit, mesh=mesh, **options)
+    return model
+
+
+def on_own_tokens(ctx: RankContext) -> Any:  # noqa: ANN401 - a function of two
+    return lambda model, step: loss_of(model, tokens_of(step, ctx.rank).to(ctx.device))
+
+
+def test_a_grid_trains_as_in_the_reference(gangs: Gangs) -> None:
+    gangs(4).run(compare_grids)
+
+
+def compare_grids(ctx: RankContext) -> None:
+    for sizes in ((2, 2), (4, 1), (1, 4)):
+        mesh = grid(ctx, *sizes)
+        assert_equal(
+            *(train(sharded(ctx, e, mesh), on_own_tokens(ctx), steps=2) for e in engines())
+        )
+
+
+def test_a_grid_in_mixed_precision_trains_as_in_the_reference(gangs: Gangs) -> None:
+    gangs(4).run(compare_precision)
+
+
+def compare_precision(ctx: RankContext) -> None:
+    mesh = grid(ctx, 2, 2)
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16)):
+        traces = []
+        for engine in engines():
+            policy = engine.precision(*dtypes)
+            model = sharded(ctx, engine, mesh, recompute="block", mp_policy=policy)
+            traces.append(train(model, on_own_tokens(ctx), steps=2))
+        assert_equal(*traces)
+
+
+def test_partial_sums_wait_for_the_all_reduce_as_in_the_reference(gangs: Gangs) -> None:
+    gangs(4).run(compare_partial)
+
+
+def set_all_reduce(engine: Engine, model: Any, *, on: bool) -> None:  # noqa: ANN401 - a class of either engine
+    if engine.is_ours:
+        for group in groups_of(model):
+            group.options.all_reduce_grads = on
+    else:
+        model.set_requires_all_reduce(on)
+
+
+def compare_partial(ctx: RankContext) -> None:
+    mesh = grid(ctx, 2, 2)
+    for dtypes in ((None, None), (torch.bfloat16, torch.float32)):
+        traces: list[Trace] = []
+        for engine in engines():
+            model = sharded(ctx, engine, mesh, mp_policy=engine.precision(*dtypes))
+
+            def before(model: Any, micro: int, engine: Engine = engine) -> None:  # noqa: ANN401 - a class of either engine
+                set_all_reduce(engine, model, on=micro == 3)
+                # Whole gradients first, then partial sums, then the replicas' mean.
+                model.set_requires_gradient_sync(micro > 0)
+                set_all_reduce(engine, model, on=micro == 3)
+                model.set_is_last_backward(micro == 3)
+
+            traces.append(
+                train(model, on_own_tokens(ctx), steps=2, microbatches=4, before_backward=before)
+            )
+        assert_equal(*traces)
+        assert any(grad is not None for grad in traces[0].grads[0].values())
+
+
+def test_no_gradient_is_seen_before_the_replicas_agree(gangs: Gangs) -> None:
+    gangs(4).run(check_no_gradient_yet)
+
+
+def check_no_gradient_yet(ctx: RankContext) -> None:
+    model = sharded(ctx, ours(), grid(ctx, 2, 2))
+    set_all_reduce(ours(), model, on=False)
+    torch.autograd.backward(loss_of(model, tokens_of(0, ctx.rank)))
+    assert all(param.grad is None for param in model.parameters())
+    set_all_reduce(ours(), model, on=True)
+    torch.autograd.backward(loss_of(model, tokens_of(1, ctx.rank)))
+    plain = decoder()
+    for step in (0, 1):
+        losses = [loss_of(plain, tokens_of(step, rank)) for rank in range(ctx.world)]
+        torch.autograd.backward(torch.stack(losses).mean())
+    assert_same_full(model, plain, rtol=1e-4, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """Two dtypes, and a layer for even and one for odd ranks, within one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.low = nn.Linear(5, 3).to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        hidden = self.layers[chosen](x).tanh()
+        return self.low(hidden.to(torch.bfloat16)).float().square().mean()
+
+
+def branches() -> Branches:
+    torch.manual_seed(4)
+    return Branches()
+
+
+def test_replicas_that_use_different_parameters_of_two_dtypes_agree(gangs: Gangs) -> None:
+    gangs(4).run(check_branches)
+
+
+def check_branches(ctx: RankContext) -> None:
+    for on_at in ((True, True), (False, True)):
+        model, plain = branches(), branches()
+        ours().shard(model, mesh=grid(ctx, 2, 2))
+        for param in model.parameters():
+            assert isinstance(param, DTensor)
+            assert param.placements == (Replicate(), Shard(0))
+        # Replica 0 runs layer 0, replica 1 layer 1; nobody runs layer 2.
+        for step, on in enumerate(on_at):
+            set_all_reduce(ours(), model, on=on)
+            torch.autograd.backward(model(ctx.batch(step, 2, 5), ctx.rank // 2))
+            for rank in range(ctx.world):
+                other = RankContext(rank, ctx.world, ctx.device, ctx.mesh)
+                loss = plain(other.batch(step, 2, 5), rank // 2) / ctx.world
+                torch.autograd.backward(loss)
+        assert model.layers[2].weight.grad is None
+        assert_same_full(model, plain, rtol=2e-2, atol=2e-3)
+
+
+def test_integer_reshard_within_a_grid_trains_as_in_the_reference(gangs: Gangs) -> None:
+    gangs(4).run(compare_integer_reshard)
+
+
+def compare_integer_reshard(ctx: RankContext) -> None:
+    mesh = grid(ctx, 1, 4)
+    traces = []
+    for engine in engines():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(ctx.device)
+        torch.manual_seed(1)
+        for param in model.parameters():
+            nn.init.normal_(param)
+        for unit in (*model, model):
+            engine.shard(unit, mesh=mesh, reshard_after_forward=2)
+        traces.append(train(model, lambda m, s: m(ctx.batch(s, 2, 8)).square().mean(), steps=2))
+    assert_equal(*traces)

@@ -1,0 +1,193 @@
+"""What stays in memory: nothing whole after backward, and nothing more after fifty steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.grid.cell import MESH_RANKS, RESHARD_SIZE, Cell
+from tests.engine.grid.engines import OURS
+from tests.engine.grid.model import tokens_of
+from tests.engine.grid.training import backwards_of_step, sgd, sharded_net
+
+pytestmark = pytest.mark.ranks
+
+WAYS = [
+    Cell(2),
+    Cell(2, accumulate="with sync"),
+    Cell(2, accumulate="without sync"),
+    Cell(2, precision="bf16", accumulate="without sync"),
+    Cell(2, checkpointed=True),
+    Cell(2, grouped=True),
+    Cell(2, weights="unused"),
+]
+RESHARDS = [
+    *(replace(way, reshard=reshard) for way in WAYS for reshard in (None, True, False)),
+    Cell(MESH_RANKS, reshard=RESHARD_SIZE),
+    Cell(MESH_RANKS, reshard=RESHARD_SIZE, weights="uneven", accumulate="without sync"),
+]
+
+
+@dataclass(frozen=True)
+class Census:
+    """The tensors that this process can reach, and the memory behind them."""
+
+    tensors: int
+    storage_bytes: int
+
+    @classmethod
+    def take(cls) -> Census:
+        gc.collect()
+        # Not isinstance: it would ask objects that answer with a warning. A DTensor owns no
+        # storage; the tensor within it is counted.
+        found = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {
+            storage._cdata: storage.nbytes()
+            for tensor in found
+            if not tensor.is_meta
+            for storage in [tensor.untyped_storage()]
+        }
+        return cls(len(found), sum(storages.values()))
+
+
+def test_the_census_counts_each_storage_once() -> None:
+    before = Census.take()
+    tensor = torch.empty(1000)
+    view = tensor[1:]
+    after = Census.take()
+    assert after.tensors == before.tensors + 2
+    assert after.storage_bytes == before.storage_bytes + 4000
+    tensor.untyped_storage().resize_(0)
+    assert Census.take().storage_bytes == before.storage_bytes
+    assert view.numel() == 999
+
+
+@pytest.mark.parametrize("cell", RESHARDS, ids=str)
+def test_nothing_whole_is_left_after_backward(gangs: Gangs, cell: Cell) -> None:
+    gangs(cell.world).run(check_nothing_whole, cell)
+
+
+def check_nothing_whole(ctx: RankContext, cell: Cell) -> None:
+    model = sharded_net(ctx, cell, OURS)
+    sharded = Census.take().storage_bytes
+    for step in range(2):
+        backwards_of_step(ctx, cell, model, step)
+        # Of the gradients, the slices. Those of a unit share one buffer with a flag for each.
+        flags = sum(4 for param in model.parameters() if param.requires_grad)
+        assert Census.take().storage_bytes - sharded == bytes_of_slices(model) + flags
+        model.zero_grad()
+        assert Census.take().storage_bytes == sharded
+
+
+def bytes_of_slices(model: Any) -> int:  # noqa: ANN401 - of the engine's class
+    """Of trainable parameters, in full precision and padded."""
+    storages = {
+        storage._cdata: storage.nbytes()
+        for param in model.parameters()
+        if param.requires_grad
+        for storage in [param.to_local().untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+def test_nothing_whole_is_left_after_evaluation(gangs: Gangs) -> None:
+    gangs(2).run(check_evaluation)
+
+
+def check_evaluation(ctx: RankContext) -> None:
+    model = sharded_net(ctx, Cell(2), OURS).eval()
+    sharded = Census.take().storage_bytes
+    for step in range(3):
+        with torch.no_grad():
+            evaluate(ctx, model, step)
+        assert Census.take().storage_bytes == sharded
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        evaluate(ctx, model, 3)
+    assert Census.take().storage_bytes > sharded  # the user's wish, until told otherwise
+    for module in (*model.blocks, model):
+        module.reshard()
+    assert Census.take().storage_bytes == sharded
+
+
+def evaluate(ctx: RankContext, model: Any, step: int) -> None:  # noqa: ANN401 - of the engine's class
+    model(tokens_of(step, 0, ctx.rank).to(ctx.device))
+
+
+@pytest.mark.parametrize("cell", WAYS, ids=str)
+def test_fifty_steps_leave_what_five_left(gangs: Gangs, cell: Cell) -> None:
+    gangs(2).run(check_fifty_steps, cell)
+
+
+def check_fifty_steps(ctx: RankContext, cell: Cell) -> None:
+    model = sharded_net(ctx, cell, OURS)
+    optimizer = sgd(model)
+    at_five = Census(0, 0)
+    for step in range(1, 51):
+        backwards_of_step(ctx, cell, model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 5:
+            at_five = Census.take()
+    assert Census.take() == at_five
+
+
+def test_fifty_steps_with_explicit_prefetch_leave_what_five_left(gangs: Gangs) -> None:
+    gangs(2).run(check_prefetch)
+
+
+def check_prefetch(ctx: RankContext) -> None:
+    cell = Cell(2)
+    model = sharded_net(ctx, cell, OURS)
+    for earlier, later in pairwise(model.blocks):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
+    at_five = Census(0, 0)
+    for step in range(1, 51):
+        backwards_of_step(ctx, cell, model, step)
+        model.zero_grad()
+        if step == 5:
+            at_five = Census.take()
+    assert Census.take() == at_five
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fifty_evaluations_leave_what_five_left(gangs: Gangs, mode: Callable[[], Any]) -> None:
+    gangs(2).run(check_fifty_evaluations, mode)
+
+
+def check_fifty_evaluations(ctx: RankContext, mode: Callable[[], Any]) -> None:
+    model = sharded_net(ctx, Cell(2, reshard=None), OURS).eval()
+    at_five = Census(0, 0)
+    for step in range(1, 51):
+        with mode():
+            evaluate(ctx, model, step)
+        if step == 5:
+            at_five = Census.take()
+    assert Census.take() == at_five
+
+
+def test_alternating_training_and_evaluation_leaves_nothing_more(gangs: Gangs) -> None:
+    gangs(2).run(check_alternation)
+
+
+def check_alternation(ctx: RankContext) -> None:
+    cell = Cell(2, reshard=None)
+    model = sharded_net(ctx, cell, OURS)
+    at_five = Census(0, 0)
+    for step in range(1, 21):
+        backwards_of_step(ctx, cell, model, step)
+        model.zero_grad()
+        with torch.no_grad():
+            evaluate(ctx, model.eval(), step)
+        model.train().reshard()
+        if step == 5:
+            at_five = Census.take()
+    assert Census.take() == at_five

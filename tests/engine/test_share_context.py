@@ -1,0 +1,173 @@
+"""Several roots on one device share lanes, counts and window, and train as the reference's do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core import FSDPModule, fully_shard, observe, share_comm_ctx
+from fsdp_core.runtime import NullObserver
+from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import WIDTH, Block
+from tests.engine.sharded import held_unsharded_bytes, local, state, unit
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES = 4
+
+# One rank's part of a pipeline of two chunks: (chunk, forward or backward, microbatch).
+SCHEDULE = [
+    (0, "F", 0),
+    (0, "F", 1),
+    (1, "F", 0),
+    (0, "F", 2),
+    (1, "B", 0),
+    (1, "F", 1),
+    (0, "B", 0),
+    (1, "B", 1),
+    (0, "B", 1),
+    (0, "F", 3),
+    (1, "F", 2),
+    (1, "B", 2),
+    (1, "F", 3),
+    (0, "B", 2),
+    (1, "B", 3),
+    (0, "B", 3),
+]
+
+
+class Chunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + 0
+
+
+def test_what_is_no_root_is_refused_and_nothing_is_fine(gangs: Gangs) -> None:
+    gangs(1).run(check_refusals)
+
+
+def check_refusals(ctx: RankContext) -> None:
+    model = nn.Linear(2, 2).to(ctx.device)
+    share_comm_ctx([])
+    fully_shard(model, mesh=ctx.mesh)
+    share_comm_ctx([unit(model)])
+    with pytest.raises(ValueError, match="Expects list of FSDPModules but got Linear"):
+        share_comm_ctx([unit(model), cast("FSDPModule", nn.Linear(2, 2))])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_roots_have_one_link_and_one_window(gangs: Gangs, when: str) -> None:
+    gangs(2).run(check_sharing, when)
+
+
+class Sequences(NullObserver):
+    def __init__(self) -> None:
+        self.issued: list[int] = []
+
+    def on_issue(self, group: str, sequence: int) -> None:
+        super().on_issue(group, sequence)
+        self.issued.append(sequence)
+
+
+def check_sharing(ctx: RankContext, when: str) -> None:
+    chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
+    x = torch.ones(1, WIDTH, device=ctx.device)
+    if when == "after":
+        for chunk in chunks:
+            torch.autograd.backward(chunk(x).sum())
+    share_comm_ctx(chunks)
+    for chunk in chunks:
+        torch.autograd.backward(chunk(x).sum())
+    first, second = (state(chunk).context for chunk in chunks)
+    assert first is not second
+    assert first.link is second.link
+    assert first.reduces is second.reduces
+    watch = Sequences()
+    for chunk in chunks:
+        observe(chunk, watch)
+    for chunk in chunks:
+        torch.autograd.backward(chunk(x).sum())
+    # One count goes on over both, and an observer of both is told once.
+    assert watch.issued == list(range(watch.issued[0], watch.issued[0] + len(watch.issued)))
+    assert held_unsharded_bytes(chunks[0]) + held_unsharded_bytes(chunks[1]) == 0
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_interleaved_chunks_train_as_the_reference_does(gangs: Gangs, sync: str) -> None:
+    gangs(2).run(compare_with_reference, sync)
+
+
+def compare_with_reference(ctx: RankContext, sync: str) -> None:
+    from torch.distributed.fsdp import fully_shard as their_fully_shard  # noqa: PLC0415 - only the oracle may load it
+
+    ours = train(ctx, sync, fully_shard, share_comm_ctx)
+    # Not shared: the first root that ends its last backward would clear the prefetch order of
+    # both, and the reference then fails with an IndexError.
+    theirs = train(ctx, sync, their_fully_shard, lambda _: None)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def train(
+    ctx: RankContext,
+    sync: str,
+    shard: Callable[..., object],
+    share: Callable[[list[Any]], None],
+) -> dict[str, torch.Tensor]:
+    chunks = [sharded_chunk(ctx, index, shard) for index in range(2)]
+    share(chunks)
+    optimizers = [torch.optim.AdamW(chunk.parameters(), lr=1e-2) for chunk in chunks]
+    found: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        one_step(ctx, sync, chunks, step, found)
+        for index, (chunk, optimizer) in enumerate(zip(chunks, optimizers, strict=True)):
+            for name, param in chunk.named_parameters():
+                if param.grad is not None:
+                    found[f"{step} {index} {name}"] = local(param.grad).clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def one_step(
+    ctx: RankContext, sync: str, chunks: list[Any], step: int, found: dict[str, torch.Tensor]
+) -> None:
+    inputs: dict[tuple[int, int], torch.Tensor] = {}
+    outputs: dict[tuple[int, int], torch.Tensor] = {}
+    for index, direction, micro in SCHEDULE:
+        chunk = chunks[index]
+        here = (index, micro)
+        if direction == "F":
+            earlier = outputs.get((0, micro)) if index == 1 else None
+            x = ctx.batch(10 * step + micro, 3, WIDTH) if earlier is None else earlier.detach()
+            inputs[here] = x.requires_grad_()
+            outputs[here] = chunk(x)
+            continue
+        last = micro == MICROBATCHES - 1
+        chunk.set_is_last_backward(last)
+        chunk.set_requires_gradient_sync(last or sync == "every")
+        if index == 1:
+            loss = outputs[here].square().mean()
+            found[f"{step} loss {micro}"] = loss.detach().clone()
+            torch.autograd.backward(loss)
+        else:
+            torch.autograd.backward(outputs[here], inputs[1, micro].grad)
+
+
+def sharded_chunk(ctx: RankContext, index: int, shard: Callable[..., object]) -> Any:  # noqa: ANN401 - a class of either engine
+    torch.manual_seed(20 + index)
+    chunk = Chunk().to(ctx.device)
+    for block in chunk.blocks:
+        shard(block, mesh=ctx.mesh)
+    shard(chunk, mesh=ctx.mesh)
+    return chunk
