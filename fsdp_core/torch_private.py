@@ -284,42 +284,6 @@ def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # PyTorch's
 
 
-no_torch_function = torch._C._disabled_torch_function_impl
-"""For a wrapper's `__torch_function__`: otherwise every result is made one of its class again."""
-
-
-def wrapper_of(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
-    """A tensor of `cls` without memory, with the shape, strides, dtype and device of `like`."""
-    make = cast("Callable[..., AnyTensor]", torch.Tensor._make_wrapper_subclass)
-    # As an inference tensor or not as `like` is, since one can be no view of the other.
-    with torch.inference_mode(mode=like.is_inference()):
-        return make(cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device)
-
-
-def tree_map_only(kind: type[Leaf], function: Callable[[Leaf], object], tree: Tree) -> Tree:
-    """`tree` with `function` applied to its leaves of `kind`."""
-    return cast("Tree", pytree.tree_map_only(kind, function, tree))
-
-
-def writes_first_argument(op: torch._ops.OpOverload) -> bool:
-    """Whether the operator works in place, so that its result is its first argument itself."""
-    first = op._schema.arguments[:1]
-    return any(each.alias_info is not None and each.alias_info.is_write for each in first)
-
-
-def mesh_ranks(mesh: DeviceMesh) -> torch.Tensor:
-    """The mesh's global ranks, of its shape."""
-    return mesh.mesh
-
-
-def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
-    """A mesh of one axis that never communicates, so that no process group need be made for it.
-
-    Publicly a mesh makes its groups, in which all ranks of the world must take part.
-    """
-    return DeviceMesh(device_type, ranks, _init_backend=False)
-
-
 def default_store() -> Store:
     """The store through which the default process group met; there is no public way to it."""
     return dist.distributed_c10d._get_default_store()
@@ -406,3 +370,39 @@ def box_of(
     """`local_box` of a DTensor that would lie so."""
     local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
     return tuple(offsets), tuple(local)
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""For a wrapper's `__torch_function__`: otherwise every result is made one of its class again."""
+
+
+def wrapper_of(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
+    """A tensor of `cls` without memory, with the shape, strides, dtype and device of `like`."""
+    make = cast("Callable[..., AnyTensor]", torch.Tensor._make_wrapper_subclass)
+    # As an inference tensor or not as `like` is, since one can be no view of the other.
+    with torch.inference_mode(mode=like.is_inference()):
+        return make(cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def tree_map_only(kind: type[Leaf], function: Callable[[Leaf], object], tree: Tree) -> Tree:
+    """`tree` with `function` applied to its leaves of `kind`."""
+    return cast("Tree", pytree.tree_map_only(kind, function, tree))
+
+
+def writes_first_argument(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator works in place, so that its result is its first argument itself."""
+    first = op._schema.arguments[:1]
+    return any(each.alias_info is not None and each.alias_info.is_write for each in first)
+
+
+def mesh_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """The mesh's global ranks, of its shape."""
+    return mesh.mesh
+
+
+def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
+    """A mesh of one axis that never communicates, so that no process group need be made for it.
+
+    Publicly a mesh makes its groups, in which all ranks of the world must take part.
+    """
+    return DeviceMesh(device_type, ranks, _init_backend=False)

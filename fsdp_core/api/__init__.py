@@ -6,11 +6,33 @@ from fsdp_core.api.forward_method import register_fsdp_forward_method
 from fsdp_core.api.grad_clipping import clip_grad_norm_
 from fsdp_core.api.observation import observe
 from fsdp_core.api.share_context import share_comm_ctx
-from fsdp_core.comm import Owned, QuantizedReduceScatter
-from fsdp_core.extensions import Float8Weight, Int8Weight, gather_in_low_precision
-from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.comm import (
+    AllGather,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    Owned,
+    QuantizedReduceScatter,
+    ReduceScatter,
+    ShardPlacementResult,
+)
+from fsdp_core.extensions import (
+    DTensorExtensions,
+    Float8Weight,
+    FSDPExtensions,
+    Int8Weight,
+    gather_in_low_precision,
+)
+from fsdp_core.param import FSDPParam, FSDPParamGroup
+from fsdp_core.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from fsdp_core.runtime import (
     FSDPModule,
+    FSDPState,
     Observer,
     UnshardHandle,
     disable_fsdp_module_new_init,
@@ -20,15 +42,27 @@ from fsdp_core.runtime import (
 from fsdp_core.states import ShardedState, TrainingState
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "DDPMeshInfo",
+    "DTensorExtensions",
+    "DataParallelMeshDims",
+    "FSDPExtensions",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "FSDPParam",
+    "FSDPParamGroup",
+    "FSDPState",
     "Float8Weight",
+    "HSDPMeshInfo",
     "Int8Weight",
     "MixedPrecisionPolicy",
     "Observer",
     "OffloadPolicy",
     "Owned",
     "QuantizedReduceScatter",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "ShardedState",
     "TrainingState",
     "UnshardHandle",

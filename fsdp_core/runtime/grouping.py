@@ -73,16 +73,15 @@ class GroupingOptions:
     placement_of: PlacementFn | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Choice:
     """Where and how one parameter is to be sharded."""
 
     original: nn.Parameter
     slot: ParamSlot
     info: DataParallelMeshInfo
-    dim: int | None
+    placement: Shard | Owned | None
     options: ParamOptions
-    owned: Owned | None
 
 
 def group_params(
@@ -124,17 +123,15 @@ def group_params(
             choices.append(_choose(original, slot, info, options))
     _check_infos(choices)
 
-    members: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, FSDPParam]]] = {}
-    owners = _owners_of(choices)
+    members: dict[DataParallelMeshInfo, list[_Choice]] = {}
     for choice in choices:
-        param = _shard(choice, owners.get(choice.original))
-        members.setdefault(choice.info, []).append((choice.original, param))
+        members.setdefault(choice.info, []).append(choice)
     own = []
-    for mine, pairs in members.items():
-        smaller = _post_forward(mine, options.reshard_to)
-        group = FSDPParamGroup([param for _, param in pairs], mine, smaller)
-        for original, param in pairs:
-            claim(original, Charge(param, group))
+    for mine, chosen in members.items():
+        params = _shard(chosen, mine)
+        group = FSDPParamGroup(params, mine, _post_forward(mine, options.reshard_to))
+        for choice, param in zip(chosen, params, strict=True):
+            claim(choice.original, Charge(param, group))
         own.append(group)
     for charge, slot in shared:
         charge.param.hang_also_at(slot)
@@ -148,38 +145,37 @@ def _choose(
     wanted = None if options.placement_of is None else options.placement_of(original)
     result = resolve_placement(wanted, info)
     mine, placement = result.mesh_info, result.placement
-    owned = placement if isinstance(placement, Owned) else None
-    dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
     smaller = _post_forward(mine, options.reshard_to)
     extended = is_extended(original, slot.fqn)
     if smaller is not None and (extended or isinstance(original, DTensor)):
         raise cannot_keep_part("extended" if extended else "DTensor", slot.fqn)
+    dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
     if isinstance(original, DTensor) or mine.is_spmd:
         place(original, slot.fqn, mine, dim)  # for what it refuses
     chosen = replace(options.params, post_forward=smaller)
-    if owned is not None:
+    if isinstance(placement, Owned):
         check_ownable(original, slot.fqn, chosen)
-    return _Choice(original, slot, mine, dim, chosen, owned)
+    return _Choice(original, slot, mine, placement, chosen)
 
 
-def _owners_of(choices: Sequence[_Choice]) -> dict[nn.Parameter, int]:
-    # Owners are balanced over a group, so all of it must be known.
-    by_info: dict[DataParallelMeshInfo, list[tuple[nn.Parameter, Owned]]] = {}
-    for choice in choices:
-        if choice.owned is not None:
-            by_info.setdefault(choice.info, []).append((choice.original, choice.owned))
-    found: dict[nn.Parameter, int] = {}
-    for info, members in by_info.items():
-        sizes = [original.numel() * original.itemsize for original, _ in members]
-        owners = balanced_owners(sizes, [owned.rank for _, owned in members], info.shard.size)
-        found.update(zip((original for original, _ in members), owners, strict=True))
-    return found
-
-
-def _shard(choice: _Choice, owner: int | None) -> FSDPParam:
-    if owner is not None:
-        return OwnedParam(choice.original, choice.slot, choice.info, owner, choice.options)
-    return FSDPParam(choice.original, choice.slot, choice.info, choice.dim, choice.options)
+def _shard(chosen: Sequence[_Choice], info: DataParallelMeshInfo) -> list[FSDPParam]:
+    # Owners are balanced over the group, so all of it must be known.
+    owned = {each: each.placement for each in chosen if isinstance(each.placement, Owned)}
+    owners = balanced_owners(
+        [each.original.numel() * each.original.itemsize for each in owned],
+        [placement.rank for placement in owned.values()],
+        info.shard.size,
+    )
+    owner_of = dict(zip(owned, owners, strict=True))
+    params: list[FSDPParam] = []
+    for each in chosen:
+        original, slot, placement = each.original, each.slot, each.placement
+        if isinstance(placement, Owned):
+            params.append(OwnedParam(original, slot, info, owner_of[each], each.options))
+        else:
+            dim = _dim_of(original, placement, slot.fqn)
+            params.append(FSDPParam(original, slot, info, dim, each.options))
+    return params
 
 
 def _check_infos(choices: Sequence[_Choice]) -> None:

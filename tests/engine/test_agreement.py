@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ class Case:
     replicas: int = 1
     microbatches: int = 1
     sync: bool = True
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     tolerance: float = 1e-5
 
 

@@ -190,8 +190,11 @@ def net(kind: type[Wrapped], *, rows: int = 6) -> nn.Sequential:
 
 
 def sharded(
-    ctx: RankContext, engine: Engine, model: nn.Sequential, **options: Any
-) -> nn.Sequential:  # noqa: ANN401 - passed on
+    ctx: RankContext,
+    engine: Engine,
+    model: nn.Sequential,
+    **options: Any,  # noqa: ANN401 - those of either engine
+) -> nn.Sequential:
     options = {"mesh": ctx.mesh, **options}
     engine.shard(model[0], **options)
     engine.shard(model, **options)
@@ -252,7 +255,7 @@ def check_memory(ctx: RankContext) -> None:
             model[0].unshard()  # type: ignore[operator]  # FSDPModule's
             kept.append(model[0].weight)
             held = [param.unsharded().held_bytes for param in params]
-            assert sorted(held)[-1] >= model[0].weight.numel() * 4
+            assert max(held) >= model[0].weight.numel() * 4
             model[0].reshard()  # type: ignore[operator]  # FSDPModule's
             assert all(param.unsharded().held_bytes == 0 for param in params)
         assert kept[0] is kept[1]
