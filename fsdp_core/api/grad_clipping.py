@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
 from fsdp_core.errors import ArgumentError, NonFiniteNormError, UnsupportedError
+from fsdp_core.param import owned_over
 
 Axis = tuple[dist.ProcessGroup, str]
 """Ranks that hold parts of one tensor, and the type of device they communicate from."""
@@ -71,7 +72,7 @@ def clip_grad_norm_(
     for index, param in enumerate(given):
         # Without a gradient the parameter still says which collectives other ranks expect.
         held = param if param.grad is None else param.grad
-        parts = shards.setdefault(_sharding_axes(held, index), [])
+        parts = shards.setdefault(_sharding_axes(held, index) or _owned_axes(param), [])
         if param.grad is not None:
             parts.append(_local(param.grad))
     parts = list(itertools.chain(*shards.values()))
@@ -103,6 +104,14 @@ def _sharding_axes(tensor: torch.Tensor, index: int) -> tuple[Axis, ...]:
         if not placement.is_replicate():
             axes.append((mesh.get_group(axis), mesh.device_type))
     return tuple(axes)
+
+
+def _owned_axes(param: torch.Tensor) -> tuple[Axis, ...]:
+    """The axis of which one rank owns the parameter whole: its own mesh does not have it."""
+    group = owned_over(param)
+    if group is None or not isinstance(param, DTensor):
+        return ()
+    return ((group, param.device_mesh.device_type),)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

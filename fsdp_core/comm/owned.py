@@ -18,9 +18,8 @@ class Owned:
             chosen such that each owns about as much. With fewer of them than ranks the first
             ranks own them, in every unit: then name the owners, to spread the units.
 
-    What looks at gradients on the owner's mesh alone does not agree between ranks. A total norm
-    must also be summed over the shard axis, and `torch.amp.GradScaler` sees an overflow in an
-    owned gradient on its owner only: with it, shard the parameter instead.
+    Clip with `fsdp_core.clip_grad_norm_`; PyTorch's refuses. `torch.amp.GradScaler` sees an
+    overflow in an owned gradient on its owner only: with it, shard the parameter instead.
     """
 
     rank: int | None = None

@@ -55,7 +55,7 @@ class OwnedParam(FSDPParam):
             UnsupportedError: It is a DTensor already, decides itself what is gathered, or is to
                 be resharded to a smaller mesh.
         """
-        _check_supported(param, slot.fqn, options)
+        check_ownable(param, slot.fqn, options)
         self.fqn = slot.fqn
         self.slot = slot
         self.owner = owner
@@ -74,7 +74,8 @@ class OwnedParam(FSDPParam):
         self._placing = replace(placing, sharded_spec=spec)
         whole = placing.local.detach()
         self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
-        physical = whole.permute(self._order)
+        self._is_reordered = self._order != tuple(range(whole.ndim))
+        physical = self._as_physical(whole)
         self.slicing = Slicing.of(physical.shape, None, 1)
         held = slices.cut(physical, self.slicing, 0) if self.is_mine else whole.new_empty(0)
         held = self._memory.take(held)
@@ -111,7 +112,7 @@ class OwnedParam(FSDPParam):
     def held(self) -> torch.Tensor:
         """What this rank holds, 1D on the device, in the order in which it travels."""
         local = self._memory.to_device(self._local)
-        return local.permute(self._order).reshape(-1) if self.is_mine else local
+        return self._as_physical(local).reshape(-1) if self.is_mine else local
 
     def refresh(self) -> None:
         """Takes over what the user hung on the module.
@@ -157,7 +158,12 @@ def owned_over(param: torch.Tensor) -> dist.ProcessGroup | None:
     return group
 
 
-def _check_supported(param: nn.Parameter, fqn: str, options: ParamOptions) -> None:
+def check_ownable(param: nn.Parameter, fqn: str, options: ParamOptions) -> None:
+    """Checks that one rank can own a parameter.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
     reason = None
     if isinstance(param, DTensor):
         reason = "is a DTensor"

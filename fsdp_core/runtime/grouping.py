@@ -35,6 +35,7 @@ from fsdp_core.param import (
     find_slots,
 )
 from fsdp_core.param.fsdp_param import cannot_keep_part
+from fsdp_core.param.owned_param import check_ownable
 from fsdp_core.param.placing import place
 from fsdp_core.param.tensor_extension import is_extended
 
@@ -151,7 +152,10 @@ def _choose(
     dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
     if isinstance(original, DTensor) or mine.is_spmd:
         place(original, slot.fqn, mine, dim)  # for what it refuses
-    return _Choice(original, slot, mine, placement, replace(options.params, post_forward=smaller))
+    chosen = replace(options.params, post_forward=smaller)
+    if isinstance(placement, Owned):
+        check_ownable(original, slot.fqn, chosen)
+    return _Choice(original, slot, mine, placement, chosen)
 
 
 def _shard(chosen: Sequence[_Choice], info: DataParallelMeshInfo) -> list[FSDPParam]:
