@@ -6,12 +6,13 @@ process, or by mixing up what belongs to different units.
 
 So each rank predicts its next collective from those before it: what came last time after the same
 three. As long as ranks are in step they predict alike; the first difference between them is
-therefore a surprise to at least one. A surprised rank starts nothing before all others turn out to
-be about to start the same: that takes one small all-reduce, in a process group of its own. A rank
-that is not surprised starts at once. Whoever has waited for `PATIENCE`, for either, tells in the
-store of the default process group what it has started, and looks what others have told. Training
-that repeats itself thus costs a dictionary look-up per collective; the first step, and each change
-of course that all ranks make together, costs one all-reduce of 16 bytes per collective.
+therefore a surprise to at least one. A surprised rank starts nothing before all others turn out
+to be about to start the same, which takes one small all-reduce. A rank that is not surprised
+starts at once; gloo keeps different kinds of collectives apart, so the two wait for each other.
+Whoever has waited for `PATIENCE` tells in the store of the default process group what it has
+started, and looks what others have told. Training that repeats itself thus costs a dictionary
+look-up per collective; the first step, and each change of course that all ranks make together,
+costs one all-reduce of 16 bytes per collective.
 
 Only collectives of gloo are watched: on an accelerator the host runs ahead of them.
 """
@@ -22,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
+from time import monotonic
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -48,14 +50,12 @@ class _Log:
 
     Attributes:
         generation: Tells groups apart that have had the same name.
-        aside: The same ranks, where the surprised meet.
         count: Collectives so far.
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
     """
 
     generation: int
-    aside: dist.ProcessGroup
     count: int = 0
     last: dict[int, str] = field(default_factory=dict)
     context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
@@ -63,10 +63,8 @@ class _Log:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Log:
-        """An empty one. All ranks of the group make theirs at its first collective."""
-        generation = _store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1)
-        ranks = dist.get_process_group_ranks(group)
-        return cls(generation, dist.new_group(ranks, use_local_synchronization=True))
+        """An empty one."""
+        return cls(_store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1))
 
     def add(self, what: str) -> bool:
         """Adds a collective; returns whether it was foreseen."""
@@ -119,11 +117,13 @@ def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch
 
 def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
     while True:
+        started = monotonic()
         try:
             work.wait(PATIENCE)
         except RuntimeError as error:
-            # A time-out leaves the collective running; anything else has ended it.
-            if work.is_completed():
+            # A time-out leaves the collective running; anything else, which comes sooner, has
+            # ended it. The work object itself does not always know.
+            if monotonic() - started < PATIENCE.total_seconds():
                 raise
             _tell(group, log)
             _look(group, log, error)
@@ -147,7 +147,8 @@ def _agree(group: dist.ProcessGroup, log: _Log) -> None:
     digest = int.from_bytes(sha256(log.last[log.count].encode()).digest()[:7], "big")
     # The largest and the smallest digest are the same exactly if all are.
     extremes = torch.tensor([digest, -digest])
-    _wait(log.aside.allreduce([extremes], dist.ReduceOp.MAX), group, log)
+    # Past the functions of torch.distributed, which users may wrap and count.
+    _wait(group.allreduce([extremes], dist.ReduceOp.MAX), group, log)
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         _tell(group, log)
