@@ -20,7 +20,9 @@ from tests.engine.gang import Gangs, RankContext
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "engine").glob("*.md"))
 
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
 RANKS = re.compile(r"<!-- runs on (\d+) ranks? -->")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 NAMED_TEST = re.compile(r"`(test_\w+)`")
