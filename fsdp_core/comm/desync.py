@@ -53,6 +53,7 @@ class _Log:
         count: Collectives so far.
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
+        surprises: Collectives that were not foreseen.
     """
 
     generation: int
@@ -60,6 +61,7 @@ class _Log:
     last: dict[int, str] = field(default_factory=dict)
     context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
     predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
+    surprises: int = 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Log:
@@ -77,6 +79,7 @@ class _Log:
         foreseen = self.predictions.get(context) == what
         self.predictions[context] = what
         self.context.append(what)
+        self.surprises += not foreseen
         return foreseen
 
 
