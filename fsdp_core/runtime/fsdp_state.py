@@ -235,7 +235,7 @@ class FSDPState:
             self._calls.forget()
             self._params.let_go()
             if not torch_private.in_backward():
-                self.reshard()
+                self._params.reshard_unused()
             self._enter(TrainingState.IDLE)
         self.context.abort_forward(self)
 
