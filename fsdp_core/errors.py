@@ -16,7 +16,7 @@
     ├── SharedParameterError      (ValueError)           one parameter in two groups
     ├── MetaParameterError        (RuntimeError)         training before materialising
     ├── OffloadError              (RuntimeError)         a slice that is not on the host
-    ├── RootError                 (RuntimeError)         forward outside the root, or two roots
+    ├── RootError                 (RuntimeError)         not the root, no single root, or two roots
     ├── StateError                (AssertionError)       an operation in the wrong state
     ├── NoDeepcopyError           (AssertionError)       a live group cannot be copied
     ├── NonFiniteNormError        (RuntimeError)         clipping by NaN or infinity, if refused
@@ -92,7 +92,7 @@ class OffloadError(EngineError, RuntimeError):
 
 
 class RootError(EngineError, RuntimeError):
-    """The order of first forwards leaves no single root."""
+    """The order of first forwards leaves no single root, or a root's method was called elsewhere."""
 
 
 class StateError(EngineError, AssertionError):

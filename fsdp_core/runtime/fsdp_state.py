@@ -12,6 +12,7 @@ from fsdp_core import torch_private
 from fsdp_core.runtime.autograd_boundary import call_after_backward, call_before_backward
 from fsdp_core.runtime.casting import Casting
 from fsdp_core.runtime.comm_home import CommHome
+from fsdp_core.runtime.forward_calls import ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.tracing import UnitTracer
@@ -67,9 +68,8 @@ class FSDPState:
         self._casting = Casting(policy, device, self.tracer)
         self._training_state = TrainingState.IDLE
         self._index = 0
-        self._yet_to_run: set[nn.Module] = set()
+        self._calls = ForwardCalls(self.modules)
         self._has_returned = False
-        self._methods_running = 0
         self.home = CommHome(device)
         self.context = RootContext([self], self.home, self.relay, is_solo=True)
 
@@ -199,11 +199,12 @@ class FSDPState:
         is_first = self._training_state is not TrainingState.FORWARD
         if is_first:
             self.ensure_root()
+        self._calls.enter()
+        if is_first:
             self._enter(TrainingState.FORWARD)
             self._params.hold()
             if self.context.begin_forward(self):
                 args, kwargs = self._casting.to_device((args, kwargs))
-        self._yet_to_run = self._yet_to_run or set(self.modules)
         args, kwargs = self._casting.inputs((args, kwargs))
         with self.tracer.phase("pre_forward"):
             self.prefetch_in_forward()
@@ -216,10 +217,8 @@ class FSDPState:
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Slices the parameters again, unless they are kept, and foresees backward."""
-        if not self._is_recomputing:
-            self._yet_to_run.discard(module)
-            if not self._yet_to_run:
-                output = self._complete_forward(output)
+        if not self._is_recomputing and self._calls.leave(module):
+            output = self._complete_forward(output)
         output = self._casting.output(output)
         self._has_returned = True
         return output
@@ -231,25 +230,27 @@ class FSDPState:
             self._has_returned = False
             return
         if self._training_state is TrainingState.FORWARD:
-            self._yet_to_run.clear()
+            if not self._calls.leave_one():
+                return  # an outer call of the unit may go on
+            self._calls.forget()
             self._params.let_go()
             if not torch_private.in_backward():
-                self.reshard()
+                self._params.reshard_unused()
             self._enter(TrainingState.IDLE)
         self.context.abort_forward(self)
 
     def complete_partial_forward(self, output: object) -> object:
         """Ends a forward in which only some of the unit's modules ran."""
-        if not self._yet_to_run:
+        if not self._calls.is_partial:
             return output
-        self._yet_to_run.clear()
+        self._calls.forget()
         return self._casting.output(self._complete_forward(output))
 
     def abandon_forward(self) -> None:
         """Slices the parameters again and ends a forward that did not."""
         self.drop_gathers()
         self.reshard()
-        self._yet_to_run.clear()
+        self._calls.forget()
         self._params.let_go()
         if self._training_state is TrainingState.FORWARD:
             self._enter(TrainingState.IDLE)
@@ -331,7 +332,7 @@ class FSDPState:
 
     def go_idle(self) -> None:
         """Ends the iteration."""
-        self._yet_to_run.clear()
+        self._calls.forget()
         self._params.let_go()
         self._enter(TrainingState.IDLE)
 
@@ -340,11 +341,10 @@ class FSDPState:
     @contextmanager
     def running_method(self) -> Iterator[None]:
         """Within, a registered method runs, which forward may call and which may call forward."""
-        self._methods_running += 1
         try:
-            yield
+            with self._calls.running_method():
+                yield
         finally:
-            self._methods_running -= 1
             self.leave_forward()
 
     # -- After an exception
@@ -356,11 +356,9 @@ class FSDPState:
 
     def _recover_if_failed(self, module: nn.Module) -> None:
         self.context.recover_if_failed()
-        # An exception runs `leave_forward`, but an interrupt from the keyboard does not.
         if (
             self._training_state is TrainingState.FORWARD
-            and not self._methods_running
-            and self.modules == (module,)
+            and self._calls.is_reentered_at(module)
             and self.context.has_opened(self)
             and not torch_private.in_backward()
         ):

@@ -76,6 +76,13 @@ class UnitParams:
             for group in self._used:
                 group.reshard()
 
+    def reshard_unused(self) -> None:
+        """The same, except for what another unit is computing with."""
+        with torch_private.outside_transforms():
+            for group in self._used:
+                if not group.is_held:
+                    group.reshard()
+
     def hold(self) -> None:
         """The unit begins to compute with them: units that share some must not free those."""
         for group in self._used:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 class UnshardHandle:
     """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
 
-    The module's forward waits by itself; call `wait` to use the parameters before that.
+    The module's forward waits by itself; call `wait` to use the parameters before that. One that
+    was made without a purpose has nothing to wait for.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
     def wait(self) -> None:
         """Returns when the current stream may use the whole parameters, now registered."""
-        self._finish()
+        if self._finish is not None:
+            self._finish()
