@@ -90,6 +90,8 @@ def keep_step(group: dist.ProcessGroup | None, device: torch.device, what: str) 
     if group is None or device.type != "cpu":
         return
     if group not in _logs:
+        if dist.get_backend(group) == "fake":
+            return  # PyTorch's world of one real rank, whose store holds nothing
         _logs[group] = _Log(_store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1))
     log = _logs[group]
     if not log.add(what):
