@@ -23,6 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Concatenate, ParamSpec, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
@@ -136,6 +137,9 @@ class Gangs:
         self._gangs: dict[int, Gang] = {}
 
     def __call__(self, world: int) -> Gang:
+        if self._device == "cuda" and world > torch.cuda.device_count():
+            # NCCL refuses two ranks on one GPU; on the CPU every test runs.
+            pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
         if world not in self._gangs or not self._gangs[world].is_alive:
             self._gangs[world] = Gang(world, self._device)
         return self._gangs[world]
