@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
+    from datetime import timedelta
     from types import ModuleType
 
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
@@ -62,11 +63,6 @@ def new_dtensor(
         tensor_meta=TensorMeta(torch.Size(shape), strides, local.dtype),
     )
     return _dtensor(local, spec)
-
-
-def dtensor_like(local: torch.Tensor, template: DTensor) -> DTensor:
-    """A DTensor of `local` that lies as `template` does; the cheap way, once per gradient."""
-    return _dtensor(local, template._spec)
 
 
 def _dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -287,6 +283,11 @@ def swap(one: torch.Tensor, other: torch.Tensor) -> None:
 def default_store() -> Store:
     """The store through which the default process group met; there is no public way to it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(store: Store) -> timedelta:
+    """How long the store waits: what `init_process_group` was given; PyTorch does not list it."""
+    return cast("timedelta", cast("Any", store).timeout)
 
 
 def is_profiling() -> bool:

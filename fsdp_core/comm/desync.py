@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,7 @@ class _Log:
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
         announced: Number of the youngest announcement that a surprise led to.
+        told: Numbers of what was told for want of patience.
     """
 
     generation: int
@@ -58,6 +60,7 @@ class _Log:
     context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
     predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
     announced: int | None = None
+    told: set[int] = field(default_factory=set)
 
     def add(self, what: str) -> bool:
         """Adds a collective; returns whether it was foreseen."""
@@ -105,15 +108,19 @@ def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch
     if group is None or group not in _logs or device.type != "cpu":
         work.wait()
         return
+    log = _logs[group]
     while True:
+        began = monotonic()
         try:
             work.wait(PATIENCE)
         except RuntimeError as error:
-            # A time-out leaves the collective running; anything else has ended it.
-            if work.is_completed():
+            # A time-out leaves the collective running. Anything else has ended it, which not all
+            # work objects know of themselves; but it does not take this long.
+            if work.is_completed() or monotonic() - began < PATIENCE.total_seconds() / 2:
                 raise
-            _tell_and_look(group, _logs[group], error)
+            _tell_and_look(group, log, error)
         else:
+            _take_back(group, log)
             return
 
 
@@ -135,15 +142,16 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 def _agree(group: dist.ProcessGroup, log: _Log) -> None:
     """Announces the youngest collective, and waits until all others have announced the same."""
     store, number, me = _store(), log.count, dist.get_rank()
+    timeout = torch_private.timeout_of(store)
     store.set(_key(group, log, me, number), log.last[number])
     for rank in _others(group):
         key = _key(group, log, rank, number)
         try:
-            store.wait([key], dist.default_pg_timeout)
+            store.wait([key], timeout)
         except dist.DistStoreError as error:
             raise DesyncError(
                 f"Rank {rank} did not come to collective number {number}, the {log.last[number]}, "
-                f"within {dist.default_pg_timeout}. See what it does, or whether it lives."
+                f"within {timeout}. See what it does, or whether it lives."
             ) from error
         _compare(log, number, rank, store.get(key).decode())
     if log.announced is not None:
@@ -157,11 +165,20 @@ def _tell_and_look(group: dist.ProcessGroup, log: _Log, error: RuntimeError) -> 
     store, me = _store(), dist.get_rank()
     for number, what in log.last.items():
         store.set(_key(group, log, me, number), what)
+        log.told.add(number)
     for rank in _others(group):
         for number in log.last:
             key = _key(group, log, rank, number)
             if store.check([key]):
                 _compare(log, number, rank, store.get(key).decode(), error)
+
+
+def _take_back(group: dist.ProcessGroup, log: _Log) -> None:
+    # Otherwise each wait for a slow rank would fill the store a little more. Who has not read it
+    # yet waits until it is told again.
+    for number in log.told - {log.announced}:
+        _store().delete_key(_key(group, log, dist.get_rank(), number))
+    log.told.clear()
 
 
 def _compare(

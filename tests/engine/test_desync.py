@@ -7,12 +7,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core import fully_shard, torch_private
 from fsdp_core.comm import desync
 from fsdp_core.errors import DesyncError
-from tests.engine.gang import Gang, RankContext
+from tests.engine.gang import Gang, Gangs, RankContext
 
 pytestmark = pytest.mark.ranks
 
@@ -99,6 +100,49 @@ def check_slow(ctx: RankContext) -> None:
         torch_private.default_store().wait([late], timedelta(seconds=30))
     train(model, ["first", "twin"])
     assert all(param.grad is not None for param in model.first.parameters())
+    log = desync._logs[ctx.mesh.get_group(0)]
+    numbers = range(log.count - len(log.last) + 1, log.count + 1)
+    told = [desync._key(ctx.mesh.get_group(0), log, ctx.rank, number) for number in numbers]
+    left = [number for number, key in zip(numbers, told, strict=True) if holds(key)]
+    assert set(left) <= {log.announced}  # what was told for want of patience is taken back
+
+
+def holds(key: str) -> bool:
+    return torch_private.default_store().check([key])
+
+
+def test_a_rank_that_never_comes_is_named_after_the_groups_time(device: str) -> None:
+    gang = Gang(2, device)
+    told, _ = gang.run(wait_in_vain)
+    assert "Rank 1 did not come to collective number 1, the all-gather of 'x'" in told
+    gang.kill()
+
+
+def wait_in_vain(ctx: RankContext) -> str:
+    if ctx.rank == 1:
+        return ""
+    torch_private.default_store().set_timeout(timedelta(seconds=1))
+    with pytest.raises(DesyncError) as caught:
+        desync.keep_step(ctx.mesh.get_group(0), torch.device("cpu"), "all-gather of 'x'")
+    return str(caught.value)
+
+
+def test_a_collective_that_fails_is_not_waited_for_again(gangs: Gangs) -> None:
+    gangs(1).run(check_failing)
+
+
+class Failing(dist.Work):
+    """As a strategy may write one: it does not know that it has ended."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        raise RuntimeError(f"The peer is gone, not late ({timeout}).")
+
+
+def check_failing(ctx: RankContext) -> None:
+    group = ctx.mesh.get_group(0)
+    desync.keep_step(group, ctx.device, "all-gather of 'x'")
+    with pytest.raises(RuntimeError, match="The peer is gone"):
+        desync.wait_in_step(Failing(), group, ctx.device)
 
 
 def sharded(ctx: RankContext) -> Choosing:
