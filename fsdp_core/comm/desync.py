@@ -54,6 +54,7 @@ class _Log:
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
         surprises: Collectives that were not foreseen.
+        told: Numbers of those that this rank has told of.
     """
 
     generation: int
@@ -62,6 +63,7 @@ class _Log:
     context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
     predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
     surprises: int = 0
+    told: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Log:
@@ -126,11 +128,12 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
         except RuntimeError as error:
             # A time-out leaves the collective running; anything else, which comes sooner, has
             # ended it. The work object itself does not always know.
-            if monotonic() - started < PATIENCE.total_seconds():
+            if work.is_completed() or monotonic() - started < PATIENCE.total_seconds() / 2:
                 raise
             _tell(group, log)
             _look(group, log, error)
         else:
+            _take_back(group, log)
             return
 
 
@@ -167,6 +170,15 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 def _tell(group: dist.ProcessGroup, log: _Log) -> None:
     for number, what in log.last.items():
         _store().set(_key(group, log, dist.get_rank(), number), what)
+        log.told.add(number)
+
+
+def _take_back(group: dist.ProcessGroup, log: _Log) -> None:
+    # Otherwise each wait for a slow rank would fill the store a little more. Who has not read it
+    # yet waits until it is told again.
+    for number in log.told:
+        _store().delete_key(_key(group, log, dist.get_rank(), number))
+    log.told.clear()
 
 
 def _look(group: dist.ProcessGroup, log: _Log, cause: RuntimeError | None = None) -> None:

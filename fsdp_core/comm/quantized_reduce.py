@@ -12,7 +12,7 @@ from fsdp_core.comm.block_code import DEFAULT_BLOCK_SIZE, SCALE_DTYPE, BlockCode
 from fsdp_core.comm.strategies import ReduceOp, ReduceScatter
 from fsdp_core.errors import UnsupportedError
 
-_NO_TIMEOUT = timedelta(0)
+_GROUPS_TIMEOUT = timedelta(0)  # as PyTorch understands it
 _ALIGNMENT = SCALE_DTYPE.itemsize
 
 
@@ -92,10 +92,15 @@ class _Exchange:
             self._received, self._sent, group=group, async_op=True
         )
 
-    def wait(self) -> None:
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is on its way any more."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout: timedelta) -> None:
         """Waits until all rows have arrived."""
         if self._work is not None:
-            self._work.wait()
+            self._work.wait(timeout)
 
     def decode(self, rank: int, numbers: torch.Tensor) -> None:
         """Writes what `rank` contributed, (1, n)."""
@@ -115,11 +120,14 @@ class _SumOfExchange(dist.Work):
         self._output = output
         self._is_mean = is_mean
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def is_completed(self) -> bool:
+        """Whether the exchange has ended; the sum is then still to be made."""
+        return self._exchange.has_ended
+
+    def wait(self, timeout: timedelta = _GROUPS_TIMEOUT) -> bool:
         """Waits for the exchange and writes the sum; on an accelerator, on the current stream."""
-        del timeout  # the group's own applies
         exchange = self._exchange
-        exchange.wait()
+        exchange.wait(timeout)
         total = self._output.new_zeros((1, self._output.numel()), dtype=SCALE_DTYPE)
         numbers = torch.empty_like(total)
         for rank in range(exchange.ranks):

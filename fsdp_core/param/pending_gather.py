@@ -16,6 +16,22 @@ if TYPE_CHECKING:
     from fsdp_core.comm import Collectives, CommLink, Lanes
 
 
+# What every backend gathers. The 16-bit integers and the one-byte floating-point numbers, for
+# example, are unknown to gloo.
+_COMMON_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
 class Gathered(Protocol):
     """What takes part in a gather: a parameter, or several that travel as one."""
 
@@ -71,7 +87,7 @@ class PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
         The slices are cast on their way into this rank's row of the gather buffer. A group of
-        several dtypes travels as bytes.
+        several dtypes, or of one that some backend does not know, travels as bytes.
 
         Args:
             params: In packing order.
@@ -84,7 +100,7 @@ class PendingGather:
         with lanes.enter(Lane.PACK):
             inputs = [_inputs_of(param) for param in params]
             dtypes = {dtype for each in inputs for dtype in each.dtypes}
-            as_bytes = len(dtypes) > 1
+            as_bytes = len(dtypes) > 1 or not dtypes <= _COMMON_DTYPES
             sends = [
                 tensor.to(dtype).view(torch.uint8) if as_bytes else tensor
                 for each in inputs

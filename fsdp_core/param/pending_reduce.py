@@ -235,7 +235,10 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
         grads = [grad.to(dtype) for grad in grads]
     packing = Packing.of(sizes, shards.size)
     contribution = shards.reduce_buffer(packing.total, dtype, route.device)
-    torch_private.chunk_cat(grads, shards.size, contribution.view(shards.size, packing.row))
+    # A parameter without elements takes part with a row of none, which the operator refuses.
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if grads:
+        torch_private.chunk_cat(grads, shards.size, contribution.view(shards.size, packing.row))
     return packing, contribution
 
 

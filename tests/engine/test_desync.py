@@ -7,12 +7,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core import fully_shard, torch_private
 from fsdp_core.comm import desync
 from fsdp_core.errors import DesyncError
-from tests.engine.gang import Gang, RankContext
+from tests.engine.gang import Gang, Gangs, RankContext
 
 pytestmark = pytest.mark.ranks
 
@@ -99,6 +100,32 @@ def check_slow(ctx: RankContext) -> None:
         torch_private.default_store().wait([late], timedelta(seconds=30))
     train(model, ["first", "twin"])
     assert all(param.grad is not None for param in model.first.parameters())
+    log = desync._logs[ctx.mesh.get_group(0)]
+    numbers = range(log.count - len(log.last) + 1, log.count + 1)
+    told = [desync._key(ctx.mesh.get_group(0), log, ctx.rank, number) for number in numbers]
+    assert not any(holds(key) for key in told)  # it was taken back
+
+
+def holds(key: str) -> bool:
+    return torch_private.default_store().check([key])
+
+
+def test_a_collective_that_fails_is_not_waited_for_again(gangs: Gangs) -> None:
+    gangs(1).run(check_failing)
+
+
+class Failing(dist.Work):
+    """As a strategy may write one: it does not know that it has ended."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        raise RuntimeError(f"The peer is gone, not late ({timeout}).")
+
+
+def check_failing(ctx: RankContext) -> None:
+    group = ctx.mesh.get_group(0)
+    desync.keep_step(group, ctx.device, "all-gather of 'x'")
+    with pytest.raises(RuntimeError, match="The peer is gone"):
+        desync.wait_in_step(Failing(), group, ctx.device)
 
 
 def sharded(ctx: RankContext) -> Choosing:

@@ -310,3 +310,53 @@ def check_one_group(ctx: RankContext) -> None:
     fully_shard(model, mesh=mesh, shard_placement_fn=strided)
     (group,) = groups_of(model)
     assert {param.slicing.dim for param in group.params} >= {None, 0, 1}
+
+
+class Bearing(nn.Module):
+    """A linear layer and one more parameter beside it, which the output repeats."""
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.extra = nn.Parameter(extra, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.extra.clone()
+
+
+RARE_DTYPES = (torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn)
+
+
+def test_frozen_parameters_may_have_dtypes_that_the_backend_does_not_know(gangs: Gangs) -> None:
+    gangs(2).run(check_rare_dtypes)
+
+
+def check_rare_dtypes(ctx: RankContext) -> None:
+    for dtype in RARE_DTYPES:
+        extra = (torch.arange(10) % 2).to(dtype).to(ctx.device)
+        model = Bearing(extra.clone())
+        fully_shard(model.linear, mesh=ctx.mesh)
+        fully_shard(model, mesh=ctx.mesh)  # the extra parameter travels alone
+        _, whole = model(torch.ones(2, 4, device=ctx.device))
+        assert torch.equal(whole.view(torch.uint8), extra.view(torch.uint8)), dtype
+
+
+def test_parameters_without_elements_take_part(gangs: Gangs) -> None:
+    gangs(2).run(check_without_elements)
+
+
+def check_without_elements(ctx: RankContext) -> None:
+    for shape in ((0,), (0, 4), (4, 0)):
+        for alone in (True, False):
+            model = Bearing(torch.zeros(shape, device=ctx.device)).to(ctx.device)
+            model.extra.requires_grad = True
+            if alone:
+                fully_shard(model.linear, mesh=ctx.mesh)
+            fully_shard(model, mesh=ctx.mesh)
+            for _ in range(2):
+                computed, extra = model(torch.ones(2, 4, device=ctx.device))
+                assert extra.shape == shape
+                torch.autograd.backward(computed.sum() + extra.sum())
+            assert model.linear.weight.grad is not None
+            assert model.extra.grad is not None
+            assert model.extra.grad.shape == shape
