@@ -64,11 +64,6 @@ def new_dtensor(
     return _dtensor(local, spec)
 
 
-def dtensor_like(local: torch.Tensor, template: DTensor) -> DTensor:
-    """A DTensor of `local` that lies as `template` does; the cheap way, once per gradient."""
-    return _dtensor(local, template._spec)
-
-
 def _dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     # DTensor.__new__ is a C function that the type checker reads with the wrong signature.
     make = cast("Callable[..., DTensor]", DTensor)
