@@ -10,7 +10,15 @@ from fsdp_core.comm.collectives import (
     collectives_on,
 )
 from fsdp_core.comm.desync import keep_step
-from fsdp_core.comm.lanes import DeviceLanes, HostLanes, Lane, Lanes, Mark, lanes_for
+from fsdp_core.comm.lanes import (
+    DeviceLanes,
+    HostLanes,
+    Lane,
+    Lanes,
+    Mark,
+    Streams,
+    lanes_for,
+)
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
 from fsdp_core.comm.link import CommLink
 from fsdp_core.comm.mesh_info import (
@@ -67,6 +75,7 @@ __all__ = [
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",
+    "Streams",
     "SymmetricAllGather",
     "SymmetricReduceScatter",
     "Ticket",

@@ -6,13 +6,15 @@ process, or by mixing up what belongs to different units.
 
 So each rank predicts its next collective from those before it: what came last time after the same
 three. As long as ranks are in step they predict alike; the first difference between them is
-therefore a surprise to at least one. A surprised rank starts nothing before all others have
-announced the same in the store of the default process group. A rank that is not surprised starts
-at once, and announces what it waits for only after `PATIENCE`. Training that repeats itself thus
-costs a dictionary look-up per collective; the first step, and each change of course that all
-ranks make together, costs one exchange through the store.
+therefore a surprise to at least one. A surprised rank starts nothing before all others turn out
+to be about to start the same, which takes one small all-reduce. A rank that is not surprised
+starts at once; gloo keeps different kinds of collectives apart, so the two wait for each other.
+Whoever has waited for `PATIENCE` tells in the store of the default process group what it has
+started, and looks what others have told. Training that repeats itself thus costs a dictionary
+look-up per collective; the first step, and each change of course that all ranks make together,
+costs one all-reduce of 16 bytes per collective.
 
-Only ranks without an accelerator are watched: elsewhere the host runs ahead of its collectives.
+Only collectives of gloo are watched: on an accelerator the host runs ahead of them.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import sha256
+from time import monotonic
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fsdp_core import torch_private
 from fsdp_core.errors import DesyncError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
 
 PATIENCE = timedelta(seconds=10)
-"""How long a rank waits before it tells what it waits for, and between two looks at the others."""
+"""How long a rank waits before it tells what it has started, and between two looks at others."""
 
 _CONTEXT = 3
 _REMEMBERED = 64
@@ -49,7 +53,7 @@ class _Log:
         count: Collectives so far.
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
-        announced: Number of the youngest announcement that a surprise led to.
+        surprises: Collectives that were not foreseen.
     """
 
     generation: int
@@ -57,7 +61,12 @@ class _Log:
     last: dict[int, str] = field(default_factory=dict)
     context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
     predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
-    announced: int | None = None
+    surprises: int = 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> _Log:
+        """An empty one."""
+        return cls(_store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1))
 
     def add(self, what: str) -> bool:
         """Adds a collective; returns whether it was foreseen."""
@@ -70,6 +79,7 @@ class _Log:
         foreseen = self.predictions.get(context) == what
         self.predictions[context] = what
         self.context.append(what)
+        self.surprises += not foreseen
         return foreseen
 
 
@@ -87,10 +97,10 @@ def keep_step(group: dist.ProcessGroup | None, device: torch.device, what: str) 
     Raises:
         DesyncError: Another rank starts something else.
     """
-    if group is None or device.type != "cpu":
+    if group is None or device.type != "cpu" or "gloo" not in dist.get_backend(group):
         return
     if group not in _logs:
-        _logs[group] = _Log(_store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1))
+        _logs[group] = _Log.of(group)
     log = _logs[group]
     if not log.add(what):
         _agree(group, log)
@@ -105,14 +115,21 @@ def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch
     if group is None or group not in _logs or device.type != "cpu":
         work.wait()
         return
+    _wait(work, group, _logs[group])
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
     while True:
+        started = monotonic()
         try:
             work.wait(PATIENCE)
         except RuntimeError as error:
-            # A time-out leaves the collective running; anything else has ended it.
-            if work.is_completed():
+            # A time-out leaves the collective running; anything else, which comes sooner, has
+            # ended it. The work object itself does not always know.
+            if monotonic() - started < PATIENCE.total_seconds():
                 raise
-            _tell_and_look(group, _logs[group], error)
+            _tell(group, log)
+            _look(group, log, error)
         else:
             return
 
@@ -128,48 +145,39 @@ def _key(group: dist.ProcessGroup, log: _Log, rank: int, number: int) -> str:
     return f"{_PREFIX}/{group.group_name}/{log.generation}/{rank}/{number}"
 
 
+def _agree(group: dist.ProcessGroup, log: _Log) -> None:
+    """Returns when all ranks are about to start the youngest collective."""
+    digest = int.from_bytes(sha256(log.last[log.count].encode()).digest()[:7], "big")
+    # The largest and the smallest digest are the same exactly if all are.
+    extremes = torch.tensor([digest, -digest])
+    # Past the functions of torch.distributed, which users may wrap and count.
+    _wait(group.allreduce([extremes], dist.ReduceOp.MAX), group, log)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        _tell(group, log)
+        others = [_key(group, log, rank, log.count) for rank in _others(group)]
+        _store().wait(others, PATIENCE)  # all ranks have seen the same, and tell
+        _look(group, log)
+
+
 def _others(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
 
 
-def _agree(group: dist.ProcessGroup, log: _Log) -> None:
-    """Announces the youngest collective, and waits until all others have announced the same."""
-    store, number, me = _store(), log.count, dist.get_rank()
-    store.set(_key(group, log, me, number), log.last[number])
-    for rank in _others(group):
-        key = _key(group, log, rank, number)
-        try:
-            store.wait([key], dist.default_pg_timeout)
-        except dist.DistStoreError as error:
-            raise DesyncError(
-                f"Rank {rank} did not come to collective number {number}, the {log.last[number]}, "
-                f"within {dist.default_pg_timeout}. See what it does, or whether it lives."
-            ) from error
-        _compare(log, number, rank, store.get(key).decode())
-    if log.announced is not None:
-        # Whoever announced this one has read that one.
-        store.delete_key(_key(group, log, me, log.announced))
-    log.announced = number
-
-
-def _tell_and_look(group: dist.ProcessGroup, log: _Log, error: RuntimeError) -> None:
-    """Tells what this rank has started, and looks whether some rank has announced otherwise."""
-    store, me = _store(), dist.get_rank()
+def _tell(group: dist.ProcessGroup, log: _Log) -> None:
     for number, what in log.last.items():
-        store.set(_key(group, log, me, number), what)
+        _store().set(_key(group, log, dist.get_rank(), number), what)
+
+
+def _look(group: dist.ProcessGroup, log: _Log, cause: RuntimeError | None = None) -> None:
     for rank in _others(group):
-        for number in log.last:
+        for number, mine in log.last.items():
             key = _key(group, log, rank, number)
-            if store.check([key]):
-                _compare(log, number, rank, store.get(key).decode(), error)
-
-
-def _compare(
-    log: _Log, number: int, rank: int, theirs: str, cause: RuntimeError | None = None
-) -> None:
-    if (mine := log.last[number]) != theirs:
-        raise DesyncError(
-            f"Ranks ran different units: collective number {number} is the {mine} on rank "
-            f"{dist.get_rank()}, but the {theirs} on rank {rank}. Run every unit on every rank, "
-            "if need be on a part of the batch that counts nothing."
-        ) from cause
+            if not _store().check([key]):
+                continue
+            if mine != (theirs := _store().get(key).decode()):
+                raise DesyncError(
+                    f"Ranks ran different units: collective number {number} is the {mine} on rank "
+                    f"{dist.get_rank()}, but the {theirs} on rank {rank}. Run every unit on every "
+                    "rank, if need be on a part of the batch that counts nothing."
+                ) from cause

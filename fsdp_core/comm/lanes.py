@@ -13,7 +13,7 @@ class Lane(enum.Enum):
     """One sequence of device work. Lanes run side by side unless one follows another."""
 
     COMPUTE = enum.auto()
-    """The stream the user computes on."""
+    """The stream the user computes on: the current one, so not to be named within `enter`."""
     PACK = enum.auto()
     """Copies of slices into gather buffers, ahead of the gather that needs them."""
     GATHER = enum.auto()
@@ -88,23 +88,38 @@ class HostLanes:
         """Already so."""
 
 
+class Streams(Protocol):
+    """The part of `torch.cuda`, or of another accelerator's module, that deals with streams."""
+
+    def Stream(self, device: torch.device, *, priority: int) -> torch.Stream:  # noqa: N802 - a class there
+        """A new stream; lower numbers have priority."""
+
+    def stream(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Makes `stream` current within."""
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """That of the calling thread."""
+
+
 class DeviceLanes:
     """A stream per lane on one accelerator; COMPUTE is whichever stream is current.
 
     Communication lanes have high priority: their small copies must not queue behind kernels.
+
+    The streams are of the accelerator's own class. A plain `torch.Stream` takes an event of
+    that class, which is what users record, for a plain one and reads memory that is not there.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
+        self._module = streams
         self._streams = {
-            lane: torch.Stream(device, priority=-1) for lane in Lane if lane is not Lane.COMPUTE
+            lane: streams.Stream(device, priority=-1) for lane in Lane if lane is not Lane.COMPUTE
         }
 
     def enter(self, lane: Lane) -> AbstractContextManager[object]:
         """Makes the lane's stream current."""
-        if lane is Lane.COMPUTE:
-            return nullcontext()
-        return cast("AbstractContextManager[object]", self._streams[lane])
+        return nullcontext() if lane is Lane.COMPUTE else self._module.stream(self._streams[lane])
 
     def mark(self, lane: Lane) -> Mark:
         """Records an event."""
@@ -133,10 +148,12 @@ class DeviceLanes:
 
     def _stream(self, lane: Lane) -> torch.Stream:
         if lane is Lane.COMPUTE:
-            return torch.accelerator.current_stream(self._device)
+            return self._module.current_stream(self._device)
         return self._streams[lane]
 
 
 def lanes_for(device: torch.device) -> Lanes:
     """The lanes that suit `device`."""
-    return HostLanes() if device.type == "cpu" else DeviceLanes(device)
+    if device.type == "cpu":
+        return HostLanes()
+    return DeviceLanes(device, cast("Streams", torch.get_device_module(device)))

@@ -27,6 +27,11 @@ class CommLink:
     ledger: CollectiveLedger
     _held: list[tuple[torch.Tensor, Mark]] = field(default_factory=list, init=False)
     _awaited: list[Mark] = field(default_factory=list, init=False)
+    _with_results: dict[Lane, None] = field(default_factory=dict, init=False)
+
+    def note_results(self, lane: Lane) -> None:
+        """Has the compute lane follow `lane`, which made gradients, at the end of backward."""
+        self._with_results[lane] = None
 
     def hold_until_passed(self, buffer: torch.Tensor, mark: Mark) -> None:
         """Keeps a buffer of the reduce lane that another lane reads until `mark`.
@@ -45,8 +50,10 @@ class CommLink:
     def end_backward(self) -> None:
         """Orders what follows on the compute lane, and on the host, after all reductions."""
         self._let_go()
-        self.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
-        self.lanes.follow(Lane.COMPUTE, Lane.ALL_REDUCE)
+        # No others: while a graph is captured, a stream without captured work cannot be followed.
+        for lane in self._with_results:
+            self.lanes.follow(Lane.COMPUTE, lane)
+        self._with_results.clear()
         for mark in self._awaited:
             self.lanes.wait_on_host(mark)
         self._awaited.clear()

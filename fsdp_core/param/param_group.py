@@ -113,21 +113,21 @@ class FSDPParamGroup:
             self._travellers, axis, self.info.device, link, label=self._label
         )
 
-    def finish_unshard(self, link: CommLink) -> None:
+    def finish_unshard(self) -> None:
         """Lands the gather in flight, if any, and registers the whole parameters."""
         if self._gather is None:
             return
         gather, self._gather = self._gather, None
-        gather.land(link)
+        gather.land()
         for param in self.params:
             param.to_unsharded()
         self._sharded_state = ShardedState.UNSHARDED
 
-    def drop_gather(self, link: CommLink) -> None:
+    def drop_gather(self) -> None:
         """Ends a gather that nobody used; its values would be stale after an update."""
         if self._gather is not None:
             gather, self._gather = self._gather, None
-            gather.drop(link)
+            gather.drop()
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
@@ -160,9 +160,9 @@ class FSDPParamGroup:
             self._sharded_state = ShardedState.SHARDED_POST_FORWARD
             self._resharded = link.lanes.mark(Lane.COMPUTE)
 
-    def reset(self, link: CommLink) -> None:
+    def reset(self) -> None:
         """Ends what is in flight and drops gradients that were not reduced; registers slices."""
-        self.drop_gather(link)
+        self.drop_gather()
         for param in self.params:
             param.drop_grads()
         self._partial.clear()

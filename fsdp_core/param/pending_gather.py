@@ -13,7 +13,7 @@ from fsdp_core.comm import Lane, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import Collectives, CommLink
+    from fsdp_core.comm import Collectives, CommLink, Lanes
 
 
 class Gathered(Protocol):
@@ -42,11 +42,19 @@ class PendingGather:
     """A gather in flight; `land` fills the unsharded parameters from it."""
 
     def __init__(
-        self, ticket: Ticket, packing: Packing, inputs: Sequence[_Inputs], *, as_bytes: bool
+        self,
+        ticket: Ticket,
+        packing: Packing,
+        inputs: Sequence[_Inputs],
+        lanes: Lanes,
+        *,
+        as_bytes: bool,
     ) -> None:
         self._ticket = ticket
         self._packing = packing
         self._inputs = inputs
+        self._lanes = lanes
+        self._placed = lanes.mark(Lane.GATHER)
         self._as_bytes = as_bytes
 
     @classmethod
@@ -98,12 +106,12 @@ class PendingGather:
             group=axis.group,
             on_complete=lambda: link.ledger.complete(axis.name, sequence),
         )
-        return cls(ticket, packing, inputs, as_bytes=as_bytes)
+        return cls(ticket, packing, inputs, lanes, as_bytes=as_bytes)
 
     @torch.no_grad()
-    def land(self, link: CommLink) -> None:
+    def land(self) -> None:
         """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
-        buffer = self._ticket.wait()
+        buffer = self._arrive()
         arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
         outs = [out for of_param in arrived for out in of_param]
         if self._as_bytes:
@@ -111,21 +119,27 @@ class PendingGather:
         rows = buffer.view(self._packing.parts, self._packing.row)
         with torch_private.preserve_version(outs):
             torch.split_with_sizes_copy(rows, list(self._packing.sizes), dim=1, out=outs)
-        self._release(link)
         for each, of_param in zip(self._inputs, arrived, strict=True):
             each.param.finish_gather(of_param)
+        self._release()
 
-    def drop(self, link: CommLink) -> None:
+    def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
-        self._ticket.wait()
-        self._release(link)
+        self._arrive()
+        self._release()
 
-    def _release(self, link: CommLink) -> None:
-        # The buffer came from the PACK lane's pool: whatever that lane allocates next may be
-        # this memory, so it must come after the copy out.
-        mark = link.lanes.mark(Lane.COMPUTE)
-        link.lanes.follow_mark(Lane.PACK, mark)
-        link.lanes.follow_mark(Lane.GATHER, mark)
+    def _arrive(self) -> torch.Tensor:
+        # A collective that left no work object to wait for ran on the GATHER lane itself.
+        self._lanes.follow_mark(Lane.COMPUTE, self._placed)
+        return self._ticket.wait()
+
+    def _release(self) -> None:
+        # The buffer came from the PACK lane's pool, and so may what a tensor subclass has passed
+        # on to itself: whatever that lane allocates next may be this memory, so it must come
+        # after the copy out.
+        mark = self._lanes.mark(Lane.COMPUTE)
+        self._lanes.follow_mark(Lane.PACK, mark)
+        self._lanes.follow_mark(Lane.GATHER, mark)
 
 
 def _inputs_of(param: Gathered) -> _Inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,16 +129,16 @@ class PendingReduce:
                 self._route.partial.add_to(result, self._batch)
             else:
                 self._route.partial.keep(result, self._batch)
-        if is_complete:
-            self._finish(result, link)
         # The contribution came from the compute lane's pool, and the ticket let it go.
         lanes.follow_mark(Lane.COMPUTE, arrived)
+        if is_complete:
+            self._finish(result, link)
 
     def drop(self, link: CommLink) -> None:
         """Waits and forgets the result: the iteration it belongs to failed."""
         with link.lanes.enter(Lane.REDUCE):
             self._ticket.wait()
-            link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+        link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
 
     def _finish(self, result: torch.Tensor, link: CommLink) -> None:
         lane = Lane.REDUCE
@@ -155,6 +155,7 @@ class PendingReduce:
             if self._reduction.post_divide != 1:
                 result.div_(self._reduction.post_divide)
             self._view_out(result, link, lane)
+        link.note_results(lane)
         if lane is not Lane.REDUCE:
             # It came from the reduce lane's pool, which could give it to the next reduction.
             link.hold_until_passed(result, link.lanes.mark(lane))
@@ -239,7 +240,7 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
 
 
 def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if all(present):
-        # Made on the device: a copy from the host would wait for it.
-        return torch.ones(len(present), dtype=dtype, device=device)
-    return torch.tensor(present, dtype=dtype, device=device)
+    # Made on the device, run by run: a copy from the host would wait for it.
+    runs = [(flag, len(list(run))) for flag, run in groupby(present)]
+    filled = [torch.full((n,), float(flag), dtype=dtype, device=device) for flag, n in runs]
+    return torch.cat(filled)

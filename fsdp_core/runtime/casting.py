@@ -45,7 +45,8 @@ class Casting:
         if self._device.type == "cpu":
             return tree
         with self._tracer.span("inputs_to_device"):
-            return map_tensors(lambda t: t.to(self._device, non_blocking=True), tree)
+            # The host waits: it may refill a page-locked batch as soon as forward returns.
+            return map_tensors(lambda t: t.to(self._device), tree)
 
 
 def _cast(tree: T, dtype: torch.dtype) -> T:

@@ -155,7 +155,7 @@ class FSDPState:
 
     def finish_unshard(self) -> None:
         """Waits for the gather in flight, if any, and registers the whole parameters."""
-        self._params.finish_unshard(self.context.link)
+        self._params.finish_unshard()
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
@@ -167,7 +167,7 @@ class FSDPState:
 
     def drop_gathers(self) -> None:
         """Ends gathers in flight that nobody used."""
-        self._params.drop_gathers(self.context.link)
+        self._params.drop_gathers()
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the next forward needs."""
@@ -351,7 +351,7 @@ class FSDPState:
 
     def reset(self) -> None:
         """Forgets an iteration that raised; gradients that were not reduced are lost."""
-        self._params.reset(self.context.link)
+        self._params.reset()
         self.go_idle()
 
     def _recover_if_failed(self, module: nn.Module) -> None:

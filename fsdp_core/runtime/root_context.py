@@ -249,6 +249,8 @@ class RootContext:
             pending.drop(self.link)
         for unit in self.units:
             unit.reset()
+        # Gradients that did arrive stay, and the user may zero them.
+        self.link.end_backward()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None

@@ -62,13 +62,13 @@ class UnitParams:
             with torch_private.outside_transforms(), self._tracer.span("all_gather"):
                 group.issue_unshard(link, after_compute=after_compute)
 
-    def finish_unshard(self, link: CommLink) -> None:
+    def finish_unshard(self) -> None:
         """Waits for the gathers in flight and registers the whole parameters."""
         for group in self._used:
             if not group.is_gathering:
                 continue
             with torch_private.outside_transforms(), self._tracer.span("all_gather_copy_out"):
-                group.finish_unshard(link)
+                group.finish_unshard()
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
@@ -134,15 +134,15 @@ class UnitParams:
         for group in self.groups:
             group.refresh()
 
-    def drop_gathers(self, link: CommLink) -> None:
+    def drop_gathers(self) -> None:
         """Ends gathers in flight that nobody used."""
         for group in self._used:
-            group.drop_gather(link)
+            group.drop_gather()
 
-    def reset(self, link: CommLink) -> None:
+    def reset(self) -> None:
         """Registers the slices and drops whatever is in flight, gradients included."""
         for group in self.groups:
-            group.reset(link)
+            group.reset()
 
 
 def _refresh(params: Sequence[FSDPParam], *_: object) -> None:

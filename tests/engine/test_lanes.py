@@ -43,12 +43,12 @@ class LoggedLanes(HostLanes):
         self.log.append(f"{lane.name} after {earlier.name}")
 
 
-GATHER = ["on PACK", "off PACK", "GATHER after PACK", "on GATHER", "off GATHER"]
+GATHER = ["on PACK", "off PACK", "GATHER after PACK", "on GATHER", "off GATHER", "mark GATHER"]
 # The gather buffer came from PACK's memory: PACK may reuse it only after the copy out.
-COPY_OUT = ["mark COMPUTE", "PACK after mark", "GATHER after mark"]
+COPY_OUT = ["COMPUTE after mark", "mark COMPUTE", "PACK after mark", "GATHER after mark"]
 REDUCE = ["REDUCE after COMPUTE", "on REDUCE", "off REDUCE"]
 # The packed gradients came from COMPUTE's memory: COMPUTE may reuse it after the collective.
-LAND = ["on REDUCE", "mark REDUCE", "off REDUCE", "on REDUCE", "off REDUCE", "COMPUTE after mark"]
+LAND = ["on REDUCE", "mark REDUCE", "off REDUCE", "COMPUTE after mark", "on REDUCE", "off REDUCE"]
 
 
 @pytest.mark.ranks
@@ -63,7 +63,7 @@ def check_script(ctx: RankContext) -> None:
     lanes = LoggedLanes()
     link = CommLink(lanes, CollectiveLedger(NullObserver()))
     group.issue_unshard(link, after_compute=True)
-    group.finish_unshard(link)
+    group.finish_unshard()
     assert lanes.log == ["PACK after COMPUTE", "GATHER after COMPUTE", *GATHER, *COPY_OUT]
     lanes.log.clear()
     for param in group.params:
@@ -78,7 +78,7 @@ def check_script(ctx: RankContext) -> None:
     assert all(param.grad is not None for param in model.parameters())
     lanes.log.clear()
     group.issue_unshard(link, after_compute=False)
-    group.drop_gather(link)
+    group.drop_gather()
     assert lanes.log == [*GATHER, *COPY_OUT]
 
 
