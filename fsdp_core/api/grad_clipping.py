@@ -46,7 +46,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: DTensors on any meshes, plain tensors, or both; repeated ones count once.
-        max_norm: Upper bound of the total norm after the call.
+        max_norm: Upper bound of the total norm after the call; `math.inf` only measures.
         norm_type: p; `math.inf` is the largest absolute value, `-math.inf` the smallest.
         error_if_nonfinite: Raise instead of scaling by a total that is NaN or infinite. It makes
             the host wait for the device.
@@ -84,7 +84,8 @@ def clip_grad_norm_(
             f"({total.item()}), so it cannot be clipped. Skip this step, or pass "
             "error_if_nonfinite=False to scale by it anyway."
         )
-    _scale(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0), one_by_one=foreach is False)
+    if max_norm < math.inf:
+        _scale(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0), one_by_one=foreach is False)
     return total
 
 

@@ -90,7 +90,9 @@ class FullyShard:
                 already, lie on. By default one axis of all ranks.
             reshard_after_forward: Whether forward ends with the parameters sliced again, at the
                 price of one more gather in backward. None: yes, except for the root. A number k:
-                sliced over k ranks only, so that backward gathers from few and near ones.
+                sliced over k ranks only, so that backward gathers from few and near ones. What
+                stays whole after an evaluation does not see an update of the slices: call
+                `reshard` between the two.
             shard_placement_fn: Called with each parameter; returns the `Shard` to use, a
                 `ShardPlacementResult` that also names another mesh, or None for dim 0. Any dim
                 may be uneven. `Owned()`: not cut; one rank holds the whole parameter.

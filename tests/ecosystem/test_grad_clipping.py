@@ -138,6 +138,17 @@ def test_a_small_norm_changes_no_gradient() -> None:
     assert param.grad.tolist() == [3.0, 0.0, 4.0]
 
 
+@pytest.mark.parametrize("largest", [4.0, math.inf, math.nan])
+def test_without_a_bound_the_norm_is_only_measured(largest: float) -> None:
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.tensor([3.0, 0.0, largest])
+    version = param.grad._version
+    total = clip_grad_norm_(param, math.inf)
+    assert total.item() == pytest.approx(math.hypot(3.0, largest), nan_ok=True)
+    assert param.grad._version == version
+    assert param.grad[:2].tolist() == [3.0, 0.0]
+
+
 def test_a_parameter_given_twice_counts_once() -> None:
     param = nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([3.0, 4.0])

@@ -8,10 +8,12 @@ from typing import cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_core import (
     FSDPModule,
+    FSDPState,
     ShardedState,
     TrainingState,
     fully_shard,
@@ -75,6 +77,27 @@ def check_class(ctx: RankContext) -> None:
     assert "_modules" not in bare.__dict__
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
         copy.deepcopy(model)
+
+
+def test_what_other_libraries_look_for_is_there(gangs: Gangs) -> None:
+    gangs(1).run(check_marks)
+
+
+def check_marks(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    found = fully_shard.state(model)
+    assert unit(model)._get_fsdp_state() is found
+    assert isinstance(found, FSDPState)
+    ignoring = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(ignoring, mesh=ctx.mesh, ignored_params=set(ignoring[1].parameters()))
+    # Dynamo and DDP ask the modules themselves.
+    for module in (*model.modules(), ignoring, ignoring[0]):
+        assert vars(module)["_is_fsdp_managed_module"] is True
+        assert vars(module)["_fsdp_use_orig_params"] is True
+    assert not hasattr(ignoring[1], "_is_fsdp_managed_module")
+    # Other composable functions refuse a module that this one has.
+    assert "fully_shard" in (_get_registry(model) or {})
+    assert not _get_registry(model.blocks)
 
 
 def test_list_of_modules_is_one_group_of_its_roots(gangs: Gangs) -> None:

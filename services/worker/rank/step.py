@@ -7,10 +7,8 @@ from typing import cast
 
 import torch
 
-from fsdp_core import FSDPModule
+from fsdp_core import FSDPModule, clip_grad_norm_
 from services.contract.states import RankPhase
-from services.worker.rank.clipping import clip_gradients
-from services.worker.rank.groups import SHARD_AXIS
 from services.worker.rank.run import Run
 
 
@@ -42,9 +40,8 @@ def train_step(run: Run, step: int) -> StepFigures:
     mean = run.gang.control.all_reduce(loss.to("cpu", torch.float64) / run.gang.world_size)
 
     run.watch.enter(RankPhase.OPTIMIZER)
-    norm = clip_gradients(
-        run.model.parameters(), run.spec.train.clip_norm, run.gang.mesh.get_group(SHARD_AXIS)
-    )
+    limit = run.spec.train.clip_norm
+    norm = clip_grad_norm_(run.model.parameters(), math.inf if limit is None else limit)
     mean_loss = float(mean.wait())
     if not math.isfinite(mean_loss):
         raise NonFiniteLossError(f"the loss of step {step} is {mean_loss}")
