@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fsdp_core.comm.block_code import DEFAULT_BLOCK_SIZE, SCALE_DTYPE, BlockCode
-from fsdp_core.comm.strategies import ReduceOp, ReduceScatter
+from fsdp_core.comm.strategies import OrdinaryMemory, ReduceOp, ReduceScatter
 from fsdp_core.errors import UnsupportedError
 
 _GROUPS_TIMEOUT = timedelta(0)  # as PyTorch understands it
 _ALIGNMENT = SCALE_DTYPE.itemsize
 
 
-class QuantizedReduceScatter(ReduceScatter):
+class QuantizedReduceScatter(OrdinaryMemory, ReduceScatter):
     """Sends int8 blocks to the ranks that need them, which sum in float32.
 
     A ring would quantise partial sums again at every hop. Here each contribution is quantised
@@ -40,12 +39,6 @@ class QuantizedReduceScatter(ReduceScatter):
     def granularity(self) -> int:
         """Elements of one block disturb each other."""
         return self._code.block_size
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """From PyTorch's own allocator."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -85,7 +85,9 @@ class ReduceScatter(Comm):
         """
 
 
-class _OrdinaryMemory(Comm):
+class OrdinaryMemory(Comm):
+    """Buffers that are new at each call."""
+
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -93,7 +95,7 @@ class _OrdinaryMemory(Comm):
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
-class DefaultAllGather(_OrdinaryMemory, AllGather):
+class DefaultAllGather(OrdinaryMemory, AllGather):
     """The backend's all-gather.
 
     The function is looked up on `torch.distributed` at each call, so that users can wrap it.
@@ -111,7 +113,7 @@ class DefaultAllGather(_OrdinaryMemory, AllGather):
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class DefaultReduceScatter(_OrdinaryMemory, ReduceScatter):
+class DefaultReduceScatter(OrdinaryMemory, ReduceScatter):
     """The backend's reduce-scatter, looked up in the same way."""
 
     def __call__(

@@ -26,16 +26,22 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
+from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.attachment import inherit
 from fsdp_core.param.grad_batch import Contribution
+from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import place
+from fsdp_core.param.placing import place, whole_local
+from fsdp_core.param.replacement import check_replacement
+from fsdp_core.param.sharded_grad import add_to_grad
+from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
+from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
@@ -54,8 +60,6 @@ class FSDPParam:
         slot: Where the parameter hangs.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
-        accumulated_grad: Whole gradient in the reduce dtype, summed over backwards that did
-            not reduce; None if there is none.
     """
 
     def __init__(
@@ -77,25 +81,24 @@ class FSDPParam:
         """
         self.fqn = slot.fqn
         self.slot = slot
-        self.accumulated_grad: torch.Tensor | None = None
+        self._unreduced = UnreducedGrad()
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
         self._unsharded: Unsharded | None = None
-        self._post_forward_info = options.post_forward
-        self._post_forward_data: torch.Tensor | None = None
 
         self._placing = place(param, slot.fqn, info, dim)
-        whole = self._placing.local.detach()
-        self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
-        self._is_reordered = self._order != tuple(range(whole.ndim))
-        physical = self._as_physical(whole)
-        cut_dim = None if dim is None else self._order.index(dim)
+        whole = whole_local(param).detach()
+        self._order = MemoryOrder.of(whole)
+        physical = self._order.physical(whole)
+        cut_dim = None if dim is None else self._order.dims.index(dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
+        smaller = options.post_forward
+        self._smaller = None if smaller is None else SmallerMesh(smaller, self.slicing)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
-            self._placing.sharded(self._as_original(self._own_slice(padded))),
+            self._placing.sharded(self._order.seen(self._own_slice(padded))),
             requires_grad=param.requires_grad,
         )
         self._is_extended = is_extended(self._local, self.fqn)
@@ -140,8 +143,11 @@ class FSDPParam:
     def unsharded(self) -> Unsharded:
         """The whole parameter, made at the first request in the dtype of computation."""
         if self._is_extended:
-            if not isinstance(self._unsharded, ExtendedParam):
-                self._unsharded = ExtendedParam(self._extension_place())
+            if (
+                not isinstance(self._unsharded, ExtendedParam)
+                or self._unsharded.dtype != self.compute_dtype
+            ):
+                self._unsharded = ExtendedParam(self._extension_place(), self.compute_dtype)
             return self._unsharded
         known = self._unsharded
         if not isinstance(known, UnshardedParam) or known.flat.dtype != self.compute_dtype:
@@ -163,7 +169,7 @@ class FSDPParam:
     def to_sharded(self) -> None:
         """Hangs the slice on the modules and frees everything else."""
         self.slot.register(self.sharded_param)
-        self._post_forward_data = None
+        self._drop_smaller()
         if self._unsharded is not None:
             self._unsharded.free()
 
@@ -173,27 +179,11 @@ class FSDPParam:
         Raises:
             StateError: There is no smaller mesh, or the parameter is not whole.
         """
-        info, whole = self._post_forward_info, self._unsharded
-        if info is None or not isinstance(whole, UnshardedParam):
+        smaller, whole = self._smaller, self._unsharded
+        if smaller is None or not isinstance(whole, UnshardedParam):
             raise StateError(f"Parameter {self.fqn!r} cannot be resharded to a smaller mesh.")
-        slicing = self._post_forward_slicing
-        physical = whole.flat[: slicing.total].view(slicing.shape)
-        padded = slices.cut(physical, slicing, info.shard.rank)
-        self._post_forward_data = padded.view(-1)
-        local = self._as_original(slices.own(padded, slicing, info.shard.rank))
-        placement = Replicate() if slicing.dim is None else Shard(self._order[slicing.dim])
-        self.slot.register(
-            nn.Parameter(
-                torch_private.new_dtensor(
-                    local,
-                    info.mesh,
-                    (Replicate(), placement),
-                    shape=self.sharded_param.shape,
-                    stride=self.sharded_param.stride(),
-                ),
-                requires_grad=self.is_trainable,
-            )
-        )
+        part = smaller.keep(whole.flat, self._order, self._dtensor)
+        self.slot.register(nn.Parameter(part, requires_grad=self.is_trainable))
         whole.free()
 
     def to_unsharded(self) -> None:
@@ -203,7 +193,7 @@ class FSDPParam:
             # The method is forbidden within a transform of torch.func, even where that is off.
             parameter.requires_grad = self.is_trainable
         self.slot.register(parameter)
-        self._post_forward_data = None
+        self._drop_smaller()
 
     def refresh(self) -> None:
         """Takes over what the user hung on the module, and pads it again.
@@ -213,42 +203,36 @@ class FSDPParam:
 
         Raises:
             ArgumentTypeError: The new parameter is no DTensor.
+            ArgumentError: It has another shape, or lies otherwise, than the old one.
             UnsupportedError: It has all-gather extensions and is to be resharded to a smaller mesh.
         """
-        registered = self.slot.registered()
-        if not isinstance(registered, DTensor):
-            raise ArgumentTypeError(
-                f"Parameter {self.fqn!r} was replaced by a {type(registered).__name__}, but a "
-                "sharded parameter must be a DTensor. Assign a DTensor with the placements of "
-                "the old one, for example from distribute_tensor."
-            )
-        if registered is not self.sharded_param:
-            self._placing = self._placing.rebased(registered)
-        self.sharded_param = registered
-        self.slot.register(registered)  # at all places: a tie must survive an assignment to one
+        self._take_over(self.slot.registered())
+        self.slot.register(self.sharded_param)  # at all places: ties survive an assignment to one
         local = self._local
         self._is_extended = is_extended(local, self.fqn)
-        if self._is_extended and self._post_forward_info is not None:
+        if self._is_extended and self._smaller is not None:
             raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
         # The first forward, which may be for inference, must leave slices that training can update.
         with torch_private.outside_inference_mode(), torch.no_grad():
-            physical = padded = self._as_physical(local)
+            physical = padded = self._order.physical(local)
             is_full = physical.shape == torch.Size(self.slicing.padded_shape)
             if not is_full or not physical.is_contiguous():
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
             if padded is not physical:
-                torch_private.replace_local(registered, self._as_original(self._own_slice(padded)))
+                torch_private.replace_local(
+                    self._dtensor, self._order.seen(self._own_slice(padded))
+                )
         self._send_data = padded.view(-1)
 
     # -- What a gather sends and fills
 
     def all_gather_inputs(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """What this rank sends, each 1D on the device, and the dtype it travels in."""
-        if self._post_forward_data is not None:
-            return [(self._post_forward_data, self.compute_dtype)]
+        if self._smaller is not None and self._smaller.kept is not None:
+            return [(self._smaller.kept, self.compute_dtype)]
         if self._is_extended:
             extended = cast("ExtendedParam", self.unsharded())
             sent = extended.inputs(self._memory.to_device(self._local))
@@ -274,7 +258,7 @@ class FSDPParam:
         """Makes the whole parameter from what `all_gather_outputs` returned, now filled."""
         whole = self.unsharded()
         if isinstance(whole, ExtendedParam):
-            whole.complete(self._local, self.compute_dtype, self._whole_from_extended)
+            whole.complete(self._local, self._whole_from_extended)
             return
         plain, slicing = cast("UnshardedParam", whole), self._travelling
         if not slicing.leads:
@@ -289,14 +273,8 @@ class FSDPParam:
 
         It lies in memory as the whole local does.
         """
-        self._add_to_accumulated()
-        grad, self.accumulated_grad = self.accumulated_grad, None
-        parameter = self._computed
-        if grad is None and parameter is not None:
-            grad, parameter.grad = parameter.grad, None
-        if grad is None:
-            return None
-        return self._as_physical(self._placing.local_grad(grad))
+        grad = self._unreduced.take(self._computed)
+        return None if grad is None else self._order.physical(self._placing.local_grad(grad))
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
@@ -319,20 +297,11 @@ class FSDPParam:
 
     def keep_grad(self) -> None:
         """Keeps this backward's gradient, in the reduce dtype, for one that reduces."""
-        self._add_to_accumulated()
-        wanted, parameter = self.reduce_dtype, self._computed
-        if parameter is None or wanted is None:
-            return
-        grad = parameter.grad
-        if grad is not None and grad.dtype != wanted:
-            parameter.grad = None
-            self.accumulated_grad = grad.to(wanted)
+        self._unreduced.keep(self._computed, self.reduce_dtype)
 
     def drop_grads(self) -> None:
         """Forgets gradients that were not reduced."""
-        self.accumulated_grad = None
-        if (parameter := self._computed) is not None:
-            parameter.grad = None
+        self._unreduced.drop(self._computed)
 
     def add_sharded_grads(
         self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
@@ -350,33 +319,29 @@ class FSDPParam:
             lane: On which the caller is.
         """
         padded = row.view(self.slicing.padded_shape)
-        self._add_local_grad(self._as_original(self._own_slice(padded)), link, lane)
+        self._add_local_grad(self._order.seen(self._own_slice(padded)), link, lane)
 
     def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        hooks = torch_private.post_accumulate_hooks(self.sharded_param)
-        total = self.sharded_param.grad
-        local = self._memory.take_grad(
-            local,
-            link,
-            lane,
-            # Nobody on the host may look at it before the copy has arrived.
-            may_overlap=total is None and not hooks,
-        )
-        if isinstance(total, DTensor):
-            summed = torch_private.local_tensor(total)
-            summed += local
-        else:
-            self.sharded_param.grad = self._placing.sharded(local)
-        for hook in hooks:
-            hook(self.sharded_param)
+        add_to_grad(self.sharded_param, local, self._placing, self._memory, link, lane)
 
     # -- Inside
 
     @property
+    def _dtensor(self) -> DTensor:
+        return cast("DTensor", self.sharded_param)
+
+    @property
     def _local(self) -> torch.Tensor:
-        if not isinstance(self.sharded_param, DTensor):
-            raise ArgumentTypeError(f"Parameter {self.fqn!r} is no DTensor any more.")
-        return torch_private.local_tensor(self.sharded_param)
+        return torch_private.local_tensor(self._dtensor)
+
+    def _take_over(self, registered: nn.Parameter) -> None:
+        spec = check_replacement(
+            self.fqn, registered, self._placing.sharded_spec, self._held_shapes
+        )
+        if registered is not self.sharded_param:
+            self._placing = self._placing.rebased(spec)
+            inherit(self.sharded_param, registered)
+        self.sharded_param = registered
 
     @property
     def _computed(self) -> nn.Parameter | None:
@@ -386,36 +351,32 @@ class FSDPParam:
         return whole.parameter
 
     @property
-    def _post_forward_slicing(self) -> Slicing:
-        if self._post_forward_info is None:
-            return self.slicing
-        dim = None if self.slicing.dim is None else 0
-        return Slicing.of(self.slicing.shape, dim, self._post_forward_info.shard.size)
-
-    @property
     def _travelling(self) -> Slicing:
-        if self._post_forward_data is not None:
-            return self._post_forward_slicing
+        if self._smaller is not None and self._smaller.kept is not None:
+            return self._smaller.slicing
         return self.slicing
 
     @property
     def _flat_numel(self) -> int:
-        both = (self.slicing, self._post_forward_slicing)
-        return max(each.row * each.parts if each.leads else each.total for each in both)
+        ways = [self.slicing] if self._smaller is None else [self.slicing, self._smaller.slicing]
+        return max(each.row * each.parts if each.leads else each.total for each in ways)
 
     def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
         return slices.own(padded, self.slicing, self._info.shard.rank)
 
-    def _as_physical(self, original: torch.Tensor) -> torch.Tensor:
-        # A tensor subclass need not know how to be permuted into what it is.
-        return original.permute(self._order) if self._is_reordered else original
+    def _drop_smaller(self) -> None:
+        if self._smaller is not None:
+            self._smaller.kept = None
 
-    def _as_original(self, physical: torch.Tensor) -> torch.Tensor:
-        return physical.permute(slices.inverse(self._order)) if self._is_reordered else physical
+    @property
+    def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Which shapes this rank's local tensor may have: without padding, and with it."""
+        own = self.slicing.shape_of(self._info.shard.rank)
+        return self._order.seen_shape(own), self._order.seen_shape(self.slicing.padded_shape)
 
     def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         physical = flat[: self.slicing.total].view(self.slicing.shape)
-        return self._placing.unsharded(self._as_original(physical))
+        return self._placing.unsharded(self._order.seen(physical))
 
     def _whole_from_extended(self, tensor: torch.Tensor) -> torch.Tensor:
         dim = self.slicing.dim or 0
@@ -428,25 +389,9 @@ class FSDPParam:
         module, _ = self.slot.places[0]
         return ExtensionPlace(self.fqn, module, self._info.shard_mesh, self._policy, self.slicing)
 
-    def _add_to_accumulated(self) -> None:
-        parameter = self._computed
-        if self.accumulated_grad is None or parameter is None:
-            return
-        if parameter.grad is not None:
-            self.accumulated_grad += parameter.grad
-            parameter.grad = None
-
     def _is_padded_already(self, local: torch.Tensor) -> bool:
         if type(self._send_data) is not torch.Tensor:
             return False
         # An empty tensor's storage may be at address 0, which says nothing.
         ours = self._send_data.untyped_storage().data_ptr()
         return ours > 0 and ours == local.untyped_storage().data_ptr()
-
-
-def cannot_keep_part(kind: str, fqn: str) -> UnsupportedError:
-    """The refusal to keep slices of a parameter of this `kind` for a smaller mesh."""
-    return UnsupportedError(
-        f"Resharding to smaller mesh is not supported for {kind} parameters yet, and {fqn!r} is "
-        "one. Pass reshard_after_forward=True."
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +13,13 @@ from fsdp_core import torch_private
 from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.attachment import Attachment, attach, attached
 from fsdp_core.param.fsdp_param import FSDPParam
+from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import place
+from fsdp_core.param.placing import place, whole_local
 from fsdp_core.param.tensor_extension import is_extended
+from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded
 
 if TYPE_CHECKING:
@@ -27,7 +30,12 @@ if TYPE_CHECKING:
     from fsdp_core.param.param_options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
 
-_OVER = "_fsdp_core_owned_over"
+
+@dataclass(frozen=True)
+class _OwnedOver(Attachment):
+    """The ranks of which one owns a parameter; None where there is but one."""
+
+    group: dist.ProcessGroup | None
 
 
 class OwnedParam(FSDPParam):
@@ -59,29 +67,26 @@ class OwnedParam(FSDPParam):
         self.fqn = slot.fqn
         self.slot = slot
         self.owner = owner
-        self.accumulated_grad = None
+        self._unreduced = UnreducedGrad()
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
         self._unsharded = None
-        self._post_forward_info = None
-        self._post_forward_data = None
+        self._smaller = None
         self._is_extended = False
 
         placing = place(param, slot.fqn, info, None)
         self._mesh = _owner_mesh(info, owner)
         spec = torch_private.respec(placing.sharded_spec, self._mesh, [Replicate()])
         self._placing = replace(placing, sharded_spec=spec)
-        whole = placing.local.detach()
-        self._order = slices.dense_order(whole) or tuple(range(whole.ndim))
-        self._is_reordered = self._order != tuple(range(whole.ndim))
-        physical = self._as_physical(whole)
+        whole = whole_local(param).detach()
+        self._order = MemoryOrder.of(whole)
+        physical = self._order.physical(whole)
         self.slicing = Slicing.of(physical.shape, None, 1)
         held = slices.cut(physical, self.slicing, 0) if self.is_mine else whole.new_empty(0)
         held = self._memory.take(held)
-        self._send_data = held.view(-1)
         self.sharded_param = nn.Parameter(
-            self._placing.sharded(self._as_original(held) if self.is_mine else held),
+            self._placing.sharded(self._order.seen(held) if self.is_mine else held),
             requires_grad=param.requires_grad,
         )
         self._register()
@@ -112,13 +117,14 @@ class OwnedParam(FSDPParam):
     def held(self) -> torch.Tensor:
         """What this rank holds, 1D on the device, in the order in which it travels."""
         local = self._memory.to_device(self._local)
-        return self._as_physical(local).reshape(-1) if self.is_mine else local
+        return self._order.physical(local).reshape(-1) if self.is_mine else local
 
     def refresh(self) -> None:
         """Takes over what the user hung on the module.
 
         Raises:
             ArgumentTypeError: It is no DTensor on the mesh of the owner.
+            ArgumentError: It has another shape.
         """
         registered = self.slot.registered()
         if not isinstance(registered, DTensor) or registered.device_mesh != self._mesh:
@@ -127,9 +133,7 @@ class OwnedParam(FSDPParam):
                 "replaced by something that is not. Copy values into it, or assign a DTensor on "
                 "its own device_mesh."
             )
-        if registered is not self.sharded_param:
-            self._placing = self._placing.rebased(registered)
-        self.sharded_param = registered
+        self._take_over(registered)
         self._register()
         local = self._local
         kept = local if local.is_meta else self._memory.keep(local)
@@ -143,8 +147,12 @@ class OwnedParam(FSDPParam):
         else:
             self._add_local_grad(row, link, lane)
 
+    @property
+    def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(self.sharded_param.shape) if self.is_mine else (0,),)
+
     def _register(self) -> None:
-        self.sharded_param.__dict__[_OVER] = self._info.shard.group
+        attach(self.sharded_param, _OwnedOver(self._info.shard.group))
         self.slot.register(self.sharded_param)
 
 
@@ -154,8 +162,8 @@ def owned_over(param: torch.Tensor) -> dist.ProcessGroup | None:
     What is summed over the parameters of a model, such as a norm, must be summed over them: the
     parameter's own mesh does not name them.
     """
-    group: dist.ProcessGroup | None = param.__dict__.get(_OVER)
-    return group
+    found = attached(param, _OwnedOver)
+    return None if found is None else found.group
 
 
 def check_ownable(param: nn.Parameter, fqn: str, options: ParamOptions) -> None:

@@ -198,12 +198,14 @@ class FSDPParamGroup:
 
         Args:
             was_reached: Whether this backward ran through the unit. Then all ranks reduce all
-                its trainable parameters, whichever of them each has used.
+                its trainable parameters, whichever of them each has used. So they do if sums of
+                earlier backwards wait for the all-reduce that is due now.
 
         Returns:
             One batch for each dtype that gradients travel in.
         """
-        agrees = self.options.agree_on_unused and was_reached and self._ranks > 1
+        takes_part = was_reached or (self.options.all_reduce_grads and not self._partial.is_empty)
+        agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
         return batches_of(
             self._travellers,
             covers_unused=agrees or self.options.reduce_unused,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
-from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -49,28 +48,12 @@ class Placing:
         sharded_spec: Of the sharded parameter and its gradient.
         unsharded_spec: Of the whole parameter; None if that is a plain tensor.
         dp_axes: Axes of `unsharded_spec` whose gradients the engine itself reduces.
-        origin: The tensor before sharding. Not owned: it must be free to go once cut.
     """
 
     fqn: str
     sharded_spec: torch_private.Spec
     unsharded_spec: torch_private.Spec | None
     dp_axes: frozenset[int]
-    origin: ref[torch.Tensor]
-
-    @property
-    def local(self) -> torch.Tensor:
-        """What this rank holds of the original parameter: itself, or its local tensor.
-
-        Raises:
-            StateError: The original parameter is gone.
-        """
-        local = self.origin()
-        if local is None:
-            raise StateError(
-                f"The original of parameter {self.fqn!r} was dropped; read it while sharding."
-            )
-        return local
 
     @property
     def is_dtensor(self) -> bool:
@@ -89,7 +72,8 @@ class Placing:
         """What the module computes with.
 
         Args:
-            local: Of the shape of `self.local`, in any dtype; becomes the local tensor itself.
+            local: Of the shape that `whole_local` had, in any dtype; becomes the local tensor
+                itself.
         """
         if self.unsharded_spec is None:
             return local
@@ -121,9 +105,14 @@ class Placing:
             grad = grad.redistribute(placements=placements)
         return torch_private.waited(torch_private.local_tensor(grad))
 
-    def rebased(self, dtensor: DTensor) -> Placing:
+    def rebased(self, spec: torch_private.Spec) -> Placing:
         """After the user hung another DTensor on the module: slices lie as that one does."""
-        return replace(self, sharded_spec=torch_private.spec_of(dtensor))
+        return replace(self, sharded_spec=spec)
+
+
+def whole_local(param: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a parameter before it is sharded: itself, or its local tensor."""
+    return torch_private.local_tensor(param) if isinstance(param, DTensor) else param
 
 
 def place(param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | None) -> Placing:
@@ -158,16 +147,15 @@ def place(param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | 
         spec = torch_private.new_spec(
             info.mesh, _dp_placements(info, dim, own=1), param, _dense_stride(param)
         )
-        return Placing(fqn, spec, None, frozenset(), ref(param))
+        return Placing(fqn, spec, None, frozenset())
     own = torch_private.spec_of(param)
-    local = ref(torch_private.local_tensor(param))
     if info.dp_mesh_dims is None:
-        return Placing(fqn, _joined_spec(own, fqn, info, dim), own, frozenset(), local)
+        return Placing(fqn, _joined_spec(own, fqn, info, dim), own, frozenset())
     _check_replicated(own, fqn, info, info.dp_mesh_dims)
     dp_names = info.dp_mesh_dims.shard_names + info.dp_mesh_dims.replicate_names
     dp_axes = frozenset(_axes(own.mesh, dp_names))
     spec = _spmd_spec(own, info, info.dp_mesh_dims, dim)
-    return Placing(fqn, spec, own, dp_axes, local)
+    return Placing(fqn, spec, own, dp_axes)
 
 
 def _dp_placements(info: DataParallelMeshInfo, dim: int | None, own: int) -> list[Placement]:

@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from fsdp_core.layout import Slicing
 
 
-def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dims in which `tensor` lies in memory without gaps; None if it has gaps.
-
-    (0, 1, ...) for a contiguous tensor; channels-last and transposed ones have another.
-    """
-    if tensor.is_contiguous():
-        return tuple(range(tensor.ndim))
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """The permutation that undoes `order`."""
-    return tuple(order.index(dim) for dim in range(len(order)))
-
-
 def cut(whole: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:
     """The slice of `part`, padded with zeros, in memory of its own."""
     padded = whole.new_zeros(slicing.padded_shape)

@@ -79,9 +79,13 @@ class ExtendedParam:
     """The whole parameter of a tensor subclass, and what travels to make it.
 
     It is built by the first gather: only then does the subclass say what the whole looks like.
+
+    Attributes:
+        dtype: Of computation.
     """
 
-    def __init__(self, place: ExtensionPlace) -> None:
+    def __init__(self, place: ExtensionPlace, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._place = place
         self._metadata: object = None
         self._slicings: list[Slicing] = []
@@ -158,14 +162,12 @@ class ExtendedParam:
     def complete(
         self,
         local: torch.Tensor,
-        dtype: torch.dtype,
         shape: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Hands what arrived to the subclass, which makes or refills the whole parameter.
 
         Args:
             local: This rank's slice.
-            dtype: Of computation.
             shape: Gives a whole local tensor the form that modules compute with.
         """
         outputs = tuple(
@@ -176,7 +178,8 @@ class ExtendedParam:
         method = cast("_Extension", local).fsdp_post_all_gather
         if self._parameter is None:
             made = cast(
-                "tuple[torch.Tensor, tuple[torch.Tensor, ...]]", method(outputs, metadata, dtype)
+                "tuple[torch.Tensor, tuple[torch.Tensor, ...]]",
+                method(outputs, metadata, self.dtype),
             )
             self._inner = tuple(made[1])
             with torch_private.outside_inference_mode():
@@ -185,7 +188,7 @@ class ExtendedParam:
         for tensor in self._inner:
             allocate(tensor)
         with torch_private.preserve_version((self._parameter, *self._inner)):
-            method(outputs, metadata, dtype, out=self._parameter)
+            method(outputs, metadata, self.dtype, out=self._parameter)
 
     def free(self) -> None:
         """Gives the memory of what arrived, and of what was made of it, back."""

@@ -34,9 +34,9 @@ from fsdp_core.param import (
     claim,
     find_slots,
 )
-from fsdp_core.param.fsdp_param import cannot_keep_part
 from fsdp_core.param.owned_param import check_ownable
 from fsdp_core.param.placing import place
+from fsdp_core.param.smaller_mesh import cannot_keep_part
 from fsdp_core.param.tensor_extension import is_extended
 
 if TYPE_CHECKING:

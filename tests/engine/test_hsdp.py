@@ -168,6 +168,77 @@ def check_branches(ctx: RankContext) -> None:
         assert_same_full(model, plain, rtol=2e-2, atol=2e-3)
 
 
+class Tied(nn.Module):
+    """The head has the embedding's weight, and is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, *, with_head: bool) -> torch.Tensor:
+        x = self.embedding(tokens)
+        result: torch.Tensor = self.head(x) if with_head else x
+        return result.square().sum()
+
+
+@pytest.mark.parametrize("owner", ["embedding", "head"])
+def test_sums_of_a_parameter_that_units_share_wait_for_the_all_reduce(
+    gangs: Gangs, owner: str
+) -> None:
+    gangs(2).run(check_tied, owner)
+
+
+def check_tied(ctx: RankContext, owner: str) -> None:
+    torch.manual_seed(3)
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    mesh = grid(ctx, 2, 1)
+    borrower = "head" if owner == "embedding" else "embedding"
+    for unit in (model.get_submodule(owner), model.get_submodule(borrower), model):
+        ours().shard(unit, mesh=mesh)
+    for micro in range(3):
+        set_all_reduce(ours(), model, on=micro == 2)
+        with_head = micro < 2  # so the last backward does not reach one of the units
+        tokens = torch.arange(4) + micro
+        torch.autograd.backward(model(tokens + ctx.rank, with_head=with_head))
+        for rank in range(2):
+            torch.autograd.backward(plain(tokens + rank, with_head=with_head) / 2)
+    assert_same_full(model, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_that_wait_are_averaged_though_the_last_backward_skips_their_unit(
+    gangs: Gangs,
+) -> None:
+    gangs(2).run(check_skipped_at_last)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        return torch.stack([self.get_submodule(name)(x).square().sum() for name in names]).sum()
+
+
+def check_skipped_at_last(ctx: RankContext) -> None:
+    torch.manual_seed(3)
+    model, plain = TwoLayers(), TwoLayers()
+    plain.load_state_dict(model.state_dict())
+    mesh = grid(ctx, 2, 1)
+    for unit in (model.first, model.second, model):
+        ours().shard(unit, mesh=mesh)
+    for micro, names in enumerate([("first", "second"), ("first",)]):
+        set_all_reduce(ours(), model, on=micro == 1)
+        torch.autograd.backward(model(ctx.batch(micro, 2, 4), names))
+        for rank in range(2):
+            other = RankContext(rank, 2, ctx.device, ctx.mesh)
+            torch.autograd.backward(plain(other.batch(micro, 2, 4), names) / 2)
+    assert_same_full(model, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_integer_reshard_within_a_grid_trains_as_in_the_reference(gangs: Gangs) -> None:
     gangs(4).run(compare_integer_reshard)
 

@@ -374,6 +374,19 @@ def check_state_dict(ctx: RankContext) -> None:
 
 
 @pytest.mark.ranks
+def test_dtype_changed_after_training_is_decoded_into(gangs: Gangs) -> None:
+    gangs(2).run(check_dtype_change)
+
+
+def check_dtype_change(ctx: RankContext) -> None:
+    model = low_decoder(ctx, "int8")
+    train(ctx, model, 1)
+    model.to(torch.bfloat16)
+    assert model(tokens_of(0, 0).to(ctx.device)).dtype == torch.bfloat16
+    train(ctx, model, 1)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("dim", [0, 1])
 def test_any_dim_may_be_sharded_unevenly(gangs: Gangs, dim: int) -> None:
     gangs(3).run(check_dim, dim)

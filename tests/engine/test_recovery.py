@@ -173,8 +173,7 @@ def assert_nothing_is_left(model: Decoder) -> None:
         assert each.training_state is TrainingState.IDLE
         assert all(group.sharded_state is ShardedState.SHARDED for group in each.groups)
         assert not any(group.is_gathering for group in each.groups)
-        assert all(param.accumulated_grad is None for param in each.params)
-        assert all(param.unsharded().parameter.grad is None for param in each.params)
+        assert all(param.take_grad() is None for param in each.params)
 
 
 def test_a_forward_that_raised_leaves_slices_at_once(gangs: Gangs) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from dataclasses import replace
 from typing import cast
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_core import MixedPrecisionPolicy, ShardedState, fully_shard
+from fsdp_core import MixedPrecisionPolicy, Owned, ShardedState, fully_shard
+from fsdp_core.errors import ArgumentError
+from fsdp_core.param import charge_of
+from fsdp_core.runtime.grouping import PlacementFn
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Decoder, decoder, loss_of, tokens_of
 from tests.engine.sharded import backward_once, local, shard_decoder, state, states, unit
@@ -173,3 +180,76 @@ def check_precision(ctx: RankContext) -> None:
     torch.autograd.backward(logits.float().sum())
     assert model.embed.weight.dtype == torch.float32
     assert cast("torch.Tensor", model.embed.weight.grad).dtype == torch.float32
+
+
+def test_a_parameter_that_lies_otherwise_is_refused_by_name(gangs: Gangs) -> None:
+    gangs(2).run(check_strangers)
+
+
+def check_strangers(ctx: RankContext) -> None:
+    whole = torch.arange(16.0, device=ctx.device).view(4, 4)
+    cases: list[tuple[int, Placement]] = [(0, Shard(1)), (1, Shard(0)), (0, Replicate())]
+    for dim, other in cases:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).to(ctx.device)
+        fully_shard(model, mesh=ctx.mesh, shard_placement_fn=always(Shard(dim)))
+        model.load_state_dict(
+            {"0.weight": distribute_tensor(whole, ctx.mesh, [Shard(dim)])}, assign=True
+        )
+        assert torch.equal(model(torch.eye(4, device=ctx.device)), whole.t())
+        for placements, shape in ((other, (4, 4)), (Shard(dim), (2, 4))):
+            stranger = distribute_tensor(whole[: shape[0]], ctx.mesh, [placements])
+            with pytest.raises(ArgumentError, match=r"'0\.weight' .* this rank holds"):
+                # Of another shape PyTorch refuses it in a state dict, but not on the module.
+                assign(model, stranger)
+
+
+PLACEMENTS: tuple[Shard | Owned, ...] = (Shard(0), Owned())
+
+
+def always(placement: Shard | Owned) -> PlacementFn:
+    return lambda _: placement
+
+
+def assign(model: nn.Sequential, value: torch.Tensor) -> None:
+    state(model).reshard()
+    model[0].weight = nn.Parameter(value)
+    state(model).refresh()
+
+
+def test_a_parameter_that_is_assigned_stays_in_the_units_charge(gangs: Gangs) -> None:
+    gangs(2).run(check_charge)
+
+
+def check_charge(ctx: RankContext) -> None:
+    for placement in PLACEMENTS:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        fully_shard(model[0], mesh=ctx.mesh, shard_placement_fn=always(placement))
+        held = ref(local(model[0].weight).untyped_storage())  # type: ignore[arg-type]  # a parameter
+        model[0].load_state_dict(copy.deepcopy(model[0].state_dict()), assign=True)
+        assert held() is None  # nothing holds on to the memory of the old one
+        model[1].weight = model[0].weight
+        fully_shard(model, mesh=ctx.mesh)
+        assert state(model).params == []
+        assert len(list(model.parameters())) == 1
+
+
+def test_copies_and_files_of_sharded_parameters_are_in_nobodys_charge(gangs: Gangs) -> None:
+    gangs(2).run(check_copies)
+
+
+def check_copies(ctx: RankContext) -> None:
+    for placement in PLACEMENTS:
+        model = nn.Linear(6, 4, bias=False).to(ctx.device)
+        fully_shard(model, mesh=ctx.mesh, shard_placement_fn=always(placement))
+        file = io.BytesIO()
+        torch.save(model.state_dict(keep_vars=True), file)
+        file.seek(0)
+        made = [
+            copy.deepcopy(model.weight),
+            pickle.loads(pickle.dumps(model.weight)),  # noqa: S301 - our own
+            torch.load(file, weights_only=True)["weight"],
+        ]
+        assert charge_of(model.get_parameter("weight")) is not None
+        for each in made:
+            assert charge_of(cast("nn.Parameter", each)) is None
+            assert torch.equal(local(each), local(model.weight))

@@ -1,0 +1,59 @@
+# ruff: noqa: SLF001 - private names are what this package is for
+"""Process groups: where they met, and memory that they give."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
+
+
+def default_store() -> Store:
+    """The store through which the default process group met; there is no public way to it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
+    """Device types that the group has a backend for; `DeviceMesh` tells one, a group none."""
+    return [device.type for device in group._device_types]
+
+
+def allocator_of(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int, torch.dtype], torch.Tensor] | None:
+    """The process group's own allocator of 1D tensors for `device`, if it has one.
+
+    Only the backend behind the group knows it, and PyTorch hands that out under a private name.
+    """
+    backend = cast("Any", group._get_backend(device))
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda size, dtype: backend.allocate_tensor(size, dtype=dtype, device=device)
+
+
+def set_symmetric_backend(name: str) -> None:
+    """Chooses who allocates symmetric memory; PyTorch has no public module for it yet."""
+    _symmetric_memory().set_backend(name)
+
+
+def symmetric_pool(device: torch.device) -> torch.cuda.MemPool:
+    """Pool of symmetric memory of a device."""
+    return cast("torch.cuda.MemPool", _symmetric_memory().get_mem_pool(device))
+
+
+def meet_in_memory(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Maps the tensor's symmetric memory into all ranks of the group; collective."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> ModuleType:
+    # Only where it is used: the module asks the driver when it is imported.
+    return importlib.import_module("torch.distributed._symmetric_memory")

@@ -1,0 +1,73 @@
+# ruff: noqa: SLF001 - private names are what this package is for
+"""What autograd, transforms and the profiler are doing at present."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import torch
+from torch.autograd import Variable, profiler
+
+
+def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Writes within do not count as modifications of what autograd saved.
+
+    The unsharded parameter is refilled with the same values between forward and backward.
+    Inference tensors have no version.
+    """
+    versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    guard = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
+    return cast("AbstractContextManager[None]", guard)
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` once, when the running backward has finished all its work."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread executes a backward; true in activation recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd treats the tensor as a view of another."""
+    return tensor._base is not None
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Hooks that `register_post_accumulate_grad_hook` put on a leaf.
+
+    Autograd never accumulates into a sharded parameter, so the engine calls them.
+    """
+    hooks = tensor._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made within are ordinary ones, usable by a later training step."""
+    with torch.inference_mode(mode=False):
+        yield
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; a flag that PyTorch keeps for cheap questions (0.02 us)."""
+    return profiler._is_profiler_enabled
+
+
+_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func` is being computed."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made and collectives done within are no part of a `torch.func` transform."""
+    if not transforms_active():
+        return _NO_TRANSFORMS
+    return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
