@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ def theirs() -> Engine:
         fsdp.fully_shard,
         fsdp.MixedPrecisionPolicy,
         fsdp.CPUOffloadPolicy,
-        _fsdp_api.DataParallelMeshDims,
+        getattr(_fsdp_api, "DataParallelMeshDims", cast("Any", None)),  # new in PyTorch 2.13
         _fsdp_common.ShardPlacementResult,
         _fsdp_common.FSDPMeshInfo,
         _fsdp_common.HSDPMeshInfo,
