@@ -1,12 +1,18 @@
 """What every test may ask for: a device to run on and a real Redis."""
 
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from services.local.embedded_redis import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from tests.engine.gang import Gangs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def gangs(device: str) -> Iterator[Gangs]:
+    """Rank processes for the engine's tests: `gangs(world)` is the gang of that world size."""
+    from tests.engine.gang import Gangs  # noqa: PLC0415 - loads torch, which most tests do without
+
+    gangs = Gangs(device)
+    yield gangs
+    gangs.close()
 
 
 @pytest.fixture(scope="session")

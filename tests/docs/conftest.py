@@ -10,8 +10,11 @@ from tests.engine.gang import Gangs
 
 
 @pytest.fixture(scope="session")
-def gangs() -> Iterator[Gangs]:
-    """`gangs(world)` is the gang of that world size."""
-    gangs = Gangs("cpu")
-    yield gangs
-    gangs.close()
+def gangs(gangs: Gangs, device: str) -> Iterator[Gangs]:
+    """`gangs(world)` is the gang of that world size, on the host whatever `--device` says."""
+    if device == "cpu":
+        yield gangs
+        return
+    on_host = Gangs("cpu")
+    yield on_host
+    on_host.close()

@@ -129,8 +129,15 @@ class Gang:
         return [answers[rank] for rank in range(len(self._pipes))]
 
 
+# A rank holds 400 MB, and several test processes run at once.
+MOST_RANKS = 7
+
+
 class Gangs:
-    """Starts gangs when they are first asked for, and anew when one has died."""
+    """Starts gangs when they are first asked for, and anew when one has died.
+
+    At most `MOST_RANKS` processes live at a time: the gang that was used longest ago goes first.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -140,14 +147,22 @@ class Gangs:
         if self._device == "cuda" and world > torch.cuda.device_count():
             # NCCL refuses two ranks on one GPU; on the CPU every test runs.
             pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
-        if world not in self._gangs or not self._gangs[world].is_alive:
-            self._gangs[world] = Gang(world, self._device)
-        return self._gangs[world]
+        gang = self._gangs.pop(world, None)
+        if gang is None or not gang.is_alive:
+            while self._gangs and sum(self._gangs) + world > MOST_RANKS:
+                self._close(next(iter(self._gangs)))
+            gang = Gang(world, self._device)
+        self._gangs[world] = gang  # behind the others: used last
+        return gang
 
     def close(self) -> None:
-        for gang in self._gangs.values():
-            if gang.is_alive:
-                gang.close()
+        for world in list(self._gangs):
+            self._close(world)
+
+    def _close(self, world: int) -> None:
+        gang = self._gangs.pop(world)
+        if gang.is_alive:
+            gang.close()
 
 
 def _serve(pipe: connection.Connection, rank: int, world: int, port: int, device: str) -> None:
