@@ -41,6 +41,7 @@ PATIENCE = timedelta(seconds=10)
 
 _CONTEXT = 3
 _REMEMBERED = 64
+_TOO_OLD = 4 * _REMEMBERED
 _MOST_PREDICTIONS = 10_000
 
 
@@ -133,7 +134,6 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
             _tell(group, log)
             _look(group, log, error)
         else:
-            _take_back(group, log)
             return
 
 
@@ -168,17 +168,14 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 
 
 def _tell(group: dist.ProcessGroup, log: _Log) -> None:
-    for number, what in log.last.items():
-        _store().set(_key(group, log, dist.get_rank(), number), what)
+    me = dist.get_rank()
+    for number in log.last.keys() - log.told:
+        _store().set(_key(group, log, me, number), log.last[number])
         log.told.add(number)
-
-
-def _take_back(group: dist.ProcessGroup, log: _Log) -> None:
-    # Otherwise each wait for a slow rank would fill the store a little more. Who has not read it
-    # yet waits until it is told again.
-    for number in log.told:
-        _store().delete_key(_key(group, log, dist.get_rank(), number))
-    log.told.clear()
+    # Nobody can be so far behind that it still looks at these.
+    for number in [n for n in log.told if n <= log.count - _TOO_OLD]:
+        _store().delete_key(_key(group, log, me, number))
+        log.told.discard(number)
 
 
 def _look(group: dist.ProcessGroup, log: _Log, cause: RuntimeError | None = None) -> None:

@@ -112,9 +112,9 @@ class PendingGather:
             own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
             torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
         lanes.follow(Lane.GATHER, Lane.PACK)
+        keep_step(axis.group, device, f"all-gather of {label}")
         with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
-            keep_step(axis.group, device, f"all-gather of {label}")
             work = axis.all_gather(buffer, own_row)
         ticket = Ticket(
             work,

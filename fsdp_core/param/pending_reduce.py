@@ -90,16 +90,13 @@ class PendingReduce:
         packing, contribution = _pack(batch, route)
         reduction = route.reduction(dtype)
         lanes.follow(Lane.REDUCE, Lane.COMPUTE)
+        what = f"reduce-scatter of {route.label} ({packing.total} elements)"
+        keep_step(shards.group, route.device, what)
         with lanes.enter(Lane.REDUCE):
             result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
-            keep_step(
-                shards.group,
-                route.device,
-                f"reduce-scatter of {route.label} ({packing.total} elements)",
-            )
             work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
         ticket = Ticket(
             work,
@@ -145,6 +142,8 @@ class PendingReduce:
         if self._route.replicas.size > 1:
             lane = Lane.ALL_REDUCE
             link.lanes.follow(lane, Lane.REDUCE)
+            what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
+            keep_step(self._route.replicas.group, result.device, what)
             with link.lanes.enter(lane):
                 self._all_reduce(result, link)
         if self._route.hook is not None:
@@ -163,11 +162,6 @@ class PendingReduce:
     def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
-        keep_step(
-            replicas.group,
-            result.device,
-            f"all-reduce of {self._route.label} ({result.numel()} elements)",
-        )
         ticket = Ticket(
             replicas.all_reduce(result, self._reduction.replica_op),
             result,

@@ -240,7 +240,7 @@ def test_every_use_of_memory_is_ordered_on_four_ranks(gangs: Gangs, scenario: Sc
 
 def check_order(ctx: RankContext, scenario: Scenario) -> None:
     simulation = run(ctx, scenario)
-    assert simulation.races == []
+    assert not simulation.races, simulation.races
     assert simulation.watch.host_reads == []
     assert simulation.edges <= {*NEEDED, *SPARE}
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -50,11 +51,17 @@ class Attempt:
 
     def mesh(self, *axes: str) -> DeviceMesh:
         """All its axes have one rank, so that their number is all that matters."""
-        return init_device_mesh(self.ctx.device.type, (1,) * len(axes), mesh_dim_names=axes)
+        return mesh_of_ones(self.ctx.device.type, axes)
 
     def input(self) -> torch.Tensor:
         """For a linear."""
         return torch.ones(2, 4, device=self.ctx.device)
+
+
+@cache
+def mesh_of_ones(device_type: str, axes: tuple[str, ...]) -> DeviceMesh:
+    # Made once: DTensor takes an equal mesh for the same and may hand out the older one.
+    return init_device_mesh(device_type, (1,) * len(axes), mesh_dim_names=axes)
 
 
 @dataclass(frozen=True)
@@ -135,21 +142,21 @@ def dims_and_plain_parameters(a: Attempt) -> None:
 
 
 def dims_and_another_mesh(a: Attempt) -> None:
-    mesh, other = a.mesh("dp", "tp"), a.mesh("dp", "tp", "cp")["dp", "tp"]
+    mesh, other = a.mesh("dp_here", "tp_here"), a.mesh("dp_there", "tp_there")
     module = distributed(other, Replicate(), Replicate())
-    a.shard(module, mesh=mesh, dp_mesh_dims=a.api.DataParallelMeshDims(shard="dp"))
+    a.shard(module, mesh=mesh, dp_mesh_dims=a.api.DataParallelMeshDims(shard="dp_here"))
 
 
 def dims_and_sharded_parameters(a: Attempt) -> None:
-    mesh = a.mesh("dp", "tp")
+    mesh = a.mesh("dp_here", "tp_here")
     module = distributed(mesh, Shard(0), Replicate())
-    a.shard(module, mesh=mesh, dp_mesh_dims=a.api.DataParallelMeshDims(shard="dp"))
+    a.shard(module, mesh=mesh, dp_mesh_dims=a.api.DataParallelMeshDims(shard="dp_here"))
 
 
 def dims_and_reshard_size(a: Attempt) -> None:
-    mesh = a.mesh("dp", "tp")
+    mesh = a.mesh("dp_here", "tp_here")
     module = distributed(mesh, Replicate(), Replicate())
-    dims = a.api.DataParallelMeshDims(shard="dp")
+    dims = a.api.DataParallelMeshDims(shard="dp_here")
     a.shard(module, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=1)
 
 

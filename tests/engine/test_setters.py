@@ -164,7 +164,6 @@ def check_separate_group(ctx: RankContext) -> None:
     assert all(o.reduce_group is made for o in (first, *others))
     unit(model).set_separate_reduce_scatter_group(False)
     assert all(o.reduce_group is None for o in (first, *others))
-    dist.destroy_process_group(made)
 
 
 def test_the_largest_window_of_the_units_counts(gangs: Gangs) -> None:
