@@ -180,7 +180,7 @@ class Watch(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **given)
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.host_reads.append(_asker())
+            self.note_host_read(_asker())
         reads, writes = _reads_and_writes(func, args, given)
         result = func(*args, **given)
         # A view reads and writes nothing.
@@ -190,6 +190,11 @@ class Watch(TorchDispatchMode):
             for tensor in _tensors(result):
                 self._block(tensor.untyped_storage(), stream, made_by=name)
         return result
+
+    def note_host_read(self, asker: str) -> None:
+        # Ranks look at each other's plans only where there is no accelerator.
+        if asker != "_agree":
+            self.host_reads.append(asker)
 
     def use(
         self,
@@ -340,7 +345,7 @@ def simulated(deaf_to: str | None = None) -> Iterator[Simulation]:
     tolist = torch.Tensor.tolist
 
     def watched_tolist(tensor: torch.Tensor) -> object:
-        watch.host_reads.append(_asker())
+        watch.note_host_read(_asker())
         return tolist(tensor)
 
     def collective(real: Callable[..., object], operands: int) -> Callable[..., Work]:
