@@ -127,9 +127,10 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
         try:
             work.wait(PATIENCE)
         except RuntimeError as error:
-            # A time-out leaves the collective running; anything else, which comes sooner, has
-            # ended it. The work object itself does not always know.
-            if work.is_completed() or monotonic() - started < PATIENCE.total_seconds() / 2:
+            # A time-out leaves the collective running, which may end right now; anything else has
+            # ended it, and then the next wait fails at once. The work object itself does not
+            # always know.
+            if monotonic() - started < PATIENCE.total_seconds() / 2:
                 raise
             _tell(group, log)
             _look(group, log, error)

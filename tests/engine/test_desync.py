@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from datetime import timedelta
 
 import pytest
@@ -118,6 +119,36 @@ def check_failing(ctx: RankContext) -> None:
     desync.keep_step(group, ctx.device, "all-gather of 'x'")
     with pytest.raises(RuntimeError, match="The peer is gone"):
         desync.wait_in_step(Failing(), group, ctx.device)
+
+
+def test_a_collective_may_end_right_after_patience_was_lost(gangs: Gangs) -> None:
+    gangs(1).run(check_late)
+
+
+class Late(dist.Work):
+    """Ends just when the first wait has given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.ended.wait(timeout.total_seconds()):
+            self.ended.set()
+            raise RuntimeError("Operation timed out!")
+        return True
+
+
+def check_late(ctx: RankContext) -> None:
+    group = ctx.mesh.get_group(0)
+    patience = desync.PATIENCE
+    desync.PATIENCE = timedelta(milliseconds=20)
+    desync.keep_step(group, ctx.device, "all-gather of 'x'")
+    desync.wait_in_step(Late(), group, ctx.device)
+    desync.PATIENCE = patience
 
 
 def sharded(ctx: RankContext) -> Choosing:
