@@ -8,7 +8,14 @@ import structlog
 from pydantic import ValidationError
 
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import FACT, Fact, NodeJoined, NodeLeft, RunningGang
+from services.contract.messages.facts import (
+    FACT,
+    CheckpointLinked,
+    Fact,
+    NodeJoined,
+    NodeLeft,
+    RunningGang,
+)
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
@@ -19,6 +26,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.clone import let_go_of_origin
 from services.controller.use_cases.telling import last_told_step
 
 _log = structlog.get_logger()
@@ -75,7 +83,9 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
     try:
-        await apply_events(ports, job_id, occurrences, actor, epoch)
+        stored = await apply_events(ports, job_id, occurrences, actor, epoch)
+        if any(isinstance(told.fact, CheckpointLinked) for told in group):
+            await let_go_of_origin(ports, stored.job, epoch)
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
