@@ -18,6 +18,7 @@ from services.cli.follow import follow as follow_job
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
+from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
 from services.contract.views import JobView, ResumeRequest, StopRequest
@@ -271,6 +272,46 @@ def nodes() -> None:
     """List the nodes and what runs there."""
     with _connect() as client:
         console.print(tables.nodes_table(client.nodes()))
+
+
+@app.command()
+def queue() -> None:
+    """List who waits for seats, and why."""
+    with _connect() as client:
+        console.print(tables.queue_table(client.queue()))
+
+
+@app.command()
+def capacity() -> None:
+    """Show the room that there is, node by node."""
+    with _connect() as client:
+        found = client.capacity()
+    console.print(tables.capacity_table(found))
+    console.print(
+        f"the largest gang that fits now: {found.largest_cpu_gang} CPU ranks, "
+        f"{found.largest_cuda_gang} CUDA ranks"
+    )
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")],
+    *,
+    grace: Grace = 60.0,
+) -> None:
+    """Empty a node: its gangs checkpoint and move, and no more are placed there."""
+    with _connect() as client:
+        view = client.drain(node, DrainRequest(grace_s=grace))
+    moving = f"; to be moved: {', '.join(view.jobs)}" if view.jobs else ""
+    console.print(f"{view.id} is {view.state}{moving}")
+
+
+@app.command()
+def undrain(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")]) -> None:
+    """Have gangs placed on a node again."""
+    with _connect() as client:
+        view = client.undrain(node)
+    console.print(f"{view.id} is {view.state}")
 
 
 @app.command()

@@ -25,6 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.problems import Problem
+from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.views import (
     AttemptList,
@@ -38,6 +39,7 @@ from services.contract.views import (
     LogView,
     MetricsView,
     NodeList,
+    NodeView,
     RankList,
     ResumeRequest,
     StopRequest,
@@ -172,6 +174,25 @@ class Client:
     def nodes(self) -> NodeList:
         """All nodes."""
         return self._get("/v1/nodes", NodeList)
+
+    def queue(self) -> QueueView:
+        """Who waits for seats, and why."""
+        return self._get("/v1/queue", QueueView)
+
+    def capacity(self) -> CapacityView:
+        """What room there is."""
+        return self._get("/v1/capacity", CapacityView)
+
+    def drain(self, node_id: str, how: DrainRequest) -> NodeView:
+        """Have a node's gangs checkpoint and move, and place no more there."""
+        body = how.model_dump(mode="json")
+        response = self._request("POST", f"/v1/nodes/{node_id}/drain", json=body)
+        return NodeView.model_validate_json(response.content)
+
+    def undrain(self, node_id: str) -> NodeView:
+        """Have gangs placed on the node again."""
+        response = self._request("POST", f"/v1/nodes/{node_id}/undrain")
+        return NodeView.model_validate_json(response.content)
 
     def version(self) -> Version:
         """Which build answers."""

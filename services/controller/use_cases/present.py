@@ -140,7 +140,7 @@ def node_view(standing: Standing, lease: Lease | None) -> NodeView:
     node = standing.node
     return NodeView(
         id=node.id,
-        state=node.state,
+        state=node.shown_state,
         inventory=node.inventory,
         cpu_slots_used=standing.cpu_taken,
         accelerators_used=len(standing.accelerators_taken),
