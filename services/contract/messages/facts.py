@@ -158,9 +158,14 @@ class RankExit(Message):
 
 
 class GangEnded(_GangFact):
-    """No rank of the attempt lives on this node any more. Follows all other facts of it."""
+    """No rank of the attempt lives on this node any more. Follows all other facts of it.
+
+    ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
+    clock; None if the agent did not see it.
+    """
 
     kind: Literal["gang_ended"] = "gang_ended"
+    first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
 

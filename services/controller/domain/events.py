@@ -71,13 +71,14 @@ class PlacementDelayed:
 class NodeLost:
     """No rank on this node can be alive any more, or none that may still commit.
 
-    ``last_step`` is the last one that telemetry told of: a lost node reports no end. ``farewell``:
-    its agent was stopped in an orderly way, which is nobody's failure.
+    ``last_step`` is the last one that telemetry told of, and ``seen_ms`` when it did: a lost node
+    reports no end. ``farewell``: its agent was stopped in an orderly way, nobody's failure.
     """
 
     node_id: str
     reason: str
     last_step: int = 0
+    seen_ms: int | None = None
     farewell: bool = False
 
 

@@ -42,6 +42,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     attempt = Attempt(
         fence=fence,
         world_size=event.plan.world_size,
+        mesh=event.plan.sharding.mesh,
         incarnations=dict(event.incarnations),
         resumed_from=source.checkpoint_id,
         resumed_step=source.step,
@@ -124,6 +125,8 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
         last_step=max(attempt.last_step, fact.last_step),
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
+        if fact.first_exit_s is not None and attempt.failed_ms is None:
+            draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
         _kill_rest(draft)
     settle(draft)
 
@@ -141,6 +144,7 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
     draft.change_attempt(
         lost=event.reason,
         farewell=event.farewell,
+        failed_ms=event.seen_ms if attempt.failed_ms is None else attempt.failed_ms,
         last_step=max(attempt.last_step, event.last_step),
     )
     settle(draft)

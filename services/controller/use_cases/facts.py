@@ -27,7 +27,7 @@ from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
 from services.controller.use_cases.clone import let_go_of_origin
-from services.controller.use_cases.telling import last_told_step
+from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 
@@ -121,9 +121,10 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         is_same_life = attempt.incarnations[node.id] == node.incarnation
         if is_same_life and node.state != NodeState.LOST:
             continue
-        told = await last_told_step(ports, stored.job)
+        told = await last_told(ports, stored.job)
         # Of an earlier life nobody knows whether it ended in an orderly way.
-        lost = NodeLost(node.id, reason, told, farewell=is_same_life and node.left)
+        farewell = is_same_life and node.left
+        lost = NodeLost(node.id, reason, told.step, told.seen_ms, farewell=farewell)
         now_ms = await ports.clock.now_ms()
         await apply_events(
             ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch

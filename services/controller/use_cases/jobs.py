@@ -14,7 +14,7 @@ from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 from services.controller.use_cases.change import Occurrence, apply_events
 from services.controller.use_cases.clone import release_origin
-from services.controller.use_cases.present import attempt_view, job_view
+from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
 
 _CHUNK: Final = 200
@@ -110,7 +110,7 @@ async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
         NotFoundError: There is no such job.
     """
     stored = await ports.jobs.load(job_id)
-    return AttemptList(items=tuple(attempt_view(a) for a in stored.job.attempts))
+    return AttemptList(items=attempt_views(stored.job))
 
 
 async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:

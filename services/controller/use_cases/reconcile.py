@@ -34,7 +34,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
 from services.controller.use_cases.outlook import expect
-from services.controller.use_cases.telling import last_told_step
+from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -97,8 +97,9 @@ class Reconciler:
     async def _check_attempt(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
         """The job after what its nodes and the clock have done to its attempt."""
         for node_id, reason in _losses(job, known):
-            told = await last_told_step(self._ports, job)
-            lost = NodeLost(node_id, reason, told, farewell=_has_left(job, known.get(node_id)))
+            told = await last_told(self._ports, job)
+            farewell = _has_left(job, known.get(node_id))
+            lost = NodeLost(node_id, reason, told.step, told.seen_ms, farewell=farewell)
             return await self._apply(job, lost, now_ms)
         if is_overdue(job, now_ms):
             _log.warning("answer_overdue", job_id=job.id, state=job.state)
