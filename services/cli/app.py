@@ -252,6 +252,22 @@ def clone(
 
 
 @app.command()
+def delete(
+    job: Job,
+    *,
+    purge: Annotated[
+        bool, typer.Option("--purge-checkpoints", help="Remove its checkpoints, too.")
+    ] = False,
+) -> None:
+    """Forget a job that has ended."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        is_gone = client.delete(job_id, purge_checkpoints=purge)
+    words = "is forgotten" if is_gone else "is forgotten once its checkpoints are removed"
+    console.print(f"{job_id} {words}")
+
+
+@app.command()
 def checkpoints(
     job: Job,
     *,

@@ -47,6 +47,7 @@ from services.contract.views import (
 )
 
 _V = TypeVar("_V", bound=BaseModel)
+_NO_CONTENT: Final = 204
 _NOT_MODIFIED: Final = 304
 _ERRORS_FROM: Final = 400
 _LATER: Final = frozenset({429, 503})
@@ -137,6 +138,12 @@ class Client:
             headers={"If-Match": seen.headers["ETag"]},
         )
         return JobView.model_validate_json(response.content)
+
+    def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
+        """Forget a job that has ended; False while its checkpoints are still being removed."""
+        params = {"purge_checkpoints": "true"} if purge_checkpoints else {}
+        response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
+        return response.status_code == _NO_CONTENT
 
     def jobs(self, *, state: str | None = None, limit: int = 50) -> JobPage:
         """The newest jobs."""

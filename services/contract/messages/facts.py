@@ -122,6 +122,13 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class JobPurged(_GangFact):
+    """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
+
+    kind: Literal["job_purged"] = "job_purged"
+    error: str | None = None
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -181,6 +188,7 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | JobPurged
     | Evaluated
     | GangEnded,
     Field(discriminator="kind"),

@@ -13,9 +13,10 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobPurged,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, holds, moves, patching, wishes
+from services.controller.domain import commits, gang, holds, moves, patching, purging, wishes
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -32,6 +33,7 @@ from services.controller.domain.events import (
     PatchAsked,
     PauseAsked,
     PlacementDelayed,
+    PurgeAsked,
     ResumeAsked,
 )
 from services.controller.domain.job import Job
@@ -49,6 +51,8 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
     PatchAsked: patching.on_patch,
+    PurgeAsked: purging.on_purge,
+    JobPurged: purging.on_purged,
     MoveAsked: moves.on_move,
     HoldAsked: holds.on_hold,
     HoldReleased: holds.on_released,

@@ -14,6 +14,7 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobPurged,
     LaunchRefused,
 )
 from services.contract.plans import GangPlan
@@ -96,6 +97,13 @@ class PatchAsked:
 
 
 @dataclass(frozen=True)
+class PurgeAsked:
+    """Remove the job and all its checkpoints, by the hands of this node's agent."""
+
+    node_id: str
+
+
+@dataclass(frozen=True)
 class MoveAsked:
     """Drain the gang; the job goes on elsewhere or later, at no cost to its restart budget.
 
@@ -138,6 +146,7 @@ GangFact = (
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | JobPurged
     | Evaluated
     | GangEnded
 )
@@ -152,6 +161,7 @@ JobEvent = (
     | NodeLost
     | AnswerOverdue
     | PatchAsked
+    | PurgeAsked
     | MoveAsked
     | HoldAsked
     | HoldReleased

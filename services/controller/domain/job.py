@@ -54,7 +54,8 @@ class Job(Record):
     to resume from: of older attempts' checkpoints (up to ``base_fence``), only that one counts.
     ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
     not bring them back. ``revision`` counts what people changed of the spec. ``holds`` names, by
-    checkpoint, the clones that still begin with it: retention keeps it for them.
+    checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
+    the node whose agent removes all that storage holds of the job.
     """
 
     id: JobId
@@ -82,6 +83,7 @@ class Job(Record):
     gone: tuple[CheckpointId, ...] = ()
     revision: int = 0
     origin: Origin | None = None
+    purge_node: str | None = None
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
 

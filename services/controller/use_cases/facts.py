@@ -12,6 +12,7 @@ from services.contract.messages.facts import (
     FACT,
     CheckpointLinked,
     Fact,
+    JobPurged,
     NodeJoined,
     NodeLeft,
     RunningGang,
@@ -22,11 +23,12 @@ from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
 from services.controller.domain.node import Node
+from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
-from services.controller.use_cases.clone import let_go_of_origin
+from services.controller.use_cases.clone import let_go_of_origin, release_origin
 from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
@@ -86,6 +88,12 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
         if any(isinstance(told.fact, CheckpointLinked) for told in group):
             await let_go_of_origin(ports, stored.job, epoch)
+        for told in group:
+            if isinstance(told.fact, JobPurged) and is_purged(stored.job, told.fact):
+                await release_origin(ports, stored.job, actor, epoch)
+                await ports.jobs.delete(stored)
+                _log.info("job_purged", job_id=job_id)
+                return
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
