@@ -127,16 +127,36 @@ def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
     assert mixed.units[0].modules == ("layers.*",)
 
 
+def test_a_built_in_model_is_split_over_tp_ranks_and_any_other_as_its_plan_says() -> None:
+    built_in = planner.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
+    assert {entry.style for entry in built_in.tensor_parallel} == {"colwise", "rowwise"}
+    assert planner.shard(spec()).tensor_parallel == ()
+    wide = {"resources": {"ranks": 2}, "mesh": {"tp": 2}, "model": {"factory": "a.b:c"}}
+    with pytest.raises(InvalidRequestError, match="names no modules to split"):
+        planner.shard(spec(**wide))
+    split = [{"modules": ["up"], "style": "colwise"}]
+    own = planner.shard(spec(**wide, plan={"tensor_parallel": split}))
+    assert own.tensor_parallel[0].modules == ("up",)
+    with pytest.raises(InvalidRequestError, match="nothing to split over"):
+        planner.shard(spec(plan={"tensor_parallel": split}))
+
+
 def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
     bad = spec(
         resources={"ranks": 4},
         mesh={"dp_replicate": 2, "tp": 2},
-        plan={"units": [{"modules": [], "shard": 1}], "param_dtype": "int4", "colour": "red"},
+        plan={
+            "units": [{"modules": [], "shard": 1}],
+            "tensor_parallel": [{"modules": ["head"], "style": "colwise", "bias": True}],
+            "param_dtype": "int4",
+            "colour": "red",
+        },
     )
     with pytest.raises(InvalidRequestError) as refused:
         planner.shard(bad)
     pointers = {fault.pointer for fault in refused.value.faults}
-    assert {"/mesh/dp_replicate", "/mesh/tp", "/plan/colour", "/plan/units/0/shard"} <= pointers
+    unknown = {"/plan/colour", "/plan/units/0/shard", "/plan/tensor_parallel/0/bias"}
+    assert unknown <= pointers
     assert any(pointer.startswith("/plan/units/0") for pointer in pointers)
     assert any(pointer.startswith("/plan/param_dtype") for pointer in pointers)
 
