@@ -96,7 +96,7 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
 
 
 def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(house: House) -> None:
-    body = job_body(resources={"ranks": 8}, mesh={"dp_replicate": 2, "dp_shard": 4})
+    body = job_body(resources={"ranks": 8}, plan={"unit": []})
     waits = house.client.post("/v1/jobs", json=job_body(resources={"ranks": 8}))
     assert waits.status_code == 201
     assert waits.json()["reason"] == "no node has joined yet"
@@ -105,7 +105,7 @@ def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(house
     answer = house.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     assert "all known nodes together have 4" in faults(answer)["/resources"]
-    assert "/mesh/dp_replicate" in faults(answer)
+    assert "/plan/unit" in faults(answer)
 
 
 def test_the_same_key_and_body_get_the_same_answer(house: House) -> None:
