@@ -276,7 +276,7 @@ class Cluster:
 
     def losses(self, job_id: str) -> dict[int, float | None]:
         """The loss of each step; of one that was made twice, the last one's."""
-        records = self.client.metrics(job_id, max_points=100_000).items
+        records = self.client.metrics(job_id, max_points=10_000).items
         return {record.step: record.loss for record in records}
 
     def rank_pid(self, job_id: str, rank: int, *, attempt: int) -> psutil.Process:

@@ -21,7 +21,7 @@ def proxy(redis_url: str) -> Iterator[ChaosProxy]:
 
 
 @pytest.fixture
-def through(proxy: ChaosProxy, redis_url: str) -> Iterator["redis.Redis"]:
+def through(proxy: ChaosProxy, redis_url: str) -> Iterator[redis.Redis]:
     with redis.Redis(
         port=proxy.port,
         password=urlsplit(redis_url).password,
@@ -31,13 +31,13 @@ def through(proxy: ChaosProxy, redis_url: str) -> Iterator["redis.Redis"]:
         yield client
 
 
-def test_it_passes_requests_and_replies(through: "redis.Redis") -> None:
+def test_it_passes_requests_and_replies(through: redis.Redis) -> None:
     assert through.incr("count") == 1
     assert through.get("count") == b"1"
 
 
 def test_it_cuts_connections_and_refuses_new_ones_until_it_passes_again(
-    proxy: ChaosProxy, through: "redis.Redis"
+    proxy: ChaosProxy, through: redis.Redis
 ) -> None:
     through.ping()
     with proxy.misbehaving(Mode.CUT):
@@ -48,7 +48,7 @@ def test_it_cuts_connections_and_refuses_new_ones_until_it_passes_again(
 
 
 def test_a_black_hole_swallows_requests_without_an_error(
-    proxy: ChaosProxy, through: "redis.Redis"
+    proxy: ChaosProxy, through: redis.Redis
 ) -> None:
     through.ping()
     with proxy.misbehaving(Mode.BLACK_HOLE), pytest.raises(redis.TimeoutError):
@@ -57,7 +57,7 @@ def test_a_black_hole_swallows_requests_without_an_error(
 
 
 def test_a_lost_reply_leaves_a_request_that_was_carried_out(
-    proxy: ChaosProxy, through: "redis.Redis"
+    proxy: ChaosProxy, through: redis.Redis
 ) -> None:
     through.ping()
     with proxy.misbehaving(Mode.LOSE_REPLIES), pytest.raises(redis.ConnectionError):

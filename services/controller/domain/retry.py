@@ -15,7 +15,11 @@ from services.controller.domain.attempt import Attempt, Failure, NodeExit
 from services.controller.domain.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
-"""The wait before each restart of a run; the last one for all that follow."""
+"""The wait after so many attempts in a row, but one, that saved nothing; the last for all more.
+
+A job that commits checkpoints between its failures is not to wait longer and longer: what a growing
+wait protects from is a fault that comes back at once.
+"""
 
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
@@ -90,7 +94,7 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
         if budget == 0:
             return GiveUp(why, f"{what}; faults.max_restarts is 0")
         return GiveUp(ExitReason.RESTARTS_EXHAUSTED, f"{what}; all {budget} restarts are used up")
-    return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
+    return Restart(BACKOFF_MS[min(max(_in_vain(job) - 1, 0), len(BACKOFF_MS) - 1)])
 
 
 def describe(failure: Failure | None) -> str:
@@ -105,6 +109,18 @@ def describe(failure: Failure | None) -> str:
     if failure.signal is not None:
         return f"{where} was ended by signal {failure.signal} after step {failure.step}"
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
+
+
+def _in_vain(job: Job) -> int:
+    """How many attempts of this run, the newest ones in a row, saved no step."""
+    following = job.resume_point.step
+    count = 0
+    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+        if following > attempt.resumed_step:
+            break
+        count += 1
+        following = attempt.resumed_step
+    return count
 
 
 def _failure(entry: NodeExit) -> Failure:
