@@ -21,6 +21,7 @@ from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from tests.controller.agent_double import AgentDouble
+from tests.controller.replays import replay_all
 from tests.waiting import until
 
 
@@ -90,7 +91,7 @@ def job_body(**changes: object) -> dict[str, object]:
 
 @contextlib.contextmanager
 def open_house(redis_url: str, policy: AccessPolicy, *, leads: bool = True) -> Iterator[House]:
-    """A controller on ``redis_url`` until the block ends."""
+    """A controller on ``redis_url`` until the block ends; then all histories are replayed."""
     with (
         Redis.from_url(redis_url, decode_responses=True) as redis,
         start_blocking_portal("asyncio") as portal,
@@ -103,6 +104,7 @@ def open_house(redis_url: str, policy: AccessPolicy, *, leads: bool = True) -> I
         client.portal = portal
         try:
             yield House(client, redis, AgentDouble(redis))
+            portal.call(replay_all, ports)
         finally:
             if leading is not None:
                 leading.cancel()
