@@ -124,6 +124,23 @@ def status(
 
 
 @app.command()
+def ranks(
+    job: Job,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="As the API answers it.")] = False,
+) -> None:
+    """Show every rank: phase, unit, step, and for whom the others wait."""
+    with _connect() as client:
+        found = client.ranks(_resolve(client, job))
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    elif found.items:
+        console.print(tables.ranks_table(found))
+    else:
+        console.print("no rank was placed yet")
+
+
+@app.command()
 def logs(
     job: Job,
     *,

@@ -15,6 +15,7 @@ from services.contract.views import (
     JobView,
     NodeList,
     RankList,
+    RankView,
 )
 
 _STATE_STYLES: Final = {
@@ -81,8 +82,11 @@ def job_details(job: JobView) -> Table:
 
 
 def ranks_table(ranks: RankList) -> Table:
-    """One row a rank."""
-    table = _table("rank", "node", "device", "phase", "unit", "step", "step time", "memory", "seen")
+    """One row a rank; the one for which the others wait is marked."""
+    table = _table(
+        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
+        "loss", "tokens/s", "memory", "seen",
+    )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
             str(rank.rank),
@@ -92,6 +96,10 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.arrival_lag_s, "{:.4f} s"),
+            _waited_for(rank),
+            number(rank.loss, "{:.4f}"),
+            number(rank.tokens_per_s, "{:,.0f}"),
             humanize.naturalsize(rank.memory_bytes, binary=True),
             f"{age(rank.last_seen_at)} ago" if rank.last_seen_at else "never",
         )
@@ -161,6 +169,11 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column in {"job", "checkpoint", "state"})
     return table
+
+
+def _waited_for(rank: RankView) -> Text:
+    share = number(rank.straggler_score, "{:.0%}")
+    return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
 
 
 def _evaluation(job: JobView) -> str | None:

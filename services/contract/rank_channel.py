@@ -3,9 +3,18 @@
 A file of 64 KiB, memory-mapped by both. The rank stores plainly, without a system call::
 
     0      magic, version                                       two 8-byte slots
+    16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
     4096   ring of the last 256 steps, each 64 bytes: step, five figures, spare, checksum
+    20480  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
+
+An arrival is the moment at which the rank issued a collective: its number in the group and the
+node's monotonic clock. The clocks of the ranks of one node are one clock, so whoever reads two
+boards knows how much later the second rank came.
+
+The pulse is stored by a thread that does nothing else. It needs the interpreter's lock for that:
+a rank whose process is awake and whose pulse stands still holds the lock somewhere in C.
 
 Snapshots alternate between A and B, so that whichever store a kill or a stop interrupts, the
 other one is whole: the reader takes the valid one with the higher sequence number. A board
@@ -26,16 +35,21 @@ from services.contract.states import RankPhase
 BOARD_BYTES: Final = 65_536
 MAX_GROUPS: Final = 8
 _MAGIC: Final = 0x4D4C424F41524431
-_VERSION: Final = 1
+_VERSION: Final = 2
+_PULSE: Final = 16
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
 _RING_LENGTH: Final = 256
+_ARRIVALS: Final = 20_480
+ARRIVALS_KEPT: Final = 192
 _NO_UNIT: Final = -1
 
 _HEADER: Final = struct.Struct("<QQ")
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqddd" + "qq" * MAX_GROUPS)
 _STEP: Final = struct.Struct("<qdddddq")
 _CHECKSUM: Final = struct.Struct("<Q")
+_ARRIVAL: Final = struct.Struct("<qqq")
+_CLOCK: Final = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ class BoardSnapshot:
 
 
 class BoardWriter:
-    """The rank's side. Not thread-safe: one thread writes.
+    """The rank's side. Not thread-safe: one thread writes, but for the pulse.
 
     Args:
         memory: The mapped file, as ``create`` makes it.
@@ -121,6 +135,16 @@ class BoardWriter:
             *counters,
         )
         _store(self._memory, offset, record)
+
+    def arrive(self, place: int, sequence: int, now_ns: int) -> None:
+        """Keep when collective ``sequence`` of the group at ``place`` was issued."""
+        offset = _arrival_offset(place, sequence)
+        # One store of 24 bytes may be torn: then the check does not match.
+        _ARRIVAL.pack_into(self._memory, offset, sequence, now_ns, sequence ^ now_ns)
+
+    def beat(self, now_ns: int) -> None:
+        """Store the pulse; from any one thread."""
+        _CLOCK.pack_into(self._memory, _PULSE, now_ns)
 
     def finish_step(self, step: BoardStep, *, memory_bytes: int, now_ns: int) -> None:
         """Publish a finished step: in the ring, and in the snapshot."""
@@ -190,6 +214,21 @@ class BoardReader:
                     found.append(BoardStep(*fields[:6]))
         return sorted(found, key=lambda entry: entry.step)
 
+    def arrivals(self, place: int) -> dict[int, int]:
+        """When the last collectives of the group at ``place`` were issued, by their number."""
+        start = _arrival_offset(place, 0)
+        ring = self._memory[start : start + ARRIVALS_KEPT * _ARRIVAL.size]
+        return {
+            sequence: clock
+            for sequence, clock, check in _ARRIVAL.iter_unpack(ring)
+            if sequence and check == sequence ^ clock
+        }
+
+    def pulse_ns(self) -> int | None:
+        """The clock at the last pulse; None before the first."""
+        (clock,) = _CLOCK.unpack_from(self._memory, _PULSE)
+        return int(clock) or None
+
     def close(self) -> None:
         """Unmap the board."""
         self._memory.close()
@@ -214,6 +253,10 @@ def _snapshot(fields: tuple[int, ...]) -> BoardSnapshot:
 
 def _ring_offset(step: int) -> int:
     return _RING + (step % _RING_LENGTH) * (_STEP.size + _CHECKSUM.size)
+
+
+def _arrival_offset(place: int, sequence: int) -> int:
+    return _ARRIVALS + (place * ARRIVALS_KEPT + sequence % ARRIVALS_KEPT) * _ARRIVAL.size
 
 
 def _store(memory: mmap.mmap, offset: int, record: bytes) -> None:

@@ -114,7 +114,18 @@ class RankView(_View):
     unit: str | None = None
     step: int = 0
     step_time_s: float | None = None
-    arrival_lag: int = Field(0, description="collectives behind the foremost rank of its groups")
+    arrival_lag_s: float | None = Field(
+        None, description="how much later than the first rank it issues a collective, on average"
+    )
+    straggler_score: float | None = Field(
+        None,
+        description="share of the time in which it was late at a collective that most ranks had "
+        "issued",
+    )
+    is_straggler: bool = Field(
+        default=False, description="the highest score of the attempt, and at least 0.1"
+    )
+    collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None
     tokens_per_s: float | None = None
     memory_bytes: int = 0

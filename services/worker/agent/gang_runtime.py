@@ -164,10 +164,7 @@ class GangRuntime:
 
     def samples(self) -> list[RankSample]:
         """Where each rank stands."""
-        ready: dict[int, RankReady | None] = {
-            number: rank.ready for number, rank in self._state.ranks.items()
-        }
-        return self._telemetry.samples(ready)
+        return self._telemetry.samples(self._ready())
 
     def take_records(self) -> Records:
         """The steps and log lines for the next beat."""
@@ -210,8 +207,11 @@ class GangRuntime:
         return hear
 
     def _watch(self) -> None:
-        for rank, step in self._telemetry.watch().items():
+        for rank, step in self._telemetry.watch(self._ready()).items():
             self.happen(Stepped(rank, step))
+
+    def _ready(self) -> dict[int, RankReady | None]:
+        return {number: rank.ready for number, rank in self._state.ranks.items()}
 
     def _kill(self, rank: int) -> None:
         pid = self._state.ranks[rank].pid

@@ -15,6 +15,7 @@ from services.contract.messages.rank_pipe import RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
 from services.contract.rank_channel import BoardReader, BoardSnapshot, BoardStep
 from services.contract.states import RankPhase
+from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.log_tail import LogTail
 from services.worker.agent.verdict import LastSeen
@@ -68,11 +69,15 @@ class GangTelemetry:
         self._started: set[int] = set()
         self._steps: deque[StepRecord] = deque()
         self._last_step: int | None = None
+        self._meter = ArrivalMeter(tuple(seats))
 
-    def watch(self) -> dict[int, int]:
-        """Take in the new steps; answer the first step of each rank that just finished one.
+    def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
+        """Take in new steps and arrivals; answer the first step of each rank that just made one.
 
-        To be called often: a ring holds the last 256 steps.
+        To be called often: a ring holds the last 256 steps, and the last 192 arrivals of a group.
+
+        Args:
+            ready: By rank, what names the groups of its board.
         """
         begun = {}
         for rank in self._seats:
@@ -83,6 +88,7 @@ class GangTelemetry:
                     begun[rank] = steps[0].step
                     self._started.add(rank)
         self._watch_steps()
+        self._watch_arrivals(ready)
         return begun
 
     def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
@@ -128,6 +134,19 @@ class GangTelemetry:
             self._last_step = entry.step
             self._steps.append(step_record(entry, self._seats[0].fence))
 
+    def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
+        arrivals: dict[int, dict[ArrivalKey, int]] = {}
+        for rank, reader in self._readers.items():
+            groups = ready[rank]
+            if groups is not None:
+                arrivals[rank] = {
+                    (name, number): moment
+                    for place, name in enumerate(groups.groups)
+                    for number, moment in reader.arrivals(place).items()
+                }
+        last_step_s = self._steps[-1].step_time_s if self._steps else None
+        self._meter.take(arrivals, last_step_s)
+
     def _read_logs(self, *, last: bool) -> tuple[LogLine, ...]:
         lines: list[LogLine] = []
         # In turns, so that one rank's flood does not silence the others.
@@ -172,6 +191,7 @@ class GangTelemetry:
         units = ready.units if ready is not None else ()
         groups = ready.groups if ready is not None else ()
         age_ns = time.monotonic_ns() - board.stored_ns if board.stored_ns else 0
+        lateness = self._meter.of(rank)
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -191,6 +211,8 @@ class GangTelemetry:
             issued=dict(zip(groups, board.issued, strict=False)),
             completed=dict(zip(groups, board.completed, strict=False)),
             beat_age_s=max(age_ns, 0) / _NS,
+            arrival_lag_s=lateness.lag_s if lateness is not None else None,
+            straggler_score=lateness.score if lateness is not None else None,
         )
 
 

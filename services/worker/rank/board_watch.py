@@ -61,7 +61,9 @@ class BoardWatch:
         place = self._place.get(group)
         if place is not None:
             self._issued[place] = sequence
-            self._store()
+            now = time.monotonic_ns()
+            self._board.arrive(place, sequence, now)
+            self._store(stored_ns=now)
 
     def on_complete(self, group: str, sequence: int) -> None:
         """Collective ``sequence`` of ``group`` was waited for."""

@@ -5,6 +5,7 @@ callable of the shape ``Train``. Its exception, or its return, is all that decid
 """
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import socket
@@ -18,11 +19,13 @@ from typing import Final, NoReturn, Protocol, cast
 
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
 from services.contract.rank_channel import BoardWriter
+from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
 
 DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
 _TEXT_LIMIT: Final = 32_768
 _READ_BYTES: Final = 65_536
+_PULSE_S: Final = 0.25
 
 
 class AgentPipe:
@@ -98,6 +101,7 @@ def take_seat(
     try:
         board = BoardWriter.create(Path(seat.board_path), seat.fence)
         board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
+        _show_life(seat, board)
         try:
             load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
             code = 0
@@ -112,6 +116,24 @@ def take_seat(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _show_life(seat: RankSeat, board: BoardWriter) -> None:
+    """Have this process answer from outside, whatever its training thread is doing.
+
+    The stacks are written by a signal handler in C, which needs no lock of the interpreter; the
+    pulse needs it, and so tells whether somebody never gives it back.
+    """
+    stacks = stacks_path(Path(seat.log_folder), seat.rank).open("ab")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+
+    def beat() -> None:
+        never = threading.Event()
+        while True:
+            board.beat(time.monotonic_ns())
+            never.wait(_PULSE_S)
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()
 
 
 def _one_line(error: BaseException) -> str:

@@ -202,7 +202,10 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
-  arrival_lag: number;
+  arrival_lag_s: number | null;
+  straggler_score: number | null;
+  is_straggler: boolean;
+  collectives_behind: number;
   loss: number | null;
   tokens_per_s: number | null;
   memory_bytes: number;
