@@ -7,9 +7,10 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
-from services.contract.states import CheckpointState, JobState, NodeState
+from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
+    DiagnosisView,
     EventPage,
     JobPage,
     JobView,
@@ -103,6 +104,24 @@ def ranks_table(ranks: RankList) -> Table:
             humanize.naturalsize(rank.memory_bytes, binary=True),
             f"{age(rank.last_seen_at)} ago" if rank.last_seen_at else "never",
         )
+    return table
+
+
+def diagnosis_table(diagnosis: DiagnosisView) -> Table:
+    """The verdict, what speaks for it, and what to do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    style = "green" if diagnosis.verdict is FailureClass.NONE else "bold red"
+    kind = "running" if diagnosis.live else "ended"
+    table.add_row("attempt", f"{diagnosis.attempt} ({kind}), {age(diagnosis.at)} ago")
+    table.add_row("verdict", Text(diagnosis.verdict, style=style))
+    if diagnosis.rank is not None:
+        table.add_row("first rank", f"{diagnosis.rank} on {diagnosis.node_id}")
+    table.add_row("what", diagnosis.summary)
+    for number, line in enumerate(diagnosis.evidence):
+        table.add_row("evidence" if number == 0 else "", Text(line))
+    table.add_row("advice", diagnosis.advice)
     return table
 
 

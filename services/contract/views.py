@@ -7,10 +7,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
-from services.contract.messages.telemetry import LogLine, StepRecord
+from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState, ExitReason, JobState, NodeState
+from services.contract.states import (
+    CheckpointState,
+    ExitReason,
+    FailureClass,
+    JobState,
+    NodeState,
+)
 
 
 class _View(BaseModel):
@@ -140,6 +146,26 @@ class RankList(_View):
 
     attempt: int
     items: tuple[RankView, ...]
+
+
+class DiagnosisView(_View):
+    """What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+
+    ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
+    made of running ranks. ``stacks`` are there where ranks were looked into.
+    """
+
+    job_id: JobId
+    attempt: int
+    at: datetime
+    live: bool
+    verdict: FailureClass
+    rank: int | None = None
+    node_id: NodeId | None = None
+    summary: str
+    evidence: tuple[str, ...] = ()
+    advice: str
+    stacks: tuple[RankStacks, ...] = ()
 
 
 class EventView(_View):

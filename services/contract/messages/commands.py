@@ -42,6 +42,12 @@ class TakeCheckpoint(OfAttempt):
     kind: Literal["take_checkpoint"] = "take_checkpoint"
 
 
+class DiagnoseGang(OfAttempt):
+    """Look into all ranks of the attempt on this node and tell; they go on."""
+
+    kind: Literal["diagnose_gang"] = "diagnose_gang"
+
+
 class CommitCheckpoint(OfAttempt):
     """Every rank has voted: link this manifest into the commit chain."""
 
@@ -60,7 +66,7 @@ class RetireCheckpoint(OfAttempt):
 
 
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint,
+    LaunchGang | StopGang | TakeCheckpoint | DiagnoseGang | CommitCheckpoint | RetireCheckpoint,
     Field(discriminator="kind"),
 ]
 

@@ -40,6 +40,18 @@ class RankSample(Message):
     seen_ms: int = Field(default=0, ge=0, description="Redis TIME of the beat, milliseconds")
 
 
+class RankStacks(Message):
+    """The Python stacks of all threads of a rank, when it was last looked into.
+
+    Empty where it did not answer.
+    """
+
+    rank: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    node_id: NodeId
+    text: str
+
+
 class StepRecord(Message):
     """One training step of a job: the loss is the mean over the global batch, in nats a token.
 

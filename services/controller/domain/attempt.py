@@ -2,7 +2,8 @@
 
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.facts import RankExit
-from services.contract.states import ExitReason
+from services.contract.messages.findings import Findings
+from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
 
 
@@ -16,7 +17,24 @@ class Failure(Record):
     exit_code: int | None = None
     signal: int | None = None
     error: str | None = None
+    error_types: tuple[str, ...] = ()
     traceback: str | None = None
+
+
+class Diagnosis(Record):
+    """What ails an attempt, or ended it. ``live``: made of running ranks, because somebody asked.
+
+    ``rank`` is the first one in trouble, None where no single rank is.
+    """
+
+    verdict: FailureClass
+    rank: int | None = None
+    node_id: NodeId | None = None
+    summary: str
+    evidence: tuple[str, ...] = ()
+    advice: str
+    live: bool = False
+    at_ms: int = 0
 
 
 class NodeExit(Record):
@@ -31,7 +49,9 @@ class Attempt(Record):
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
-    ``farewell``: because its agent was stopped in an orderly way.
+    ``farewell``: because its agent was stopped in an orderly way. ``hang`` is what a node found
+    before it killed ranks that made no progress; ``oom_kills`` counts the kernel's kills for want
+    of memory.
     """
 
     fence: int
@@ -49,6 +69,10 @@ class Attempt(Record):
     refusal: str | None = None
     lost: str | None = None
     farewell: bool = False
+    hang: Findings | None = None
+    hung_node: NodeId | None = None
+    oom_kills: int = 0
+    diagnosis: Diagnosis | None = None
     ended_ms: int | None = None
     exit_reason: ExitReason | None = None
     failure: Failure | None = None

@@ -10,6 +10,7 @@ from services.contract.messages.facts import (
     CheckpointRetired,
     CheckpointVoted,
     Evaluated,
+    GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -48,6 +49,11 @@ class ResumeAsked:
 @dataclass(frozen=True)
 class CheckpointAsked:
     """Take a checkpoint at the next agreed step."""
+
+
+@dataclass(frozen=True)
+class DiagnosisAsked:
+    """Look into the ranks and say what they are doing."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ GangFact = (
     | CheckpointLost
     | CheckpointRetired
     | Evaluated
+    | GangDiagnosed
     | GangEnded
 )
 JobEvent = (
@@ -102,6 +109,7 @@ JobEvent = (
     | KillAsked
     | ResumeAsked
     | CheckpointAsked
+    | DiagnosisAsked
     | GangPlaced
     | PlacementDelayed
     | NodeLost

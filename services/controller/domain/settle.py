@@ -6,7 +6,7 @@ looks at the facts so far: it either reaches the outcome or goes on waiting for 
 
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.controller.domain import checkpoint as checkpoints
-from services.controller.domain import retry
+from services.controller.domain import diagnose, retry
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Draft
@@ -151,6 +151,7 @@ def _cancel(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
 def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = None) -> None:
     attempt = draft.job.attempts[-1]
     latest = draft.job.latest_checkpoint
+    diagnosis = diagnose.of_end(attempt, reason, failure)
     saved = max(latest.step if latest is not None else 0, attempt.resumed_step)
     last_step = max(attempt.last_step, attempt.resumed_step)
     draft.change_attempt(
@@ -159,6 +160,10 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         failure=failure,
         last_step=last_step,
         lost_steps=max(last_step - saved, 0),
+        hang=None,
+        diagnosis=None
+        if diagnosis is None
+        else diagnosis.model_copy(update={"at_ms": draft.now_ms}),
         # Only the exits of a finished gang are asked for again (by succeed_late).
         exits=attempt.exits if attempt.has_trained(draft.job.spec.train.steps) else (),
     )
@@ -168,6 +173,8 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         fence=attempt.fence,
         exit_reason=reason,
         last_step=last_step,
+        verdict=None if diagnosis is None else diagnosis.verdict,
+        rank=None if diagnosis is None else diagnosis.rank,
     )
 
 

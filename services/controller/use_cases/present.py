@@ -5,17 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.contract.views import (
     AttemptView,
     CheckpointView,
+    DiagnosisView,
     FailureView,
     JobView,
     NodeView,
     RankView,
     ShardView,
 )
-from services.controller.domain.attempt import Attempt, Failure
+from services.controller.domain.attempt import Attempt, Diagnosis, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.job import Job
 from services.controller.domain.node import Lease
@@ -111,6 +112,25 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
         if seat.rank not in current
         else _rank_view(current[seat.rank], foremost, is_straggler=seat.rank == slowest)
         for seat in job.plan.ranks
+    )
+
+
+def diagnosis_view(
+    job_id: str, fence: int, diagnosis: Diagnosis, stacks: Sequence[RankStacks]
+) -> DiagnosisView:
+    """A verdict, with the stacks of its attempt."""
+    return DiagnosisView(
+        job_id=job_id,
+        attempt=fence,
+        at=moment(diagnosis.at_ms),
+        live=diagnosis.live,
+        verdict=diagnosis.verdict,
+        rank=diagnosis.rank,
+        node_id=diagnosis.node_id,
+        summary=diagnosis.summary,
+        evidence=diagnosis.evidence,
+        advice=diagnosis.advice,
+        stacks=tuple(entry for entry in stacks if entry.fence == fence and entry.text),
     )
 
 

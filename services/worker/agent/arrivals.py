@@ -24,6 +24,8 @@ ArrivalKey = tuple[str, int]
 _NS: Final = 1_000_000_000
 _SHORTEST_MEMORY_S: Final = 2.0
 _STEPS_REMEMBERED: Final = 8
+_TELLING_S: Final = 1.0
+"""Less time than this says nothing: in their first steps ranks warm up each in its own time."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class ArrivalMeter:
             self._count(key, moments[key], memory_s)
 
     def of(self, rank: int) -> Lateness | None:
-        """The figures of ``rank``; None before there is anything to compare."""
-        if self._collectives == 0 or self._elapsed_s == 0:
+        """The figures of ``rank``; None before there is enough to compare."""
+        if self._elapsed_s < _TELLING_S:
             return None
         return Lateness(
             lag_s=self._lag_s[rank] / self._collectives,

@@ -111,7 +111,14 @@ def take_seat(
         text = _traceback_of(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
-        pipe.send(RankFailed(error=_one_line(error), traceback=_shortened(text), step=step))
+        pipe.send(
+            RankFailed(
+                error=_one_line(error),
+                error_types=_names(type(error)),
+                traceback=_shortened(text),
+                step=step,
+            )
+        )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -124,8 +131,10 @@ def _show_life(seat: RankSeat, board: BoardWriter) -> None:
     The stacks are written by a signal handler in C, which needs no lock of the interpreter; the
     pulse needs it, and so tells whether somebody never gives it back.
     """
-    stacks = stacks_path(Path(seat.log_folder), seat.rank).open("ab")
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    path = stacks_path(Path(seat.log_folder), seat.rank)
+    draft = path.with_suffix(".draft")
+    faulthandler.register(STACKS_SIGNAL, file=draft.open("ab"), all_threads=True)
+    draft.replace(path)  # who sees the file may send the signal: without a handler it would kill
 
     def beat() -> None:
         never = threading.Event()
@@ -139,6 +148,10 @@ def _show_life(seat: RankSeat, board: BoardWriter) -> None:
 def _one_line(error: BaseException) -> str:
     first, *_ = str(error).splitlines() or [""]
     return _shortened(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+
+
+def _names(kind: type[BaseException]) -> tuple[str, ...]:
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -24,7 +24,25 @@ export type ExitReason =
   | "node_lost"
   | "launch_failed"
   | "checkpoint_failed"
-  | "restarts_exhausted";
+  | "restarts_exhausted"
+  | "hang"
+  | "nan";
+
+export type FailureClass =
+  | "crash"
+  | "out_of_memory"
+  | "frozen"
+  | "gil_held"
+  | "collective_mismatch"
+  | "data_stall"
+  | "nan"
+  | "node_lost"
+  | "killed_by_operator"
+  | "user_error"
+  | "hang"
+  | "launch_failed"
+  | "checkpoint_failed"
+  | "none";
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
@@ -218,6 +236,27 @@ export interface RankView {
 export interface RankList {
   attempt: number;
   items: RankView[];
+}
+
+export interface RankStacks {
+  rank: number;
+  fence: number;
+  node_id: string;
+  text: string;
+}
+
+export interface DiagnosisView {
+  job_id: string;
+  attempt: number;
+  at: string;
+  live: boolean;
+  verdict: FailureClass;
+  rank: number | null;
+  node_id: string | null;
+  summary: string;
+  evidence: string[];
+  advice: string;
+  stacks: RankStacks[];
 }
 
 export interface EventView {
