@@ -126,6 +126,13 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class JobPurged(_GangFact):
+    """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
+
+    kind: Literal["job_purged"] = "job_purged"
+    error: str | None = None
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -176,9 +183,12 @@ class GangEnded(_GangFact):
     ``hang`` is what was found before the gang was killed because it made no progress.
     ``oom_kills`` is how many processes the kernel killed for want of memory in the agent's control
     group while the gang lived.
+    ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
+    clock; None if the agent did not see it.
     """
 
     kind: Literal["gang_ended"] = "gang_ended"
+    first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
     hang: Findings | None = None
@@ -196,6 +206,7 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | JobPurged
     | Evaluated
     | GangDiagnosed
     | GangEnded,

@@ -1,5 +1,6 @@
 """One numbered try of a job: its gang on its nodes, and how it ended."""
 
+from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.facts import RankExit
 from services.contract.messages.findings import Findings
@@ -51,11 +52,13 @@ class Attempt(Record):
     life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
     ``farewell``: because its agent was stopped in an orderly way. ``hang`` is what a node found
     before it killed ranks that made no progress; ``oom_kills`` counts the kernel's kills for want
-    of memory.
+    of memory. ``failed_ms``: when the first rank exited, or a lost node was last heard of, where
+    that is known.
     """
 
     fence: int
     world_size: int
+    mesh: MeshPlan | None = None
     incarnations: dict[NodeId, str]
     resumed_from: CheckpointId | None = None
     resumed_step: int = 0
@@ -73,6 +76,7 @@ class Attempt(Record):
     hung_node: NodeId | None = None
     oom_kills: int = 0
     diagnosis: Diagnosis | None = None
+    failed_ms: int | None = None
     ended_ms: int | None = None
     exit_reason: ExitReason | None = None
     failure: Failure | None = None

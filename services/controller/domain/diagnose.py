@@ -38,6 +38,16 @@ _STOPPED: Final = frozenset("Tt")
 _ASLEEP_IN_THE_KERNEL: Final = "D"
 _BY_HAND: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
+_ENDS_AS_ASKED: Final = frozenset(
+    {
+        ExitReason.COMPLETED,
+        ExitReason.PAUSED,
+        ExitReason.CANCELLED,
+        ExitReason.PREEMPTED,
+        ExitReason.NODE_DRAINED,
+    }
+)
+
 _ADVICE: Final = {
     FailureClass.CRASH: "Read the rank's log and stacks: native code crashed, or the process left "
     "by itself. If it happens again, run the same step with one rank under a debugger.",
@@ -74,7 +84,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         reason: Why it ended.
         failure: The first rank to fail, if any did.
     """
-    if reason in {ExitReason.COMPLETED, ExitReason.PAUSED, ExitReason.CANCELLED}:
+    if reason in _ENDS_AS_ASKED:
         return None
     if reason == ExitReason.KILLED:
         return _diagnosis(

@@ -84,6 +84,7 @@ class GangRuntime:
         self._ended_at: float | None = None
         self._looking: set[asyncio.Task[None]] = set()
         self._oom_kills_before = oom_kills()
+        self._first_exit_at: float | None = None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -107,6 +108,8 @@ class GangRuntime:
 
     def reaped(self, pid: int, exit_code: int | None, ended_by: int | None) -> None:
         """One of the processes is dead."""
+        if self._first_exit_at is None:
+            self._first_exit_at = time.monotonic()
         for rank in self._state.ranks.values():
             if rank.pid == pid:
                 # What it said before it died counts before its death.
@@ -192,6 +195,7 @@ class GangRuntime:
     def end(self) -> GangEnded:
         """How the gang ended."""
         seen = self._telemetry.last_seen()
+        first = self._first_exit_at
         return GangEnded(
             job_id=self.job_id,
             fence=self.fence,
@@ -200,6 +204,7 @@ class GangRuntime:
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
             oom_kills=max(oom_kills() - self._oom_kills_before, 0),
+            first_exit_s=None if first is None else time.monotonic() - first,
         )
 
     def conclude(self, end: GangEnded) -> None:

@@ -25,6 +25,8 @@ export type ExitReason =
   | "launch_failed"
   | "checkpoint_failed"
   | "restarts_exhausted"
+  | "preempted"
+  | "node_drained"
   | "hang"
   | "nan";
 
@@ -78,6 +80,7 @@ export interface FailureView {
 export interface AttemptView {
   fence: number;
   world_size: number;
+  mesh: MeshPlan | null;
   node_ids: string[];
   resumed_from: string | null;
   started_at: string;
@@ -88,6 +91,9 @@ export interface AttemptView {
   lost_steps: number | null;
   exit_reason: ExitReason | null;
   failure: FailureView | null;
+  time_to_detect_s: number | null;
+  time_to_restart_s: number | null;
+  time_to_first_step_s: number | null;
 }
 
 export interface Factory {
@@ -182,6 +188,12 @@ export interface GangPlan {
   ranks: RankPlacement[];
 }
 
+export interface CloneOrigin {
+  job_id: string;
+  checkpoint_id: string | null;
+  step: number;
+}
+
 export interface JobView {
   id: string;
   name: string;
@@ -195,6 +207,8 @@ export interface JobView {
   restarts: number;
   plan: GangPlan | null;
   latest_checkpoint: string | null;
+  cloned_from: CloneOrigin | null;
+  revision: number;
   priority: number;
   labels: Record<string, string>;
   owner: string;
