@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from services.contract.states import RankPhase
 
@@ -43,6 +43,11 @@ _RING_LENGTH: Final = 256
 _ARRIVALS: Final = 20_480
 ARRIVALS_KEPT: Final = 192
 _NO_UNIT: Final = -1
+# Places of a record's fields, its sequence number being the first.
+_PHASE: Final = 2
+_UNIT: Final = 3
+_STORED: Final = 6
+_COUNTERS: Final = 10
 
 _HEADER: Final = struct.Struct("<QQ")
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqddd" + "qq" * MAX_GROUPS)
@@ -96,8 +101,8 @@ class BoardWriter:
 
     def __init__(self, memory: mmap.mmap, fence: int) -> None:
         self._memory = memory
-        self._sequence = 0
-        self._snapshot = BoardSnapshot(fence=fence)
+        # In the order in which they are packed: this is called hundreds of times a step.
+        self._fields: list[int | float] = [0, *_packed(BoardSnapshot(fence=fence))]
 
     @classmethod
     def create(cls, path: Path, fence: int) -> Self:
@@ -111,30 +116,33 @@ class BoardWriter:
     @property
     def snapshot(self) -> BoardSnapshot:
         """What was stored last."""
-        return self._snapshot
+        return _snapshot(self._fields)
 
     def store(self, snapshot: BoardSnapshot) -> None:
         """Publish ``snapshot``."""
-        self._snapshot = snapshot
-        self._sequence += 1
-        offset = _SLOTS[self._sequence % 2]
-        counters = [
-            n for pair in zip(snapshot.issued, snapshot.completed, strict=True) for n in pair
-        ]
-        record = _SNAPSHOT.pack(
-            self._sequence,
-            snapshot.fence,
-            snapshot.phase,
-            _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
-            snapshot.step,
-            snapshot.memory_bytes,
-            snapshot.stored_ns,
-            snapshot.loss,
-            snapshot.tokens_per_s,
-            snapshot.step_time_s,
-            *counters,
-        )
-        _store(self._memory, offset, record)
+        self._fields[1:] = _packed(snapshot)
+        self._publish()
+
+    def show(self, phase: int, unit_index: int | None, now_ns: int) -> None:
+        """Publish another phase and unit."""
+        fields = self._fields
+        fields[_PHASE] = phase
+        fields[_UNIT] = _NO_UNIT if unit_index is None else unit_index
+        fields[_STORED] = now_ns
+        self._publish()
+
+    def issue(self, place: int, sequence: int, now_ns: int) -> None:
+        """Publish that collective ``sequence`` of the group at ``place`` was issued, and when."""
+        self.arrive(place, sequence, now_ns)
+        self._fields[_COUNTERS + 2 * place] = sequence
+        self._fields[_STORED] = now_ns
+        self._publish()
+
+    def complete(self, place: int, sequence: int, now_ns: int) -> None:
+        """Publish that collective ``sequence`` of the group at ``place`` was waited for."""
+        self._fields[_COUNTERS + 2 * place + 1] = sequence
+        self._fields[_STORED] = now_ns
+        self._publish()
 
     def arrive(self, place: int, sequence: int, now_ns: int) -> None:
         """Keep when collective ``sequence`` of the group at ``place`` was issued."""
@@ -160,7 +168,7 @@ class BoardWriter:
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
             replace(
-                self._snapshot,
+                self.snapshot,
                 step=step.step,
                 loss=step.loss,
                 tokens_per_s=step.tokens_per_s,
@@ -169,6 +177,12 @@ class BoardWriter:
                 stored_ns=now_ns,
             )
         )
+
+    def _publish(self) -> None:
+        fields = self._fields
+        fields[0] += 1
+        offset = _SLOTS[int(fields[0]) % 2]
+        _store(self._memory, offset, _SNAPSHOT.pack(*fields))
 
 
 class BoardReader:
@@ -194,7 +208,7 @@ class BoardReader:
 
     def read(self) -> BoardSnapshot | None:
         """The newest whole snapshot; None before the first."""
-        best: tuple[int, ...] | None = None
+        best: tuple[Any, ...] | None = None
         for offset in _SLOTS:
             record = _load(self._memory, offset, _SNAPSHOT.size)
             if record is not None:
@@ -234,7 +248,24 @@ class BoardReader:
         self._memory.close()
 
 
-def _snapshot(fields: tuple[int, ...]) -> BoardSnapshot:
+def _packed(snapshot: BoardSnapshot) -> list[int | float]:
+    """The fields behind the sequence number, in their order in a record."""
+    counters = [n for pair in zip(snapshot.issued, snapshot.completed, strict=True) for n in pair]
+    return [
+        snapshot.fence,
+        int(snapshot.phase),
+        _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
+        snapshot.step,
+        snapshot.memory_bytes,
+        snapshot.stored_ns,
+        snapshot.loss,
+        snapshot.tokens_per_s,
+        snapshot.step_time_s,
+        *counters,
+    ]
+
+
+def _snapshot(fields: Sequence[Any]) -> BoardSnapshot:
     _, fence, phase, unit, step, memory, stored, loss, tokens, step_time, *counters = fields
     return BoardSnapshot(
         fence=fence,
