@@ -31,6 +31,7 @@ from services.contract.views import (
     AttemptList,
     CheckpointList,
     CheckpointView,
+    DiagnosisView,
     EventPage,
     Health,
     JobPage,
@@ -157,6 +158,14 @@ class Client:
     def ranks(self, job_id: str) -> RankList:
         """The ranks of its newest attempt."""
         return self._get(f"/v1/jobs/{job_id}/ranks", RankList)
+
+    def diagnose(self, job_id: str) -> None:
+        """Have its running ranks looked into."""
+        self._act(job_id, "diagnose", None)
+
+    def diagnosis(self, job_id: str) -> DiagnosisView:
+        """The verdict on its newest attempt that failed or was looked into."""
+        return self._get(f"/v1/jobs/{job_id}/diagnosis", DiagnosisView)
 
     def attempts(self, job_id: str) -> AttemptList:
         """Its tries."""

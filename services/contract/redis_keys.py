@@ -10,6 +10,7 @@
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
+| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
@@ -73,6 +74,11 @@ def job_steps(job_id: str) -> str:
 def job_logs(job_id: str) -> str:
     """The ranks' output."""
     return f"ml:job:{job_id}:logs"
+
+
+def job_stacks(job_id: str) -> str:
+    """The Python stacks that each rank was last found in."""
+    return f"ml:job:{job_id}:stacks"
 
 
 def job_checkpoints(job_id: str) -> str:

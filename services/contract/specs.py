@@ -91,7 +91,13 @@ class CheckpointSpec(_Spec):
 
 
 class FaultSpec(_Spec):
-    """What to do when something breaks."""
+    """What to do when something breaks.
+
+    ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
+    and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
+    ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
+    three usual steps, whichever is longer.
+    """
 
     max_restarts: int = Field(default=3, ge=0, le=_MOST)
     on_nan: Literal["stop", "rollback"] = "stop"

@@ -71,7 +71,6 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         optimizer={"factory": "decoder"},
         schedule={"factory": "lion"},
         train={"steps": 1, "precision": {"params": "fp16", "reduce": "fp16"}},
-        faults={"on_nan": "rollback", "hang_timeout_s": 3},
         plan={"mesh": {"dp_shard": 2, "colour": 1}, "param_dtype": "fp16"},
     )
     answer = quiet_house.client.post("/v1/jobs", json=body)
@@ -86,8 +85,6 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         "/train/precision/params",
         "/train/precision/reduce",
         "/plan/param_dtype",
-        "/faults/on_nan",
-        "/faults/hang_timeout_s",
     }
     assert set(codes.values()) == {"not_supported_yet"}
     assert "choose one of adamw, sgd" in faults(answer)["/optimizer/factory"]

@@ -155,7 +155,9 @@ def test_a_loss_that_is_no_number_ends_the_run_at_its_step(ranks: Ranks, spec: S
     assert attempt.ended() == [1, 1]
     for rank in (0, 1):
         (failure,) = attempt.of_kind(rank, RankFailed)
-        assert failure.error == "NonFiniteLossError: the loss of step 1 is nan"
+        assert failure.error == (
+            "NonFiniteLossError: the loss of step 1 is nan; of this rank's share it is nan"
+        )
 
 
 def test_a_model_may_compute_its_own_loss(ranks: Ranks, spec: Spec) -> None:

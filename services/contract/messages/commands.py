@@ -44,6 +44,12 @@ class TakeCheckpoint(OfAttempt):
     kind: Literal["take_checkpoint"] = "take_checkpoint"
 
 
+class DiagnoseGang(OfAttempt):
+    """Look into all ranks of the attempt on this node and tell; they go on."""
+
+    kind: Literal["diagnose_gang"] = "diagnose_gang"
+
+
 class CommitCheckpoint(OfAttempt):
     """Every rank has voted: link this manifest into the commit chain."""
 
@@ -68,7 +74,13 @@ class PurgeJob(OfAttempt):
 
 
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint | PurgeJob,
+    LaunchGang
+    | StopGang
+    | TakeCheckpoint
+    | DiagnoseGang
+    | CommitCheckpoint
+    | RetireCheckpoint
+    | PurgeJob,
     Field(discriminator="kind"),
 ]
 

@@ -78,10 +78,14 @@ class RankEvaluated(Message):
 
 
 class RankFailed(Message):
-    """Rank to agent: an exception ends this rank."""
+    """Rank to agent: an exception ends this rank.
+
+    ``error_types`` are the qualified names of its class and of those that it inherits from.
+    """
 
     kind: Literal["rank_failed"] = "rank_failed"
     error: str
+    error_types: tuple[str, ...] = ()
     traceback: str
     step: int
 

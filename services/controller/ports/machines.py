@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.domain.node import Drain, Lease, Node
 
 
@@ -93,6 +93,14 @@ class Telemetry(Protocol):
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """All step records that are kept, as they came."""
+        ...
+
+    async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
+        """Keep what ranks were found in, in place of what they were found in before."""
+        ...
+
+    async def stacks(self, job_id: str) -> list[RankStacks]:
+        """What ranks were last found in, by rank."""
         ...
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:

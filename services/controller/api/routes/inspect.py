@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from services.contract.views import (
     CheckpointList,
     CheckpointView,
+    DiagnosisView,
     JobView,
     MetricsView,
     NodeList,
@@ -17,7 +18,7 @@ from services.contract.views import (
 )
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
-from services.controller.domain.events import CheckpointAsked
+from services.controller.domain.events import CheckpointAsked, DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
 from services.controller.use_cases.jobs import change_course
 
@@ -34,6 +35,19 @@ async def list_ranks(job_id: str, request: Request, ports: WithPorts) -> Respons
 async def get_rank(job_id: str, rank: int, request: Request, ports: WithPorts) -> Response:
     """One rank."""
     return answer(request, await use_cases.get_rank(ports, job_id, rank))
+
+
+@router.post("/jobs/{job_id}/diagnose", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+async def diagnose(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
+    """Look into the running ranks; they go on. `GET …/diagnosis` tells, a second or two later."""
+    view = await change_course(ports, job_id, DiagnosisAsked(), actor)
+    return answer(request, view, status=HTTPStatus.ACCEPTED)
+
+
+@router.get("/jobs/{job_id}/diagnosis", response_model=DiagnosisView)
+async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Response:
+    """The verdict on the newest attempt that failed or was looked into, and its ranks' stacks."""
+    return answer(request, await use_cases.get_diagnosis(ports, job_id))
 
 
 @router.get("/jobs/{job_id}/metrics", response_model=MetricsView)
