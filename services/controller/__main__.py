@@ -22,6 +22,7 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.domain.rate import Rate
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
@@ -112,7 +113,11 @@ def _die_with_the_leader(leading: "asyncio.Task[None]") -> None:
 
 def _policy(settings: Settings) -> AccessPolicy:
     token = None if settings.token is None else settings.token.get_secret_value()
-    return AccessPolicy(token=token, loopback_only=token is None)
+    return AccessPolicy(
+        token=token,
+        names=settings.allowed_hosts,
+        rate=Rate(settings.rate_per_s, settings.rate_burst),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,10 +1,10 @@
 """The controller's settings: the one place in it that reads the environment."""
 
 import ipaddress
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class Settings(BaseSettings):
@@ -12,7 +12,9 @@ class Settings(BaseSettings):
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
     than this machine can reach wants a token from them. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis.
+    logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
+    (separated by commas) under which the controller is served beside those of loopback. Every
+    token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -21,6 +23,9 @@ class Settings(BaseSettings):
     port: int = Field(default=8400, ge=0, le=65_535)
     redis_url: str
     token: SecretStr | None = None
+    allowed_hosts: Annotated[frozenset[str], NoDecode] = frozenset()
+    rate_per_s: float = Field(default=100, gt=0, le=1e6)
+    rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
     max_streams: int = Field(default=64, ge=1, le=10_000)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -33,6 +38,13 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return frozenset(name.strip().lower() for name in value.split(",") if name.strip())
 
     @model_validator(mode="after")
     def _strangers_need_a_token(self) -> Self:

@@ -114,12 +114,12 @@ async def _event() -> asyncio.Event:
 
 @pytest.fixture
 def house(redis_url: str) -> Iterator[House]:
-    with open_house(redis_url, AccessPolicy(loopback_only=True)) as opened:
+    with open_house(redis_url, AccessPolicy()) as opened:
         yield opened
 
 
 @pytest.fixture
 def quiet_house(redis_url: str) -> Iterator[House]:
     """A controller that does not lead: jobs stay as they were submitted."""
-    with open_house(redis_url, AccessPolicy(loopback_only=True), leads=False) as opened:
+    with open_house(redis_url, AccessPolicy(), leads=False) as opened:
         yield opened

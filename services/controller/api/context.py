@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.domain.token import Principal
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 
@@ -38,10 +39,16 @@ def _ports(request: Request) -> Ports:
     return _context(request).ports
 
 
+def _principal(request: Request) -> Principal:
+    asks: Principal = request.state.principal
+    return asks
+
+
 def _actor(request: Request) -> Actor:
-    return Actor("user", request.state.request_id)
+    return Actor(_principal(request).subject, request.state.request_id)
 
 
 WithContext = Annotated[Context, Depends(_context)]
 WithPorts = Annotated[Ports, Depends(_ports)]
+WithPrincipal = Annotated[Principal, Depends(_principal)]
 WithActor = Annotated[Actor, Depends(_actor)]

@@ -22,6 +22,8 @@ _CODES: Final[Mapping[int, str]] = {
     HTTPStatus.NOT_FOUND: "not_found",
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "unsupported_media_type",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limited",
     HTTPStatus.MISDIRECTED_REQUEST: "misdirected_request",
 }
 _MALFORMED: Final = "json_invalid"
@@ -70,6 +72,11 @@ def install(app: FastAPI) -> None:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, MeshloomError)  # noqa: S101 registered for this type
+    return refusal(error, request.scope)
+
+
+def refusal(error: MeshloomError, scope: Mapping[str, Any]) -> Response:
+    """A typed error as its answer."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return problem_response(
         error.status,
@@ -77,7 +84,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         code=error.code,
         faults=error.faults,
         headers=headers,
-        scope=request.scope,
+        scope=scope,
     )
 
 

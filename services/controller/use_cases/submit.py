@@ -47,6 +47,7 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
+        owner=actor.name,
         reason=_reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,

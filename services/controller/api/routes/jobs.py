@@ -15,6 +15,7 @@ from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.pointers import pointer_of
+from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.events import CancelAsked, KillAsked, PauseAsked, ResumeAsked
 from services.controller.ports.jobs import Claim
@@ -40,6 +41,7 @@ IdempotencyKey = Annotated[
     status_code=HTTPStatus.CREATED,
     response_model=JobView,
     responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    dependencies=[SUBMITS],
 )
 async def submit(
     spec: JobSpec,
@@ -59,7 +61,7 @@ async def submit(
     return answer(request, view, status=HTTPStatus.CREATED, headers=location)
 
 
-@router.get("", response_model=JobPage)
+@router.get("", response_model=JobPage, dependencies=[READS])
 async def list_jobs(  # noqa: PLR0913 one parameter a filter
     request: Request,
     ports: WithPorts,
@@ -76,19 +78,24 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-@router.get("/{job_id}", response_model=JobView)
+@router.get("/{job_id}", response_model=JobView, dependencies=[READS])
 async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
     """One job: where it stands and why, how far it is."""
     return answer(request, await use_cases.get_job(ports, job_id))
 
 
-@router.delete("/{job_id}", status_code=HTTPStatus.NO_CONTENT)
+@router.delete("/{job_id}", status_code=HTTPStatus.NO_CONTENT, dependencies=[OWNS_JOB])
 async def delete_job(job_id: str, ports: WithPorts) -> None:
     """Forget a job that has ended. Its checkpoints stay in storage."""
     await use_cases.delete_job(ports, job_id)
 
 
-@router.post("/{job_id}/pause", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/pause",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def pause(
     job_id: str,
     request: Request,
@@ -102,7 +109,12 @@ async def pause(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/resume", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/resume",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def resume(
     job_id: str,
     request: Request,
@@ -116,7 +128,12 @@ async def resume(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/cancel", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/cancel",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def cancel(
     job_id: str,
     request: Request,
@@ -130,14 +147,19 @@ async def cancel(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/kill", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/kill",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def kill(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
     """Stop for good, at once, without a checkpoint."""
     view = await use_cases.change_course(ports, job_id, KillAsked(), actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.get("/{job_id}/attempts", response_model=AttemptList)
+@router.get("/{job_id}/attempts", response_model=AttemptList, dependencies=[READS])
 async def list_attempts(job_id: str, request: Request, ports: WithPorts) -> Response:
     """A job's tries, oldest first, and how each ended."""
     return answer(request, await use_cases.list_attempts(ports, job_id))
