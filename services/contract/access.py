@@ -50,9 +50,7 @@ class TokenRequest(_View):
 
     subject: Subject
     scope: Scope
-    label: Annotated[
-        str, StringConstraints(max_length=200, pattern=r"^[^\x00-\x1f]*$")
-    ] = ""
+    label: Annotated[str, StringConstraints(max_length=200, pattern=r"^[^\x00-\x1f]*$")] = ""
     expires_in_s: Annotated[int, Field(ge=1, le=_TEN_YEARS_S)] | None = None
 
     @field_validator("subject")

@@ -83,7 +83,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
         slots = StreamSlots(settings.max_streams)
-        context = Context(ports, Monitor(), stopping, lambda: leader.epoch, slots)
+        context = Context(
+            ports, Monitor(), stopping, lambda: leader.epoch, settings.entry_points, slots
+        )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
             log_config=None,

@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from services.contract.entry_points import EntryPoints, entry_points
+
 
 class Settings(BaseSettings):
     """Read from variables that begin with ``MESHLOOM_``.
@@ -14,7 +16,9 @@ class Settings(BaseSettings):
     than this machine can reach wants a token from them. ``max_streams`` bounds how many may follow
     logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
     (separated by commas) under which the controller is served beside those of loopback. Every
-    token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once.
+    token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
+    are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
+    on loopback without a token, and none otherwise.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -26,6 +30,7 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[frozenset[str], NoDecode] = frozenset()
     rate_per_s: float = Field(default=100, gt=0, le=1e6)
     rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
+    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     max_streams: int = Field(default=64, ge=1, le=10_000)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -38,6 +43,16 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def entry_points(self) -> EntryPoints:
+        """Which entry points jobs may name."""
+        return entry_points(self.factory_prefixes, otherwise_any=self.token is None)
+
+    @field_validator("factory_prefixes", mode="before")
+    @classmethod
+    def _split_prefixes(cls, value: object) -> object:
+        return tuple(value.split(",")) if isinstance(value, str) else value
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

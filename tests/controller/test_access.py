@@ -10,10 +10,12 @@ from httpx2 import Response
 
 from services.contract import redis_keys as keys
 from services.contract.access import Scope
+from services.contract.entry_points import EntryPoints
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped
 from services.controller.domain.rate import Bucket, Rate, take
+from services.controller.settings import Settings
 from tests.controller.conftest import House, job_body, open_house
 
 pytestmark = pytest.mark.redis
@@ -365,3 +367,49 @@ def test_who_is_refused_for_ever_does_not_wash_the_trail_away(guarded: House) ->
         assert guarded.client.get("/v1/jobs").status_code == 401
     refused = [entry for entry in guarded.redis.xrange(keys.AUDIT) if '"status":401' in str(entry)]  # type: ignore[union-attr] # sync
     assert 200 <= len(refused) < 260
+
+
+# --- what specs may say -------------------------------------------------------------------------
+
+
+def test_entry_points_that_are_not_listed_are_refused_with_the_place(redis_url: str) -> None:
+    listed = EntryPoints(("models",))
+    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=listed) as house:
+        good = job_body(model={"factory": "models.net:Tiny"})
+        assert house.client.post("/v1/jobs", json=good).status_code == 201
+        bad = job_body(model={"factory": "os:system"}, optimizer={"factory": "modelsx:f"})
+        answer = house.client.post("/v1/jobs", json=bad)
+        assert answer.status_code == 422
+        found = {fault["pointer"]: fault["code"] for fault in answer.json()["errors"]}
+        assert found == dict.fromkeys(
+            ("/model/factory", "/optimizer/factory"), "factory_not_allowed"
+        )
+        assert "MESHLOOM_FACTORY_PREFIXES" in answer.json()["detail"]
+
+
+def test_with_tokens_nothing_but_built_ins_is_allowed_unless_listed() -> None:
+    def allowed(**fields: object) -> bool:
+        settings = Settings.model_validate({"redis_url": "redis://x", **fields})
+        return settings.entry_points.allows("models:Tiny")
+
+    assert allowed()
+    assert not allowed(token="x" * 32)
+    assert allowed(token="x" * 32, factory_prefixes="other, models")
+    assert not allowed(factory_prefixes="")
+
+
+def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) -> None:
+    literal = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": "hf_abcdefgh"}})
+    answer = quiet_house.client.post("/v1/jobs", json=literal)
+    assert answer.status_code == 422
+    (fault,) = answer.json()["errors"]
+    assert (fault["pointer"], fault["code"]) == ("/data/args/hf_token", "credential_written_out")
+    assert "MESHLOOM_SECRETS_DIR" in fault["detail"]
+    assert "hf_abcdefgh" not in answer.text
+    named = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": {"secret": "HUB"}}})
+    assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201
+
+
+def test_a_spec_that_is_too_large_is_refused(quiet_house: House) -> None:
+    answer = quiet_house.client.post("/v1/jobs", json=job_body(plan={"x": "y" * 70_000}))
+    assert refusal(answer) == (413, "spec_too_large")

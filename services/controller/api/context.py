@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from services.contract.entry_points import EntryPoints
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.domain.token import Principal
@@ -20,13 +21,14 @@ class Context:
 
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
-    open at a time.
+    open at a time. ``entry_points`` are those that jobs may name.
     """
 
     ports: Ports
     monitor: Monitor
     stopping: asyncio.Event
     epoch: Callable[[], int | None]
+    entry_points: EntryPoints = field(default_factory=EntryPoints)
     streams: StreamSlots = field(default_factory=StreamSlots)
 
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
-from services.contract.specs import JobSpec
+from services.contract.specs import TOO_LARGE, JobSpec
 from services.controller.api.pointers import faults_of
 from services.controller.domain.errors import MeshloomError
 
@@ -103,10 +103,11 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     faults = faults_of(errors, error.body)
     if request.url.path.endswith("/jobs"):
         faults += _hidden_faults(error.body, faults)
+    is_large = any(fault.code == TOO_LARGE for fault in faults)
     return problem_response(
-        HTTPStatus.UNPROCESSABLE_ENTITY,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else HTTPStatus.UNPROCESSABLE_ENTITY,
         "; ".join(f"{fault.pointer or '(request)'}: {fault.detail}" for fault in faults),
-        code="invalid_request",
+        code=TOO_LARGE if is_large else "invalid_request",
         faults=faults,
         scope=request.scope,
     )

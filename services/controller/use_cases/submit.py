@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_job_id
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
@@ -11,6 +12,7 @@ from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job
 from services.controller.domain.placement import Never, NotNow, Seated, place, stand
+from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
@@ -28,7 +30,9 @@ class Submission:
     dry_run: bool = False
 
 
-async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
+async def submit(
+    ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints
+) -> JobView:
     """Queue a job; the same claim again answers the same job.
 
     With ``dry_run`` nothing is kept; the answer shows the plan that would be run now.
@@ -42,7 +46,7 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
         if earlier is not None:
             return job_view(earlier.job, (), {})
     spec = submission.spec
-    outcome = await _foresee(ports, spec)
+    outcome = await _foresee(ports, spec, allowed)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
@@ -59,9 +63,9 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
     return job_view(stored.job, (), {})
 
 
-async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
+async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
-    faults = unsupported(spec)
+    faults = against_the_rules(spec, allowed) + unsupported(spec)
     try:
         planner.shard(spec)
     except InvalidRequestError as error:

@@ -74,7 +74,7 @@ class Agent:
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
         self._warm = WarmKeeper(
-            rank_environment(settings.user_path, mark),
+            rank_environment(settings, mark),
             settings.trainer,
             folder,
         )
@@ -82,7 +82,7 @@ class Agent:
             node_id,
             folder,
             Storage(settings.checkpoint_root, node_id),
-            Launcher(node_id, settings.checkpoint_root, self._warm),
+            Launcher(node_id, settings.checkpoint_root, self._warm, settings.admission),
             self._outbox.tell,
         )
         self._session = Session(

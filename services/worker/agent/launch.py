@@ -13,6 +13,7 @@ import psutil
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import RankPlacement
+from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.processes import kill_group
 from services.worker.agent.warm_keeper import WarmKeeper
@@ -41,9 +42,13 @@ class Launcher:
         node_id: This node.
         storage_root: Where ranks keep checkpoints.
         warm: What forks.
+        admission: What jobs may have here.
     """
 
-    def __init__(self, node_id: str, storage_root: Path, warm: WarmKeeper) -> None:
+    def __init__(
+        self, node_id: str, storage_root: Path, warm: WarmKeeper, admission: Admission
+    ) -> None:
+        self._admission = admission
         self._node_id = node_id
         self._storage_root = storage_root
         self._warm = warm
@@ -57,7 +62,10 @@ class Launcher:
         """
         placements = self._placements_here(command)
         try:
+            secrets = self._admission.admit(command.spec)
             warm = await self._warm.ready()
+        except NotAdmittedError as error:
+            raise LaunchError(str(error)) from error
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
         if not folder.open(placements):
@@ -65,7 +73,9 @@ class Launcher:
         with socket.create_server((_LOOPBACK, 0)) as listening:
             port = listening.getsockname()[1]
             seats = {
-                placement.rank: self._seat(command, placement, folder, port, len(placements))
+                placement.rank: self._seat(
+                    command, placement, folder, port, len(placements)
+                ).model_copy(update={"secrets": secrets})
                 for placement in placements
             }
             return await _fork_all(warm, seats, listening)
@@ -100,6 +110,7 @@ class Launcher:
             log_folder=str(folder.path),
             store_host=_LOOPBACK,
             store_port=port,
+            data_roots=tuple(map(str, self._admission.data_roots)),
             threads=max(1, (psutil.cpu_count() or 1) // count),
         )
 

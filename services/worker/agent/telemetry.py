@@ -17,6 +17,7 @@ from services.contract.rank_channel import BoardReader, BoardSnapshot, BoardStep
 from services.contract.states import RankPhase
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.log_tail import LogTail
+from services.worker.agent.mask import Mask
 from services.worker.agent.verdict import LastSeen
 
 STEPS_PER_BEAT: Final = 2_000
@@ -60,8 +61,8 @@ class GangTelemetry:
         self._folder = folder
         self._readers: dict[int, BoardReader] = {}
         self._tails = {
-            (rank, stream): LogTail(folder.log(rank, stream))
-            for rank in seats
+            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
+            for rank, seat in seats.items()
             for stream in _STREAMS
         }
         self._seen: dict[int, BoardSnapshot] = {}

@@ -13,7 +13,7 @@ from services.contract.specs import JobSpec
 from services.contract.states import JobState
 from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts
 from services.controller.api.pointers import pointer_of
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
@@ -46,7 +46,7 @@ IdempotencyKey = Annotated[
 async def submit(
     spec: JobSpec,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     actor: WithActor,
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
@@ -54,7 +54,9 @@ async def submit(
     """Submit a job. What can never run is refused, with every fault at once."""
     _refuse_unspeakable(spec)
     claim = None if idempotency_key is None else Claim(idempotency_key, _digest(spec))
-    view = await submit_job(ports, Submission(spec, claim, dry_run=dry_run), actor)
+    view = await submit_job(
+        context.ports, Submission(spec, claim, dry_run=dry_run), actor, context.entry_points
+    )
     if dry_run:
         return answer(request, view)
     location = {"Location": f"/v1/jobs/{view.id}"}
