@@ -79,7 +79,7 @@ async def _serve_until_signalled(settings: Settings, listener: socket.socket) ->
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
-    async with redis_ports(settings.redis_url, settings.max_streams) as ports:
+    async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
         slots = StreamSlots(settings.max_streams)

@@ -1,12 +1,16 @@
 """The controller's settings: the one place in it that reads the environment."""
 
 import ipaddress
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.entry_points import EntryPoints, entry_points
+from services.contract.redis_address import redis_address
+
+MIN_PASSWORD_CHARACTERS: Final = 16
 
 
 class Settings(BaseSettings):
@@ -18,7 +22,8 @@ class Settings(BaseSettings):
     (separated by commas) under which the controller is served beside those of loopback. Every
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
     are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
-    on loopback without a token, and none otherwise.
+    on loopback without a token, and none otherwise. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
+    files for a ``redis_url`` that begins with ``rediss://``.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -26,6 +31,9 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8400, ge=0, le=65_535)
     redis_url: str
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     token: SecretStr | None = None
     allowed_hosts: Annotated[frozenset[str], NoDecode] = frozenset()
     rate_per_s: float = Field(default=100, gt=0, le=1e6)
@@ -43,6 +51,18 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def redis_address(self) -> str:
+        """The URL of Redis, with the files of TLS in it."""
+        return redis_address(
+            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+        )
+
+    @model_validator(mode="after")
+    def _redis_can_be_trusted(self) -> Self:
+        _ = self.redis_address  # it says itself what is wrong
+        return self
 
     @property
     def entry_points(self) -> EntryPoints:
@@ -71,3 +91,12 @@ class Settings(BaseSettings):
                 "set MESHLOOM_TOKEN, or take 127.0.0.1"
             )
         return self
+
+
+class AclSettings(BaseSettings):
+    """The passwords of Redis's users, for the file that ``services.controller.acl`` prints."""
+
+    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
+
+    redis_controller_password: SecretStr = Field(min_length=MIN_PASSWORD_CHARACTERS)
+    redis_agent_password: SecretStr | None = None

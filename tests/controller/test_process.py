@@ -52,10 +52,10 @@ class Controller:
 
 
 @contextlib.contextmanager
-def started(redis_url: str) -> Iterator[Controller]:
+def started(redis_url: str, **settings: str) -> Iterator[Controller]:
     """A controller on any free port, until the block ends."""
     process = subprocess.Popen(
-        COMMAND, env=environment(redis_url, port="0"), stderr=subprocess.PIPE, text=True
+        COMMAND, env=environment(redis_url, port="0", **settings), stderr=subprocess.PIPE, text=True
     )
     lines: list[dict[str, object]] = []
 

@@ -131,6 +131,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that is no text
+        return problem_response(
+            error.status_code,
+            "the body is not JSON: it is not in UTF-8",
+            code="malformed_json",
+            scope=request.scope,
+        )
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(sorted(_methods_of(request)))
     return problem_response(

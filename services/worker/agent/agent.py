@@ -41,8 +41,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         async with (
-            writing_client(settings.redis_url) as writing,
-            waiting_client(settings.redis_url) as waiting,
+            writing_client(settings.redis_address) as writing,
+            waiting_client(settings.redis_address) as waiting,
         ):
             agent = Agent(settings, folder, inventory, writing, waiting)
             try:

@@ -4,13 +4,14 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.entry_points import entry_points
 from services.contract.ids import NodeId
+from services.contract.redis_address import redis_address
 from services.worker.agent.admission import Admission
 from services.worker.agent.processes import NODE_MARK
 
@@ -46,6 +47,7 @@ class AgentSettings(BaseSettings):
     ``home`` holds the node's files (logs of ranks, records of attempts). ``checkpoint_root`` is
     the storage of all jobs' checkpoints, shared by all nodes. ``cpu_slots`` is how many CPU ranks
     the node takes at a time. ``user_path`` (separated like PATH) is where user models are found.
+    ``redis_ca``, ``redis_cert`` and ``redis_key`` are files for a ``redis_url`` of ``rediss://``.
     ``factory_prefixes`` (by commas) are the entry points that jobs may name; unset, all that can be
     imported. ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
     (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
@@ -55,6 +57,9 @@ class AgentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
 
     redis_url: str
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     node_id: NodeId = Field(default_factory=_node_id_of_this_host)
     home: Path = Path(".meshloom")
     checkpoint_root: Path = Path()
@@ -77,6 +82,18 @@ class AgentSettings(BaseSettings):
         if value == Path():
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
+
+    @property
+    def redis_address(self) -> str:
+        """The URL of Redis, with the files of TLS in it."""
+        return redis_address(
+            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+        )
+
+    @model_validator(mode="after")
+    def _redis_can_be_trusted(self) -> Self:
+        _ = self.redis_address  # it says itself what is wrong
+        return self
 
     @property
     def admission(self) -> Admission:
