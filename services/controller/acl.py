@@ -26,9 +26,8 @@ from services.controller.settings import MIN_PASSWORD_CHARACTERS, AclSettings
 _NODE_ID: Final = TypeAdapter(NodeId)
 _BAD_ARGUMENTS: Final = 2
 _ANY_JOB: Final = f"job_{'?' * 26}"
-_CONNECTION: Final = (
-    "+ping +hello +auth +quit +reset +client|setinfo +client|setname +client|id +command|docs +time"
-)
+# By category: which commands it has differs between versions, and an unknown one stops the server.
+_CONNECTION: Final = "+@connection +time -@dangerous -@admin"
 _TRANSACTION: Final = "+multi +exec +discard +watch +unwatch"
 
 
@@ -51,7 +50,7 @@ def _controller(password: str) -> str:
     # All of the data, nothing of the server: no CONFIG, ACL, FLUSHALL, KEYS, MODULE, DEBUG.
     return (
         f"user controller on {_digest(password)} resetkeys ~ml:* resetchannels &{keys.WAKE} "
-        f"-@all +@read +@write +@scripting +@transaction +@pubsub {_CONNECTION} -@dangerous -@admin"
+        f"-@all +@read +@write +@scripting +@transaction +@pubsub {_CONNECTION}"
     )
 
 
@@ -73,7 +72,9 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     # Running a script takes all rights on the keys that it names; what it does to them is judged
     # by the rules below.
     yield f"+eval +evalsha {_patterns([*own, *told, record, keys.FACTS])}"
-    yield f"+@string +@keyspace +@hash +@stream -@dangerous {_patterns(own)}"
+    # Those without a key would show the names of all.
+    keyless = "-scan -randomkey -dbsize"
+    yield f"+@string +@keyspace +@hash +@stream -@dangerous {keyless} {_patterns(own)}"
     yield f"+hget +hmget %R~{record}"
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
     yield f"+xadd %W~{keys.FACTS}"

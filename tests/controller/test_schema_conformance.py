@@ -5,6 +5,7 @@ They go to a controller process that wants tokens, with jobs in it for the ids t
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -66,12 +67,12 @@ def test_answers_are_as_promised(
         phases=[hypothesis.Phase.generate],
     )
     @hypothesis.given(case=good | bad, is_real=strategies.booleans())
-    def ask(case: schemathesis.Case, is_real: bool) -> None:  # noqa: FBT001 drawn by hypothesis
+    def ask(case: schemathesis.Case[Any], is_real: bool) -> None:  # noqa: FBT001 drawn by hypothesis
         if is_real and "job_id" in case.path_parameters:
             case.path_parameters["job_id"] = made.json()["id"]
         # What the schema allows may still be refused (cursors are opaque, names may be unknown), and
         # what a query says beyond it is passed over; a body must say nothing beyond it.
-        excluded = [positive_data_acceptance]
+        excluded: list[Any] = [positive_data_acceptance]
         if method == "get":
             excluded.append(negative_data_rejection)
         case.call_and_validate(
