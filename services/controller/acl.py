@@ -94,11 +94,13 @@ def main() -> None:
     parser.add_argument(
         "nodes", nargs="+", metavar="NODE[=FILE]", help="a node, and its password's file"
     )
-    nodes = [name.partition("=")[::2] for name in parser.parse_args().nodes]
+    # Redis takes no user twice.
+    nodes = dict(name.partition("=")[::2] for name in parser.parse_args().nodes)
     try:
         settings = AclSettings()
         agents = [
-            (_NODE_ID.validate_python(name), _password(settings, file)) for name, file in nodes
+            (_NODE_ID.validate_python(name), _password(settings, file))
+            for name, file in nodes.items()
         ]
     except ValidationError as error:
         faults = "; ".join(

@@ -30,7 +30,7 @@ from tests.controller.test_process import started
 from tests.waiting import until
 
 OLDEST = 7
-DENIED = r"(?i)NOPERM|permission"
+DENIED = r"(?i)NOPERM|permission|can't access at least one of the keys"
 ADMIN, CONTROLLER, AGENT, OTHER = ("pw-of-" + name for name in ("admin", "ctl", "agent", "other"))
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 
@@ -264,6 +264,8 @@ def test_the_printed_file_holds_digests_and_a_user_for_each_node(tmp_path: Path)
     }
     done = printed("one", f"two={own}", **passwords)
     assert done.returncode == 0, done.stderr
+    again = printed("one", f"two={own}", "one", **passwords)
+    assert again.stdout == done.stdout
     users = {line.split()[1]: line for line in done.stdout.splitlines()}
     assert list(users) == ["default", "controller", "agent-one", "agent-two"]
     for user, password in (
