@@ -26,6 +26,8 @@ from tenacity import (
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.problems import Problem
+from services.contract.queue import CapacityView, DrainRequest, QueueView
+from services.contract.requests import CloneRequest, JobPatch
 from services.contract.views import (
     AttemptList,
     CheckpointList,
@@ -38,6 +40,7 @@ from services.contract.views import (
     LogView,
     MetricsView,
     NodeList,
+    NodeView,
     RankList,
     ResumeRequest,
     StopRequest,
@@ -45,6 +48,7 @@ from services.contract.views import (
 )
 
 _V = TypeVar("_V", bound=BaseModel)
+_NO_CONTENT: Final = 204
 _NOT_MODIFIED: Final = 304
 _ERRORS_FROM: Final = 400
 _LATER: Final = frozenset({429, 503})
@@ -106,6 +110,42 @@ class Client:
         )
         return JobView.model_validate_json(response.content)
 
+    def clone(
+        self,
+        job_id: str,
+        wanted: CloneRequest,
+        *,
+        idempotency_key: str | None = None,
+        dry_run: bool = False,
+    ) -> JobView:
+        """Submit another job of the same spec; with the same key again, the same one is answered."""
+        response = self._request(
+            "POST",
+            f"/v1/jobs/{job_id}/clone",
+            json=wanted.model_dump(mode="json", exclude_defaults=True),
+            params={"dry_run": "true"} if dry_run else {},
+            headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
+        )
+        return JobView.model_validate_json(response.content)
+
+    def patch(self, job_id: str, patch: JobPatch) -> JobView:
+        """Change a job as it is now; refused (412) if somebody else changes it meanwhile."""
+        path = f"/v1/jobs/{job_id}"
+        seen = self._request("GET", path)
+        response = self._request(
+            "PATCH",
+            path,
+            json=patch.model_dump(mode="json", exclude_unset=True),
+            headers={"If-Match": seen.headers["ETag"]},
+        )
+        return JobView.model_validate_json(response.content)
+
+    def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
+        """Forget a job that has ended; False while its checkpoints are still being removed."""
+        params = {"purge_checkpoints": "true"} if purge_checkpoints else {}
+        response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
+        return response.status_code == _NO_CONTENT
+
     def jobs(self, *, state: str | None = None, limit: int = 50) -> JobPage:
         """The newest jobs."""
         params: dict[str, str | int] = {"limit": limit} | ({"state": state} if state else {})
@@ -142,6 +182,25 @@ class Client:
     def nodes(self) -> NodeList:
         """All nodes."""
         return self._get("/v1/nodes", NodeList)
+
+    def queue(self) -> QueueView:
+        """Who waits for seats, and why."""
+        return self._get("/v1/queue", QueueView)
+
+    def capacity(self) -> CapacityView:
+        """What room there is."""
+        return self._get("/v1/capacity", CapacityView)
+
+    def drain(self, node_id: str, how: DrainRequest) -> NodeView:
+        """Have a node's gangs checkpoint and move, and place no more there."""
+        body = how.model_dump(mode="json")
+        response = self._request("POST", f"/v1/nodes/{node_id}/drain", json=body)
+        return NodeView.model_validate_json(response.content)
+
+    def undrain(self, node_id: str) -> NodeView:
+        """Have gangs placed on the node again."""
+        response = self._request("POST", f"/v1/nodes/{node_id}/undrain")
+        return NodeView.model_validate_json(response.content)
 
     def version(self) -> Version:
         """Which build answers."""

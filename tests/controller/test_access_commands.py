@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.app import app
+from services.cli.connect import console
 from services.cli.errors import CliError, RefusedError
 from services.contract.ids import new_token_id
 from tests.controller.test_process import started
@@ -17,7 +18,7 @@ def test_a_token_from_its_making_to_its_revocation(
 ) -> None:
     def call(*arguments: str, token: str = BOOTSTRAP) -> Result:
         monkeypatch.setenv("MESHLOOM_TOKEN", token)
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(console, "width", 200)
         return CliRunner().invoke(app, arguments)
 
     with started(redis_url, token=BOOTSTRAP) as controller:

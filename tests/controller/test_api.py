@@ -360,3 +360,7 @@ def test_the_dashboard_is_served_under_a_strict_policy(quiet_house: House) -> No
     missing = quiet_house.client.get("/assets/nothing.js")
     assert missing.status_code == 404
     assert missing.headers["content-type"] == PROBLEM_MEDIA_TYPE
+
+
+def test_a_job_that_never_ran_has_no_attempts(quiet_house: House) -> None:
+    assert quiet_house.get(f"/v1/jobs/{quiet_house.submit()}/attempts")["items"] == []

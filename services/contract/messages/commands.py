@@ -59,8 +59,14 @@ class RetireCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class PurgeJob(OfAttempt):
+    """Remove all that storage holds of a job that has ended. ``fence``: its newest attempt's."""
+
+    kind: Literal["purge_job"] = "purge_job"
+
+
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint,
+    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint | PurgeJob,
     Field(discriminator="kind"),
 ]
 

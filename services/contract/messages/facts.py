@@ -122,6 +122,13 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class JobPurged(_GangFact):
+    """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
+
+    kind: Literal["job_purged"] = "job_purged"
+    error: str | None = None
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -158,9 +165,14 @@ class RankExit(Message):
 
 
 class GangEnded(_GangFact):
-    """No rank of the attempt lives on this node any more. Follows all other facts of it."""
+    """No rank of the attempt lives on this node any more. Follows all other facts of it.
+
+    ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
+    clock; None if the agent did not see it.
+    """
 
     kind: Literal["gang_ended"] = "gang_ended"
+    first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
 
@@ -176,6 +188,7 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | JobPurged
     | Evaluated
     | GangEnded,
     Field(discriminator="kind"),

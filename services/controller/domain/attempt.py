@@ -1,5 +1,6 @@
 """One numbered try of a job: its gang on its nodes, and how it ended."""
 
+from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.facts import RankExit
 from services.contract.states import ExitReason
@@ -31,11 +32,13 @@ class Attempt(Record):
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
-    ``farewell``: because its agent was stopped in an orderly way.
+    ``farewell``: because its agent was stopped in an orderly way. ``failed_ms``: when the first
+    rank exited, or a lost node was last heard of, where that is known.
     """
 
     fence: int
     world_size: int
+    mesh: MeshPlan | None = None
     incarnations: dict[NodeId, str]
     resumed_from: CheckpointId | None = None
     resumed_step: int = 0
@@ -49,6 +52,7 @@ class Attempt(Record):
     refusal: str | None = None
     lost: str | None = None
     farewell: bool = False
+    failed_ms: int | None = None
     ended_ms: int | None = None
     exit_reason: ExitReason | None = None
     failure: Failure | None = None

@@ -13,20 +13,27 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobPurged,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, wishes
+from services.controller.domain import commits, gang, holds, moves, patching, purging, wishes
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
     GangPlaced,
+    HoldAsked,
+    HoldReleased,
     JobEvent,
     KillAsked,
+    MoveAsked,
     NodeLost,
+    OriginReleased,
+    PatchAsked,
     PauseAsked,
     PlacementDelayed,
+    PurgeAsked,
     ResumeAsked,
 )
 from services.controller.domain.job import Job
@@ -43,6 +50,13 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
+    PatchAsked: patching.on_patch,
+    PurgeAsked: purging.on_purge,
+    JobPurged: purging.on_purged,
+    MoveAsked: moves.on_move,
+    HoldAsked: holds.on_hold,
+    HoldReleased: holds.on_released,
+    OriginReleased: holds.on_origin_released,
     GangLaunched: gang.on_launched,
     LaunchRefused: gang.on_refused,
     GangProgressed: gang.on_progressed,
@@ -87,5 +101,8 @@ def is_stale(job: Job, event: JobEvent) -> bool:
 def first_decision(job: Job) -> Decision:
     """The decision that puts a new job into the queue."""
     draft = Draft(job, job.created_ms)
-    draft.note("job.queued", job.reason or "queued", name=job.spec.name)
+    about: dict[str, object] = {"name": job.spec.name}
+    if job.origin is not None:
+        about["cloned_from"] = job.origin.model_dump(mode="json", exclude={"held"})
+    draft.note("job.queued", job.reason or "queued", **about)
     return draft.decision()

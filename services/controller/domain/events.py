@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -13,9 +14,11 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobPurged,
     LaunchRefused,
 )
 from services.contract.plans import GangPlan
+from services.contract.requests import JobPatch
 from services.contract.views import StopRequest
 
 
@@ -69,19 +72,69 @@ class PlacementDelayed:
 class NodeLost:
     """No rank on this node can be alive any more, or none that may still commit.
 
-    ``last_step`` is the last one that telemetry told of: a lost node reports no end. ``farewell``:
-    its agent was stopped in an orderly way, which is nobody's failure.
+    ``last_step`` is the last one that telemetry told of, and ``seen_ms`` when it did: a lost node
+    reports no end. ``farewell``: its agent was stopped in an orderly way, nobody's failure.
     """
 
     node_id: str
     reason: str
     last_step: int = 0
+    seen_ms: int | None = None
     farewell: bool = False
 
 
 @dataclass(frozen=True)
 class AnswerOverdue:
     """An agent that lives has not answered a command for long: send it again."""
+
+
+@dataclass(frozen=True)
+class PatchAsked:
+    """Change what may be changed of the spec, if its revision is one of these (None: any)."""
+
+    patch: JobPatch
+    revisions: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class PurgeAsked:
+    """Remove the job and all its checkpoints, by the hands of this node's agent."""
+
+    node_id: str
+
+
+@dataclass(frozen=True)
+class MoveAsked:
+    """Drain the gang; the job goes on elsewhere or later, at no cost to its restart budget.
+
+    ``by``: the job that needs the room, or the node that is drained; ``words`` say so.
+    """
+
+    cause: Literal["preempted", "node_drained"]
+    by: str
+    words: str
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class HoldAsked:
+    """A clone begins with this checkpoint: keep it."""
+
+    checkpoint_id: str
+    holder: str
+
+
+@dataclass(frozen=True)
+class HoldReleased:
+    """The clone no longer needs it."""
+
+    checkpoint_id: str
+    holder: str
+
+
+@dataclass(frozen=True)
+class OriginReleased:
+    """This clone has a committed checkpoint of its own, and no longer needs its origin's."""
 
 
 GangFact = (
@@ -93,6 +146,7 @@ GangFact = (
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | JobPurged
     | Evaluated
     | GangEnded
 )
@@ -106,5 +160,11 @@ JobEvent = (
     | PlacementDelayed
     | NodeLost
     | AnswerOverdue
+    | PatchAsked
+    | PurgeAsked
+    | MoveAsked
+    | HoldAsked
+    | HoldReleased
+    | OriginReleased
     | GangFact
 )

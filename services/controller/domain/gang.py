@@ -38,23 +38,23 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.state not in WAITING_STATES:
         return
     fence = job.fence + 1
-    source = job.latest_checkpoint
+    source = job.resume_point
     attempt = Attempt(
         fence=fence,
         world_size=event.plan.world_size,
+        mesh=event.plan.sharding.mesh,
         incarnations=dict(event.incarnations),
-        resumed_from=None if source is None else source.id,
-        resumed_step=0 if source is None else source.step,
+        resumed_from=source.checkpoint_id,
+        resumed_step=source.step,
         started_ms=draft.now_ms,
-        last_step=0 if source is None else source.step,
+        last_step=source.step,
     )
     nodes = ", ".join(event.incarnations)
-    start = "from the beginning" if source is None else f"from step {source.step}"
     draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
     draft.move(
         JobState.PLACING,
         f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
-        f"{start}",
+        f"{source.words}",
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
     launch = LaunchGang(
@@ -125,6 +125,8 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
         last_step=max(attempt.last_step, fact.last_step),
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
+        if fact.first_exit_s is not None and attempt.failed_ms is None:
+            draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
         _kill_rest(draft)
     settle(draft)
 
@@ -142,6 +144,7 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
     draft.change_attempt(
         lost=event.reason,
         farewell=event.farewell,
+        failed_ms=event.seen_ms if attempt.failed_ms is None else attempt.failed_ms,
         last_step=max(attempt.last_step, event.last_step),
     )
     settle(draft)

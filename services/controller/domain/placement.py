@@ -33,7 +33,7 @@ class Standing:
     @property
     def is_open(self) -> bool:
         """Whether a gang may be sent there now."""
-        return self.node.state == NodeState.READY and self.has_lease
+        return self.node.state == NodeState.READY and self.has_lease and self.node.drain is None
 
     def capacity(self, device: DeviceType) -> int:
         """How many ranks the node takes when idle."""
@@ -167,13 +167,9 @@ def _why_never(device: DeviceType, ranks: int, largest: int) -> str:
 def _why_not_now(device: DeviceType, ranks: int, standings: Sequence[Standing]) -> NotNow:
     ready = [s for s in standings if s.is_open]
     word = "GPUs" if device == "cuda" else "CPU slots"
-    if not any(s.capacity(device) >= ranks for s in ready):
-        absent = ", ".join(s.node.id for s in standings if s.capacity(device) >= ranks)
-        return NotNow(
-            device,
-            f"the nodes that could take {ranks} ranks are lost or silent: {absent}",
-            blocks=False,
-        )
+    able = [s for s in standings if s.capacity(device) >= ranks]
+    if not any(s.is_open for s in able):
+        return NotNow(device, _why_closed(ranks, able), blocks=False)
     free = max(s.free(device) for s in ready)
     busy = ", ".join(sorted({job for s in ready for job in s.jobs})) or "nothing"
     return NotNow(
@@ -181,3 +177,14 @@ def _why_not_now(device: DeviceType, ranks: int, standings: Sequence[Standing]) 
         f"{ranks} {word} on one node are needed, at most {free} are free; running: {busy}",
         blocks=True,
     )
+
+
+def _why_closed(ranks: int, able: Sequence[Standing]) -> str:
+    draining = [s.node.id for s in able if s.node.shown_state == NodeState.DRAINING]
+    absent = [s.node.id for s in able if s.node.id not in draining]
+    why = [
+        f"{words}: {', '.join(names)}"
+        for words, names in (("lost or silent", absent), ("draining", draining))
+        if names
+    ]
+    return f"the nodes that could take {ranks} ranks are {'; '.join(why)}"

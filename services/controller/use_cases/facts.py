@@ -8,18 +8,28 @@ import structlog
 from pydantic import ValidationError
 
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import FACT, Fact, NodeJoined, NodeLeft, RunningGang
+from services.contract.messages.facts import (
+    FACT,
+    CheckpointLinked,
+    Fact,
+    JobPurged,
+    NodeJoined,
+    NodeLeft,
+    RunningGang,
+)
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
 from services.controller.domain.node import Node
+from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
-from services.controller.use_cases.telling import last_told_step
+from services.controller.use_cases.clone import let_go_of_origin, release_origin
+from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 
@@ -75,7 +85,15 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
     try:
-        await apply_events(ports, job_id, occurrences, actor, epoch)
+        stored = await apply_events(ports, job_id, occurrences, actor, epoch)
+        if any(isinstance(told.fact, CheckpointLinked) for told in group):
+            await let_go_of_origin(ports, stored.job, epoch)
+        for told in group:
+            if isinstance(told.fact, JobPurged) and is_purged(stored.job, told.fact):
+                await release_origin(ports, stored.job, actor, epoch)
+                await ports.jobs.delete(stored)
+                _log.info("job_purged", job_id=job_id)
+                return
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
@@ -111,9 +129,10 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         is_same_life = attempt.incarnations[node.id] == node.incarnation
         if is_same_life and node.state != NodeState.LOST:
             continue
-        told = await last_told_step(ports, stored.job)
+        told = await last_told(ports, stored.job)
         # Of an earlier life nobody knows whether it ended in an orderly way.
-        lost = NodeLost(node.id, reason, told, farewell=is_same_life and node.left)
+        farewell = is_same_life and node.left
+        lost = NodeLost(node.id, reason, told.step, told.seen_ms, farewell=farewell)
         now_ms = await ports.clock.now_ms()
         await apply_events(
             ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch

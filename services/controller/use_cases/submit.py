@@ -10,7 +10,7 @@ from services.contract.views import JobView
 from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Origin
 from services.controller.domain.placement import Never, NotNow, Seated, place, stand
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
@@ -30,6 +30,15 @@ class Submission:
     dry_run: bool = False
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Whose a job will be, which entry points it may name, and what it begins with."""
+
+    owner: str
+    allowed: EntryPoints
+    origin: Origin | None = None
+
+
 async def submit(
     ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints
 ) -> JobView:
@@ -45,22 +54,38 @@ async def submit(
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    spec = submission.spec
-    outcome = await _foresee(ports, spec, allowed)
+    drafting = Drafting(actor.name, allowed)
+    job, outcome = await draft_job(ports, submission.spec, drafting)
+    if submission.dry_run:
+        return foreseen(job, outcome)
+    stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
+    return job_view(stored.job, (), {})
+
+
+async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Seated | NotNow]:
+    """A job as it would be queued now, and where it would be placed.
+
+    Raises:
+        InvalidRequestError: It can never run; all faults at once.
+    """
+    outcome = await _foresee(ports, spec, drafting.allowed)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
-        owner=actor.name,
+        owner=drafting.owner,
         reason=_reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
+        origin=drafting.origin,
     )
-    if submission.dry_run:
-        plan = planner.gang(spec, outcome) if isinstance(outcome, Seated) else None
-        return job_view(job.model_copy(update={"plan": plan}), (), {})
-    stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
-    return job_view(stored.job, (), {})
+    return job, outcome
+
+
+def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
+    """The job with the plan that would be run now."""
+    plan = planner.gang(job.spec, outcome) if isinstance(outcome, Seated) else None
+    return job_view(job.model_copy(update={"plan": plan}), (), {})
 
 
 async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:

@@ -1,14 +1,21 @@
 """What an agent does to a job's commit chain: open, commit, retire. Blocking: run in a thread."""
 
+import secrets
 import shutil
 from pathlib import Path
 
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
+from services.contract.durable import sync_folder
 from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest
-from services.contract.messages.commands import CommitCheckpoint, RetireCheckpoint
-from services.contract.messages.facts import CheckpointLinked, CheckpointLost, CheckpointRetired
+from services.contract.messages.commands import CommitCheckpoint, PurgeJob, RetireCheckpoint
+from services.contract.messages.facts import (
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    JobPurged,
+)
 
 _log = structlog.get_logger()
 
@@ -122,3 +129,26 @@ def _check_shards(manifest: Manifest, folder: Path) -> None:
                 f"shard {shard.name} of rank {shard.rank} has {size} bytes, not the "
                 f"{shard.bytes} that the rank voted for"
             )
+
+
+def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
+    """Remove all that storage holds of the job; a job of which it holds nothing is purged.
+
+    A record above the job's newest attempt is linked first, so that whatever of it still lives can
+    commit nothing; then its folder is renamed, so that it is gone at once, however long its files
+    take to be removed.
+    """
+    folder = storage.root / command.job_id
+    error = None
+    try:
+        if folder.exists():
+            opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
+            CommitChain(storage.root, command.job_id).append(opened)
+            folder.rename(storage.root / f".purged-{command.job_id}-{secrets.token_hex(8)}")
+            sync_folder(storage.root)
+        for left in storage.root.glob(f".purged-{command.job_id}-*"):
+            shutil.rmtree(left)
+    except (ChainError, OSError) as failure:
+        error = str(failure)
+        _log.warning("purge_failed", job=command.job_id, why=error)
+    return JobPurged(job_id=command.job_id, fence=command.fence, node_id=node_id, error=error)

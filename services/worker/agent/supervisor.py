@@ -13,6 +13,7 @@ from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
     LaunchGang,
+    PurgeJob,
     RetireCheckpoint,
     StopGang,
     TakeCheckpoint,
@@ -30,7 +31,7 @@ from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
-from services.worker.agent.storage import Storage
+from services.worker.agent.storage import Storage, purge
 from services.worker.agent.telemetry import Records
 
 TICK_S: Final = 0.1
@@ -79,7 +80,7 @@ class Supervisor:
 
     async def handle(self, command: Command) -> None:
         """Carry a command out; one that was carried out before changes nothing."""
-        on_storage = isinstance(command, CommitCheckpoint | RetireCheckpoint)
+        on_storage = isinstance(command, CommitCheckpoint | RetireCheckpoint | PurgeJob)
         async with self._lanes[command.job_id, on_storage]:
             match command:
                 case LaunchGang():
@@ -92,6 +93,9 @@ class Supervisor:
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
                     await self._retire(command)
+                case PurgeJob():
+                    purged = asyncio.to_thread(purge, self._storage, command, self._node_id)
+                    self._tell(await purged)
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""

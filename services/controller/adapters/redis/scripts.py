@@ -101,6 +101,18 @@ return 'ok'
 """
 )
 
+DRAIN_NODE: Final = """
+-- KEYS: nodes, draining nodes; ARGV: node id, record ('' to forget it), wake channel
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 'gone' end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+else
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+end
+redis.call('PUBLISH', ARGV[3], ARGV[1])
+return 'ok'
+"""
+
 TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end

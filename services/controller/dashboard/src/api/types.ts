@@ -24,7 +24,9 @@ export type ExitReason =
   | "node_lost"
   | "launch_failed"
   | "checkpoint_failed"
-  | "restarts_exhausted";
+  | "restarts_exhausted"
+  | "preempted"
+  | "node_drained";
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
@@ -60,6 +62,7 @@ export interface FailureView {
 export interface AttemptView {
   fence: number;
   world_size: number;
+  mesh: MeshPlan | null;
   node_ids: string[];
   resumed_from: string | null;
   started_at: string;
@@ -70,6 +73,9 @@ export interface AttemptView {
   lost_steps: number | null;
   exit_reason: ExitReason | null;
   failure: FailureView | null;
+  time_to_detect_s: number | null;
+  time_to_restart_s: number | null;
+  time_to_first_step_s: number | null;
 }
 
 export interface Factory {
@@ -164,6 +170,12 @@ export interface GangPlan {
   ranks: RankPlacement[];
 }
 
+export interface CloneOrigin {
+  job_id: string;
+  checkpoint_id: string | null;
+  step: number;
+}
+
 export interface JobView {
   id: string;
   name: string;
@@ -177,6 +189,8 @@ export interface JobView {
   restarts: number;
   plan: GangPlan | null;
   latest_checkpoint: string | null;
+  cloned_from: CloneOrigin | null;
+  revision: number;
   priority: number;
   labels: Record<string, string>;
   owner: string;
