@@ -21,6 +21,9 @@
 | ``ml:idempotency:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
+| ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
+| ``ml:rate:<name>`` | hash: ``left``, ``at`` of a token bucket | TTL, until it is full again |
+| ``ml:audit`` | stream: ``m`` = JSON entry | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 """
 
@@ -35,6 +38,8 @@ FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"
 EPOCH: Final = "ml:epoch"
+TOKENS: Final = "ml:tokens"
+AUDIT: Final = "ml:audit"
 WAKE: Final = "ml:wake"
 MESSAGE_FIELD: Final = "m"
 NODE_LEASE_MS: Final = 6_000
@@ -44,6 +49,7 @@ LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
 HISTORY_KEPT: Final = 50_000
+AUDIT_KEPT: Final = 50_000
 
 
 def job(job_id: str) -> str:
@@ -104,3 +110,8 @@ def node_inbox(node_id: str) -> str:
 def idempotency(key: str) -> str:
     """The answer that an ``Idempotency-Key`` was given."""
     return f"ml:idempotency:{key}"
+
+
+def rate(name: str) -> str:
+    """What is left of the rate of one token, or of whatever else is limited."""
+    return f"ml:rate:{name}"
