@@ -6,6 +6,7 @@
 | ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
 | ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
@@ -47,6 +48,7 @@ LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
 AUDIT_KEPT: Final = 50_000
+HISTORY_KEPT: Final = 50_000
 
 
 def job(job_id: str) -> str:
@@ -57,6 +59,11 @@ def job(job_id: str) -> str:
 def job_events(job_id: str) -> str:
     """What happened to the job."""
     return f"ml:job:{job_id}:events"
+
+
+def job_history(job_id: str) -> str:
+    """All that was decided upon, from its creation on."""
+    return f"ml:job:{job_id}:history"
 
 
 def job_ranks(job_id: str) -> str:

@@ -86,7 +86,7 @@ def test_what_looks_like_a_credential_is_kept_from_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert name not in rank_environment(settings(rank_env="OTHER"), "mark")
+    assert name not in rank_environment(settings(rank_env="OTHER"), "mark", None)
 
 
 def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     asked = settings(user_path="/models", rank_env="MY_FLAG, MESHLOOM_TOKEN")
     monkeypatch.setenv("MESHLOOM_TOKEN", "x")
-    environment = rank_environment(asked, "mark")
+    environment = rank_environment(asked, "mark", "eth7")
     assert environment["MY_FLAG"] == "1"
     assert environment["LC_ALL"] == "C.UTF-8"
     assert "MESHLOOM_TOKEN" not in environment

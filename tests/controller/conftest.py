@@ -22,6 +22,7 @@ from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from tests.controller.agent_double import AgentDouble
+from tests.controller.replays import replay_all
 from tests.waiting import until
 
 ANYTHING = EntryPoints()
@@ -99,7 +100,7 @@ def open_house(
     leads: bool = True,
     entry_points: EntryPoints = ANYTHING,
 ) -> Iterator[House]:
-    """A controller on ``redis_url`` until the block ends."""
+    """A controller on ``redis_url`` until the block ends; then all histories are replayed."""
     with (
         Redis.from_url(redis_url, decode_responses=True) as redis,
         start_blocking_portal("asyncio") as portal,
@@ -112,6 +113,7 @@ def open_house(
         client.portal = portal
         try:
             yield House(client, redis, AgentDouble(redis))
+            portal.call(replay_all, ports)
         finally:
             if leading is not None:
                 leading.cancel()

@@ -77,9 +77,10 @@ class FactQueue(Protocol):
 
 
 class Log(StrEnum):
-    """The two logs that a job has."""
+    """The logs that a job has."""
 
     EVENTS = "events"
+    HISTORY = "history"
     OUTPUT = "logs"
 
 

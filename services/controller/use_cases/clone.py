@@ -19,11 +19,12 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
 )
 from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.patching import with_patch
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import Drafting, draft_job, foreseen
 

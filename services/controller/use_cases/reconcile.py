@@ -25,6 +25,7 @@ from services.controller.domain.events import (
     PlacementDelayed,
 )
 from services.controller.domain.gang import is_overdue
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.node import Lease, Node
@@ -32,7 +33,7 @@ from services.controller.domain.placement import Seated, Standing, stand
 from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, turns
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.outlook import expect
 from services.controller.use_cases.telling import last_told
 
@@ -153,7 +154,7 @@ def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")
-    return GangPlaced(plan, {seated.node.id: seated.node.incarnation})
+    return GangPlaced(plan, seated.incarnations)
 
 
 def _preempted(job: Job, victim: Job) -> MoveAsked:

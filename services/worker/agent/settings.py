@@ -30,6 +30,7 @@ _PASSED_ON_PREFIXES: Final = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "NVTE_"),
     *("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_"),
 )
+_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CREDENTIAL_NAME: Final = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|(API|ACCESS|ACCOUNT|SSH|SIGNING)_?KEY|^KEY$"
 )
@@ -52,6 +53,7 @@ class AgentSettings(BaseSettings):
     imported. ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
     (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
     commas) names variables that ranks get beside those that computing needs.
+    ``address`` is where other nodes reach this one; by default the one from which it reaches Redis.
     """
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
@@ -64,6 +66,7 @@ class AgentSettings(BaseSettings):
     home: Path = Path(".meshloom")
     checkpoint_root: Path = Path()
     cpu_slots: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=0)
+    address: str | None = None
     user_path: Annotated[tuple[Path, ...], NoDecode] = (Path(),)
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     secrets_dir: Path | None = None
@@ -125,12 +128,13 @@ def sentinel_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if _is_passed_on(name, value)}
 
 
-def rank_environment(settings: AgentSettings, mark: str) -> dict[str, str]:
+def rank_environment(settings: AgentSettings, mark: str, interface: str | None) -> dict[str, str]:
     """The environment of the warm process and so of all ranks and whatever they start.
 
     What is on the list of things that computing needs and does not look like a credential, what
     ``settings.rank_env`` names, and ``mark``, by which processes of this node are found again: ranks
-    run what a user wrote.
+    run what a user wrote. Their collectives use the network ``interface``, unless the environment
+    names another.
     """
     kept = {
         name: value
@@ -143,7 +147,9 @@ def rank_environment(settings: AgentSettings, mark: str) -> dict[str, str]:
     # Libraries that start their threads when they are loaded would make the forks unsafe; each
     # rank sets the number that its seat allows.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {**kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
+    # Left alone, gloo takes what the host's name resolves to, which others may not reach.
+    network = {} if interface is None else dict.fromkeys(_INTERFACE_NAMES, interface)
+    return {**network, **kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
 
 
 def _is_passed_on(name: str, value: str) -> bool:
