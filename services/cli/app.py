@@ -1,7 +1,7 @@
 """The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
+from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli import tables
 from services.cli.client import Client
@@ -19,13 +20,14 @@ from services.cli.settings import CliSettings
 from services.cli.spec_file import read_spec
 from services.contract.ids import JobId
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.views import CheckpointView, JobView, ResumeRequest, StopRequest
 
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
 _JOBS_LOOKED_AT: Final = 200
 _PATIENCE_S: Final = 1.0
 _WATCHING_PATIENCE_S: Final = 120.0
+_LOOK_EVERY_S: Final = 0.3
 
 _JOB_ID: Final = TypeAdapter(JobId)
 
@@ -40,6 +42,9 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id, as `checkpoints` shows it.")
+]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
 Keep = Annotated[
     str,
@@ -208,6 +213,47 @@ def checkpoints(
 
 
 @app.command()
+def verify(
+    checkpoint: Checkpoint,
+    *,
+    wait: Annotated[bool, typer.Option(help="Wait until every file was read.")] = True,
+) -> None:
+    """Have every file of a checkpoint read and compared with its digest.
+
+    Ends with code 1 if it is corrupt.
+    """
+    with _connect(_WATCHING_PATIENCE_S if wait else _PATIENCE_S) as client:
+        before = client.checkpoint(checkpoint)
+        view = client.verify(checkpoint)
+        if wait:
+            view = _awaited(client, checkpoint, lambda now: now.checked_at != before.checked_at)
+    console.print(tables.checkpoint_details(view))
+    if view.state is CheckpointState.CORRUPT:
+        raise typer.Exit(_EXIT_JOB_FAILED)
+
+
+@app.command()
+def pin(checkpoint: Checkpoint) -> None:
+    """Keep a checkpoint, whatever retention says."""
+    with _connect() as client:
+        console.print(tables.checkpoint_details(client.pin(checkpoint)))
+
+
+@app.command()
+def unpin(checkpoint: Checkpoint) -> None:
+    """Leave a checkpoint to retention again."""
+    with _connect() as client:
+        console.print(tables.checkpoint_details(client.pin(checkpoint, keep=False)))
+
+
+@app.command("rm-checkpoint")
+def remove_checkpoint(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint that nothing needs any more."""
+    with _connect() as client:
+        console.print(tables.checkpoint_details(client.remove_checkpoint(checkpoint)))
+
+
+@app.command()
 def nodes() -> None:
     """List the nodes and what runs there."""
     with _connect() as client:
@@ -236,6 +282,16 @@ def _resolve(client: Client, job: str) -> str:
     if not newest:
         raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
     return newest[0].id
+
+
+def _awaited(
+    client: Client, checkpoint: str, is_done: Callable[[CheckpointView], bool]
+) -> CheckpointView:
+    look: Retrying = Retrying(
+        retry=retry_if_result(lambda view: not is_done(view)), wait=wait_fixed(_LOOK_EVERY_S)
+    )
+    view: CheckpointView = look(client.checkpoint, checkpoint)
+    return view
 
 
 def _unfinished(client: Client, spec: dict[str, Any]) -> JobView | None:

@@ -10,6 +10,7 @@ from rich.text import Text
 from services.contract.states import CheckpointState, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
+    CheckpointView,
     EventPage,
     JobPage,
     JobView,
@@ -100,7 +101,9 @@ def ranks_table(ranks: RankList) -> Table:
 
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
-    table = _table("checkpoint", "state", "step", "loss", "size", "world", "age")
+    table = _table(
+        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+    )
     for checkpoint in checkpoints.items:
         table.add_row(
             checkpoint.id,
@@ -110,7 +113,32 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
+            _kept(checkpoint),
+            f"{age(checkpoint.verified_at)} ago" if checkpoint.verified_at else "",
         )
+    return table
+
+
+def checkpoint_details(checkpoint: CheckpointView) -> Table:
+    """What one wants to know of a checkpoint, as a list."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    rows: list[tuple[str, str | Text | None]] = [
+        ("checkpoint", checkpoint.id),
+        ("state", state_text(checkpoint.state)),
+        ("why", checkpoint.reason),
+        ("step", str(checkpoint.step)),
+        ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
+        ("kept", _kept(checkpoint) or None),
+        (
+            "verified",
+            f"{checkpoint.verified_at:%Y-%m-%d %H:%M:%S} UTC" if checkpoint.verified_at else None,
+        ),
+    ]
+    for name, value in rows:
+        if value is not None:
+            table.add_row(name, value)
     return table
 
 
@@ -161,6 +189,11 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column in {"job", "checkpoint", "state"})
     return table
+
+
+def _kept(checkpoint: CheckpointView) -> str:
+    held = [f"for {job}" for job in checkpoint.held_by]
+    return ", ".join((["pinned"] if checkpoint.pinned else []) + held)
 
 
 def _evaluation(job: JobView) -> str | None:

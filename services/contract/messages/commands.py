@@ -59,8 +59,18 @@ class RetireCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class VerifyCheckpoint(OfAttempt):
+    """Read every shard of a committed checkpoint and compare it with its digest.
+
+    ``fence`` is that of the job's newest attempt; any attempt's checkpoint may be named.
+    """
+
+    kind: Literal["verify_checkpoint"] = "verify_checkpoint"
+    checkpoint_id: CheckpointId
+
+
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint,
+    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint | VerifyCheckpoint,
     Field(discriminator="kind"),
 ]
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Message, OfAttempt
 
 
@@ -122,6 +122,41 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class CheckpointVerified(_GangFact):
+    """Every shard of a committed checkpoint was read and has the digest that was voted for."""
+
+    kind: Literal["checkpoint_verified"] = "checkpoint_verified"
+    checkpoint_id: CheckpointId
+    bytes: int = Field(ge=0)
+
+
+class CheckpointCorrupt(_GangFact):
+    """A committed checkpoint is not what was committed.
+
+    ``file`` is the first one that is missing or differs, below the job's folder.
+    """
+
+    kind: Literal["checkpoint_corrupt"] = "checkpoint_corrupt"
+    checkpoint_id: CheckpointId
+    file: str
+    reason: str
+
+
+class CheckpointUnread(_GangFact):
+    """A checkpoint could not be looked at from this node, which says nothing about it."""
+
+    kind: Literal["checkpoint_unread"] = "checkpoint_unread"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class ChainDamaged(_GangFact):
+    """Records of the job's commit chain cannot be read; the others hold."""
+
+    kind: Literal["chain_damaged"] = "chain_damaged"
+    records: tuple[DamagedRecord, ...]
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -176,6 +211,10 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | CheckpointVerified
+    | CheckpointCorrupt
+    | CheckpointUnread
+    | ChainDamaged
     | Evaluated
     | GangEnded,
     Field(discriminator="kind"),

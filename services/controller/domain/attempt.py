@@ -31,7 +31,8 @@ class Attempt(Record):
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
-    ``farewell``: because its agent was stopped in an orderly way.
+    ``farewell``: because its agent was stopped in an orderly way. ``corrupt_source`` is the file by
+    which the checkpoint that it was to load proved to be corrupt.
     """
 
     fence: int
@@ -47,6 +48,7 @@ class Attempt(Record):
     ended_nodes: tuple[NodeId, ...] = ()
     exits: tuple[NodeExit, ...] = ()
     refusal: str | None = None
+    corrupt_source: str | None = None
     lost: str | None = None
     farewell: bool = False
     ended_ms: int | None = None

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointBegan,
+    CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
     CheckpointVoted,
     Evaluated,
     GangEnded,
@@ -15,19 +19,23 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, wishes
+from services.controller.domain import commits, gang, keeping, wishes
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
+    CheckpointHeld,
     GangPlaced,
     JobEvent,
     KillAsked,
     NodeLost,
     PauseAsked,
+    PinAsked,
     PlacementDelayed,
+    RemovalAsked,
     ResumeAsked,
+    VerifyAsked,
 )
 from services.controller.domain.job import Job
 
@@ -39,6 +47,10 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     KillAsked: wishes.on_kill,
     ResumeAsked: wishes.on_resume,
     CheckpointAsked: wishes.on_checkpoint,
+    PinAsked: keeping.on_pin,
+    VerifyAsked: keeping.on_verify,
+    RemovalAsked: keeping.on_removal,
+    CheckpointHeld: keeping.on_held,
     GangPlaced: gang.on_placed,
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,
@@ -53,10 +65,22 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointLinked: commits.on_linked,
     CheckpointLost: commits.on_lost,
     CheckpointRetired: commits.on_retired,
+    CheckpointVerified: commits.on_verified,
+    CheckpointCorrupt: commits.on_corrupt,
+    CheckpointUnread: commits.on_unread,
+    ChainDamaged: commits.on_damaged,
 }
 
 # What storage holds is true whichever attempt put it there.
-_TRUE_AT_ANY_FENCE: Final = (CheckpointLinked, CheckpointLost, CheckpointRetired)
+_TRUE_AT_ANY_FENCE: Final = (
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    CheckpointVerified,
+    CheckpointCorrupt,
+    CheckpointUnread,
+    ChainDamaged,
+)
 
 
 def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:

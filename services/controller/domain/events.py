@@ -4,10 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointBegan,
+    CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
     CheckpointVoted,
     Evaluated,
     GangEnded,
@@ -48,6 +52,39 @@ class ResumeAsked:
 @dataclass(frozen=True)
 class CheckpointAsked:
     """Take a checkpoint at the next agreed step."""
+
+
+@dataclass(frozen=True)
+class PinAsked:
+    """Keep a committed checkpoint until it is unpinned, or (``pin`` False) no longer."""
+
+    checkpoint_id: str
+    pin: bool = True
+
+
+@dataclass(frozen=True)
+class VerifyAsked:
+    """Have a node read every file of a checkpoint."""
+
+    checkpoint_id: str
+    node_id: str
+
+
+@dataclass(frozen=True)
+class RemovalAsked:
+    """Delete a checkpoint, by way of a node where its files are."""
+
+    checkpoint_id: str
+    node_id: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointHeld:
+    """Another job begins from a checkpoint, or (``held`` False) no longer needs it."""
+
+    checkpoint_id: str
+    by_job: str
+    held: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,6 +130,10 @@ GangFact = (
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | CheckpointVerified
+    | CheckpointCorrupt
+    | CheckpointUnread
+    | ChainDamaged
     | Evaluated
     | GangEnded
 )
@@ -102,6 +143,10 @@ JobEvent = (
     | KillAsked
     | ResumeAsked
     | CheckpointAsked
+    | PinAsked
+    | VerifyAsked
+    | RemovalAsked
+    | CheckpointHeld
     | GangPlaced
     | PlacementDelayed
     | NodeLost

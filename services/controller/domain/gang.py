@@ -37,6 +37,9 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     job = draft.job
     if job.state not in WAITING_STATES:
         return
+    if job.has_lost_its_checkpoints:
+        draft.move(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
+        return
     fence = job.fence + 1
     source = job.latest_checkpoint
     attempt = Attempt(

@@ -91,7 +91,7 @@ class Job(Record):
     the present run, whose restarts are counted. ``base_checkpoint`` is the one that a person named
     to resume from: of older attempts' checkpoints (up to ``base_fence``), only that one counts.
     ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
-    not bring them back.
+    not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     """
 
     id: JobId
@@ -117,6 +117,7 @@ class Job(Record):
     evaluations: tuple[Evaluation, ...] = ()
     commanded_ms: int = 0
     gone: tuple[CheckpointId, ...] = ()
+    damaged_records: tuple[int, ...] = ()
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
 
     @property
@@ -139,6 +140,12 @@ class Job(Record):
     def head_node(self) -> str | None:
         """The node of rank 0 of the newest attempt."""
         return None if self.plan is None else self.plan.ranks[0].node_id
+
+    @property
+    def has_lost_its_checkpoints(self) -> bool:
+        """Whether it had checkpoints to go on from and all of them are corrupt."""
+        corrupt = any(c.state == CheckpointState.CORRUPT for c in self.checkpoints.values())
+        return corrupt and self.latest_checkpoint is None
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:

@@ -94,6 +94,11 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
                 ]
             )
         draft.change(base_checkpoint=named.id, base_fence=job.fence)
+    if draft.job.has_lost_its_checkpoints:
+        raise StateConflictError(
+            "every checkpoint to go on from is corrupt: restore the files and verify one, name "
+            "another, or delete the corrupt ones to begin anew"
+        )
     source = draft.job.latest_checkpoint
     start = "from the beginning" if source is None else f"from step {source.step}"
     draft.move(

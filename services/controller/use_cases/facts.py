@@ -7,8 +7,16 @@ from dataclasses import dataclass
 import structlog
 from pydantic import ValidationError
 
+from services.contract.ids import job_of_checkpoint
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import FACT, Fact, NodeJoined, NodeLeft, RunningGang
+from services.contract.messages.facts import (
+    FACT,
+    CheckpointCorrupt,
+    Fact,
+    NodeJoined,
+    NodeLeft,
+    RunningGang,
+)
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
@@ -74,6 +82,18 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     ]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
+    await _apply(ports, job_id, occurrences, actor, epoch)
+    for one in occurrences:
+        # A job that was cloned loads another job's checkpoint, whose index is to know it too.
+        if isinstance(one.event, CheckpointCorrupt):
+            owner = job_of_checkpoint(one.event.checkpoint_id)
+            if owner != job_id:
+                await _apply(ports, owner, [one], actor, epoch)
+
+
+async def _apply(
+    ports: Ports, job_id: str, occurrences: Sequence[Occurrence], actor: Actor, epoch: int
+) -> None:
     try:
         await apply_events(ports, job_id, occurrences, actor, epoch)
     except NotFoundError:

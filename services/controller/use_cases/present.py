@@ -129,6 +129,11 @@ def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
         ),
         created_at=moment(checkpoint.created_ms),
         committed_at=maybe_moment(checkpoint.committed_ms),
+        verified_at=maybe_moment(checkpoint.verified_ms),
+        checked_at=maybe_moment(checkpoint.checked_ms),
+        corrupt_file=checkpoint.corrupt_file,
+        pinned=checkpoint.pinned,
+        held_by=checkpoint.holders,
     )
 
 

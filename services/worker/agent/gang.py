@@ -15,6 +15,7 @@ from typing import Final
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     CheckpointBegan,
+    CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
     Evaluated,
@@ -27,6 +28,7 @@ from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFailed,
     RankFinished,
+    RankFoundCorrupt,
     RankMessage,
     RankOrder,
     RankReady,
@@ -224,7 +226,8 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
 
 
 def _fact(
-    state: GangState, said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankEvaluated
+    state: GangState,
+    said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankFoundCorrupt | RankEvaluated,
 ) -> Fact:
     """What a rank said, as its agent tells it to the controller."""
     job_id, fence, node_id = state.job_id, state.fence, state.node_id
@@ -236,6 +239,8 @@ def _fact(
             return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankCheckpointFailed():
             return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankFoundCorrupt():
+            return CheckpointCorrupt(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankEvaluated():
             return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
 

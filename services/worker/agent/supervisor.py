@@ -16,6 +16,7 @@ from services.contract.messages.commands import (
     RetireCheckpoint,
     StopGang,
     TakeCheckpoint,
+    VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
     Fact,
@@ -71,16 +72,15 @@ class Supervisor:
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
-        # which may be slow and must not hold up a kill.
-        self._lanes: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        # which may be slow and must not hold up a kill. Long readings hold up neither.
+        self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stirred = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
 
     async def handle(self, command: Command) -> None:
         """Carry a command out; one that was carried out before changes nothing."""
-        on_storage = isinstance(command, CommitCheckpoint | RetireCheckpoint)
-        async with self._lanes[command.job_id, on_storage]:
+        async with self._lanes[_lane(command)]:
             match command:
                 case LaunchGang():
                     await self._launch(command)
@@ -92,6 +92,9 @@ class Supervisor:
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
                     await self._retire(command)
+                case VerifyCheckpoint():
+                    for fact in await asyncio.to_thread(self._storage.verify, command):
+                        self._tell(fact)
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
@@ -169,7 +172,9 @@ class Supervisor:
             self._tell(ended)
             return
         try:
-            await asyncio.to_thread(self._storage.open_attempt, *key)
+            damage = await asyncio.to_thread(self._storage.open_attempt, command)
+            if damage is not None:
+                self._tell(damage)
             crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
@@ -236,3 +241,13 @@ class Supervisor:
             _log.error("end_not_recorded", job=key[0], fence=key[1], why=str(error))
         self._tell(end)
         _log.info("gang_ended", job=key[0], fence=key[1])
+
+
+def _lane(command: Command) -> tuple[str, str]:
+    match command:
+        case CommitCheckpoint() | RetireCheckpoint():
+            return command.job_id, "storage"
+        case VerifyCheckpoint():
+            return "", "reading"  # one for all jobs: disks and threads are not many
+        case _:
+            return command.job_id, "gang"

@@ -36,7 +36,17 @@ _READ_BYTES: Final = 1 << 20
 
 
 class CorruptShardError(RuntimeError):
-    """A shard file is missing, or is not what its manifest says that was committed."""
+    """A shard file is missing, or is not what its manifest says that was committed.
+
+    Args:
+        path: The file.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint file {path} {reason}")
+        self.path = path
+        self.reason = reason
 
 
 class UnsavableTensorError(TypeError):
@@ -96,11 +106,12 @@ def verify(folder: Path, shard: ShardFile) -> None:
             while part := file.read(_READ_BYTES):
                 digest.update(part)
     except OSError as error:
-        raise CorruptShardError(f"checkpoint file {path} cannot be read: {error}") from error
+        raise CorruptShardError(path, f"cannot be read: {error}") from error
     if digest.hexdigest() != shard.sha256:
         raise CorruptShardError(
-            f"checkpoint file {path} is corrupt: sha256 is {digest.hexdigest()}, the manifest "
-            f"says {shard.sha256}; restore the file or resume from another checkpoint"
+            path,
+            f"is corrupt: sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}; "
+            "restore the file or resume from another checkpoint",
         )
 
 
@@ -165,9 +176,7 @@ def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
             yield ShardReader(handle, folder, shard)
     except (OSError, SafetensorError) as error:
         verify(folder, shard)  # the digest says more than a parser's complaint
-        raise CorruptShardError(
-            f"checkpoint file {folder / shard.name} cannot be read: {error}"
-        ) from error
+        raise CorruptShardError(folder / shard.name, f"cannot be read: {error}") from error
 
 
 def _parts(

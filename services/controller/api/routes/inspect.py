@@ -1,14 +1,10 @@
-"""Ranks, metrics, checkpoints and nodes."""
+"""Ranks, metrics and nodes."""
 
-from http import HTTPStatus
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from services.contract.views import (
-    CheckpointList,
-    CheckpointView,
-    JobView,
     MetricsView,
     NodeList,
     NodeView,
@@ -16,10 +12,8 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithPorts
-from services.controller.domain.events import CheckpointAsked
+from services.controller.api.context import WithPorts
 from services.controller.use_cases import inspect as use_cases
-from services.controller.use_cases.jobs import change_course
 
 router = APIRouter(prefix="/v1", tags=["inspect"])
 
@@ -48,27 +42,6 @@ async def metrics(
     """Loss and throughput by step, thinned out to `max_points`."""
     wanted = use_cases.StepRange(from_step, to_step, max_points)
     return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
-
-
-@router.get("/jobs/{job_id}/checkpoints", response_model=CheckpointList)
-async def list_checkpoints(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """A job's checkpoints, newest first."""
-    return answer(request, await use_cases.list_checkpoints(ports, job_id))
-
-
-@router.post("/jobs/{job_id}/checkpoints", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
-async def take_checkpoint(
-    job_id: str, request: Request, ports: WithPorts, actor: WithActor
-) -> Response:
-    """Take a checkpoint at the next step on which the ranks agree."""
-    view = await change_course(ports, job_id, CheckpointAsked(), actor)
-    return answer(request, view, status=HTTPStatus.ACCEPTED)
-
-
-@router.get("/checkpoints/{checkpoint_id}", response_model=CheckpointView)
-async def get_checkpoint(checkpoint_id: str, request: Request, ports: WithPorts) -> Response:
-    """One checkpoint: its state, its shards and their digests."""
-    return answer(request, await use_cases.get_checkpoint(ports, checkpoint_id))
 
 
 @router.get("/nodes", response_model=NodeList)

@@ -285,6 +285,11 @@ export interface CheckpointView {
   shards: ShardView[];
   created_at: string;
   committed_at: string | null;
+  verified_at: string | null;
+  checked_at: string | null;
+  corrupt_file: string | null;
+  pinned: boolean;
+  held_by: string[];
 }
 
 export interface CheckpointList {
