@@ -17,8 +17,9 @@ from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.settings import CliSettings
-from services.cli.spec_file import read_spec
+from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
+from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
 from services.contract.views import CheckpointView, JobView, ResumeRequest, StopRequest
 
@@ -197,6 +198,64 @@ def resume(
 
 
 @app.command()
+def patch(
+    job: Job,
+    *,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE sets a label, KEY- takes it away.")
+    ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(help="How many committed checkpoints to keep.", min=1)
+    ] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="The restart budget.", min=0)] = None,
+) -> None:
+    """Change a job's priority, labels, retention or restart budget."""
+    wanted: dict[str, Any] = {}
+    if priority is not None:
+        wanted["priority"] = priority
+    if label:
+        wanted["labels"] = dict(map(_label, label))
+    if keep_last is not None:
+        wanted["checkpoint"] = {"keep_last": keep_last}
+    if max_restarts is not None:
+        wanted["faults"] = {"max_restarts": max_restarts}
+    if not wanted:
+        raise CliError("say what to change: --priority, --label, --keep-last or --max-restarts")
+    with _connect() as client:
+        view = client.patch(_resolve(client, job), read_model(JobPatch, wanted))
+        console.print(f"{view.id} has revision {view.revision}")
+
+
+@app.command()
+def clone(
+    job: Job,
+    *,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Such as train.steps=500 (YAML)."),
+    ] = None,
+    from_checkpoint: Annotated[
+        str | None,
+        typer.Option("--from", help="A committed checkpoint of the job, or 'latest'."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", help="The same key clones the job only once."),
+    ] = None,
+    follow: Follow = False,
+) -> None:
+    """Submit another job of the same spec, from a checkpoint or from the beginning."""
+    wanted = {"overrides": read_overrides(overrides or []), "from_checkpoint": from_checkpoint}
+    with _connect() as client:
+        request = read_model(CloneRequest, wanted)
+        view = client.clone(_resolve(client, job), request, idempotency_key=key)
+        console.print(f"submitted {view.id}  {client.base_url}/#/jobs/{view.id}", soft_wrap=True)
+        if follow:
+            _watch(view.id)
+
+
+@app.command()
 def checkpoints(
     job: Job,
     *,
@@ -307,6 +366,15 @@ def _covers(whole: object, part: object) -> bool:
     if isinstance(whole, dict) and isinstance(part, dict):
         return all(key in whole and _covers(whole[key], value) for key, value in part.items())
     return whole == part
+
+
+def _label(text: str) -> tuple[str, str | None]:
+    key, equals, value = text.partition("=")
+    if equals:
+        return key, value
+    if text.endswith("-"):
+        return text[:-1], None
+    raise CliError(f"--label is KEY=VALUE, or KEY- to take the label away, not {text!r}")
 
 
 def _stop(checkpoint: str, grace: float) -> StopRequest:

@@ -25,6 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.problems import Problem
+from services.contract.requests import CloneRequest, JobPatch
 from services.contract.views import (
     AttemptList,
     CheckpointList,
@@ -102,6 +103,36 @@ class Client:
             json=dict(spec),
             params={"dry_run": "true"} if dry_run else {},
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
+        )
+        return JobView.model_validate_json(response.content)
+
+    def clone(
+        self,
+        job_id: str,
+        wanted: CloneRequest,
+        *,
+        idempotency_key: str | None = None,
+        dry_run: bool = False,
+    ) -> JobView:
+        """Submit another job of the same spec; with the same key again, the same one is answered."""
+        response = self._request(
+            "POST",
+            f"/v1/jobs/{job_id}/clone",
+            json=wanted.model_dump(mode="json", exclude_defaults=True),
+            params={"dry_run": "true"} if dry_run else {},
+            headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
+        )
+        return JobView.model_validate_json(response.content)
+
+    def patch(self, job_id: str, patch: JobPatch) -> JobView:
+        """Change a job as it is now; refused (412) if somebody else changes it meanwhile."""
+        path = f"/v1/jobs/{job_id}"
+        seen = self._request("GET", path)
+        response = self._request(
+            "PATCH",
+            path,
+            json=patch.model_dump(mode="json", exclude_unset=True),
+            headers={"If-Match": seen.headers["ETag"]},
         )
         return JobView.model_validate_json(response.content)
 

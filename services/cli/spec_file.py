@@ -1,14 +1,17 @@
-"""A job spec as people write it: a YAML 1.2 file."""
+"""A job spec as people write it: a YAML 1.2 file, or single fields of one."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from services.cli.errors import SpecFileError
+from services.cli.errors import CliError, SpecFileError
+
+_M = TypeVar("_M", bound=BaseModel)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -41,6 +44,47 @@ def read_spec(path: Path) -> dict[str, Any]:
             "carry; write it as a number or a quoted text"
         )
     return loaded
+
+
+def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """``train.steps=500`` and the like as one merge-patch; values are YAML, null removes.
+
+    Raises:
+        CliError: One is no ``FIELD=VALUE``, or its value no YAML.
+    """
+    patch: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not (equals and all(path.split("."))):
+            raise CliError(f"--set is FIELD=VALUE, such as train.steps=500, not {text!r}")
+        try:
+            loaded = YAML(typ="safe", pure=True).load(value)
+        except YAMLError as error:
+            raise CliError(f"--set {path}: {value!r} is not YAML") from error
+        if next(_beyond_json(loaded, ""), None) is not None:
+            raise CliError(f"--set {path}: {value!r} holds what JSON cannot carry; quote it")
+        *folders, last = path.split(".")
+        here = patch
+        for name in folders:
+            inner = here.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise CliError(f"--set {path}: {name} was set as a whole before")
+            here = inner
+        here[last] = loaded
+    return patch
+
+
+def read_model(model: type[_M], value: Mapping[str, Any]) -> _M:
+    """The body of a request from options.
+
+    Raises:
+        CliError: It is none; every fault on its line.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CliError("\n".join(faults)) from error
 
 
 def _beyond_json(value: object, place: str) -> Iterator[tuple[str, object]]:

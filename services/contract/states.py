@@ -35,6 +35,8 @@ class ExitReason(StrEnum):
     LAUNCH_FAILED = "launch_failed"
     CHECKPOINT_FAILED = "checkpoint_failed"
     RESTARTS_EXHAUSTED = "restarts_exhausted"
+    PREEMPTED = "preempted"
+    NODE_DRAINED = "node_drained"
 
 
 class RankPhase(IntEnum):

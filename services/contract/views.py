@@ -70,6 +70,14 @@ class AttemptView(_View):
     failure: FailureView | None = None
 
 
+class CloneOrigin(_View):
+    """The job of which this one is a clone, and the checkpoint and step with which it begins."""
+
+    job_id: JobId
+    checkpoint_id: CheckpointId | None = None
+    step: int = 0
+
+
 class JobView(_View):
     """A job: what was asked, where it stands and why, how far it is."""
 
@@ -85,6 +93,8 @@ class JobView(_View):
     restarts: int = 0
     plan: GangPlan | None = None
     latest_checkpoint: CheckpointId | None = None
+    cloned_from: CloneOrigin | None = None
+    revision: int = Field(0, description="how often people changed it; the ETag begins with it")
     priority: int = 0
     labels: dict[str, str] = {}
     owner: str = "local"

@@ -19,7 +19,7 @@ from services.controller.domain.events import (
     PauseAsked,
     PlacementDelayed,
 )
-from services.controller.domain.job import TRANSITIONS
+from services.controller.domain.lifecycle import TRANSITIONS
 from tests.controller.histories import (
     NODE,
     NOW,

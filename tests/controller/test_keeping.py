@@ -20,7 +20,8 @@ from services.contract.views import StopRequest
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.events import (
     CancelAsked,
-    CheckpointHeld,
+    HoldAsked,
+    HoldReleased,
     PinAsked,
     RemovalAsked,
     ResumeAsked,
@@ -164,10 +165,10 @@ def test_retention_keeps_the_last_verified_one_pinned_ones_and_those_of_other_jo
     for number, step in enumerate((30, 40, 50, 60), start=4):
         job = play(job, saved(job, step, number=number)).job
         if step == 40:
-            job = play(job, [CheckpointHeld(named(job, 30), other)]).job
+            job = play(job, [HoldAsked(named(job, 30), other)]).job
     kept = {step for step, state in states(job).items() if state is CheckpointState.COMMITTED}
     assert kept == {10, 20, 30, 50, 60}
-    let_go = CheckpointHeld(named(job, 30), other, held=False)
+    let_go = HoldReleased(named(job, 30), other)
     unpin = PinAsked(named(job, 20), pin=False)
     job = play(job, [let_go, unpin, verified(job, 60), *saved(job, 70, number=8)]).job
     kept = {step for step, state in states(job).items() if state is CheckpointState.COMMITTED}

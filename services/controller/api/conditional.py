@@ -1,13 +1,23 @@
-"""Answers with an ETag: who polls and has the present state gets 304 and no body."""
+"""Answers with an ETag: who polls and has the present state gets 304 and no body.
+
+A job's tag begins with its revision (``"3.9f…"``), which only changes by people's hands. That part
+alone is compared with ``If-Match``: progress that goes on does not make an edit stale.
+"""
 
 import hashlib
+import re
 from http import HTTPStatus
 from typing import Final
 
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from services.contract.views import JobView
+from services.controller.domain.errors import PreconditionRequiredError
+
 _DIGEST_BYTES: Final = 12
+# A weak tag (``W/"…"``) never matches a change.
+_REVISION: Final = re.compile(r'(?:^|,)\s*"([0-9]{1,9})\.[0-9a-f]*"')
 
 
 def answer(
@@ -19,11 +29,28 @@ def answer(
 ) -> Response:
     """``view`` as JSON with its ETag; 304 if a GET shows that the client has it."""
     body = view.model_dump_json().encode()
-    tag = f'"{hashlib.blake2b(body, digest_size=_DIGEST_BYTES).hexdigest()}"'
+    revision = f"{view.revision}." if isinstance(view, JobView) else ""
+    tag = f'"{revision}{hashlib.blake2b(body, digest_size=_DIGEST_BYTES).hexdigest()}"'
     sent = {"ETag": tag, "Cache-Control": "no-cache", **(headers or {})}
     if request.method in {"GET", "HEAD"} and _has(request, tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=sent)
     return Response(body, status_code=status, media_type="application/json", headers=sent)
+
+
+def revisions_matched(if_match: str | None) -> frozenset[int] | None:
+    """The revisions that an ``If-Match`` names; None for ``*``, which matches any.
+
+    Raises:
+        PreconditionRequiredError: There is no such header.
+    """
+    if if_match is None:
+        raise PreconditionRequiredError(
+            "send the ETag that GET answered as If-Match, so that nobody's change is overwritten "
+            "unseen (or If-Match: * to change the job as it is)"
+        )
+    if if_match.strip() == "*":
+        return None
+    return frozenset(int(found) for found in _REVISION.findall(if_match))
 
 
 def _has(request: Request, tag: str) -> bool:

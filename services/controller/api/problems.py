@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from services.contract.pointers import faults_of
 from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
 from services.contract.specs import JobSpec
-from services.controller.api.pointers import faults_of
 from services.controller.domain.errors import MeshloomError
 
 _CODES: Final[Mapping[int, str]] = {
@@ -96,6 +96,8 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     faults = faults_of(errors, error.body)
     if request.url.path.endswith("/jobs"):
         faults += _hidden_faults(error.body, faults)
+    if request.method == "PATCH":
+        faults = [_unchangeable(fault) for fault in faults]
     return problem_response(
         HTTPStatus.UNPROCESSABLE_ENTITY,
         "; ".join(f"{fault.pointer or '(request)'}: {fault.detail}" for fault in faults),
@@ -103,6 +105,17 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
         faults=faults,
         scope=request.scope,
     )
+
+
+def _unchangeable(fault: Fault) -> Fault:
+    """A field that no patch may have, and what to do instead."""
+    if fault.code != "extra_forbidden":
+        return fault
+    detail = (
+        "this cannot be changed of a submitted job (only priority, labels, checkpoint.keep_last "
+        "and faults.max_restarts can): clone the job with overrides"
+    )
+    return fault.model_copy(update={"detail": detail})
 
 
 def _hidden_faults(body: object, found: Sequence[Fault]) -> list[Fault]:

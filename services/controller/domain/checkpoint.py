@@ -26,9 +26,8 @@ LINKED_STATES: Final = frozenset(
 class Checkpoint(Record):
     """What is known of one checkpoint.
 
-    ``number`` is its place in the commit chain, ``node_id`` the node that linked it. ``holders``
-    are jobs that begin from it: it is kept for them. ``corrupt_file`` differs from what was
-    committed. ``checked_ms``: when a node last was done with reading it, whatever it found.
+    ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
+    ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with reading it, whatever it found.
     """
 
     id: CheckpointId
@@ -47,7 +46,6 @@ class Checkpoint(Record):
     verified_ms: int | None = None
     checked_ms: int | None = None
     pinned: bool = False
-    holders: tuple[JobId, ...] = ()
     corrupt_file: str | None = None
     node_id: NodeId | None = None
 
@@ -180,7 +178,7 @@ def to_retire(
     """Which committed checkpoints retention gives up, oldest commit first.
 
     The ``keep_last`` (at least 1) that were committed last stay; so do the last verified one,
-    those that are pinned or that other jobs begin from, and the ``protected`` ones.
+    those that are pinned, and the ``protected`` ones.
     """
     checkpoints = tuple(checkpoints)
     verified_last = last_verified(checkpoints)
@@ -191,5 +189,5 @@ def to_retire(
     return tuple(
         c
         for c in committed[: -max(keep_last, 1)]
-        if c.id not in protected and c != verified_last and not c.pinned and not c.holders
+        if c.id not in protected and c != verified_last and not c.pinned
     )

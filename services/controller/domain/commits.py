@@ -189,6 +189,11 @@ def on_damaged(fact: ChainDamaged, draft: Draft) -> None:
             on_corrupt(loss, draft)
 
 
+def retire_surplus(draft: Draft) -> None:
+    """Give up what retention no longer keeps, when something else than a commit changed that."""
+    _retire(draft)
+
+
 def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
     """The record of a checkpoint of the living attempt, begun if it is new; else None."""
     job, attempt = draft.job, draft.job.attempt
@@ -224,6 +229,7 @@ def _retire(draft: Draft) -> None:
         for name in (
             None if latest is None else latest.id,
             source if latest is None or latest.id == source else None,
+            *job.holds,
         )
         if name is not None
     )

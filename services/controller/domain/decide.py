@@ -19,17 +19,21 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, keeping, wishes
+from services.controller.domain import commits, gang, holds, keeping, moves, patching, wishes
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
-    CheckpointHeld,
     GangPlaced,
+    HoldAsked,
+    HoldReleased,
     JobEvent,
     KillAsked,
+    MoveAsked,
     NodeLost,
+    OriginReleased,
+    PatchAsked,
     PauseAsked,
     PinAsked,
     PlacementDelayed,
@@ -50,11 +54,15 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     PinAsked: keeping.on_pin,
     VerifyAsked: keeping.on_verify,
     RemovalAsked: keeping.on_removal,
-    CheckpointHeld: keeping.on_held,
     GangPlaced: gang.on_placed,
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
+    PatchAsked: patching.on_patch,
+    MoveAsked: moves.on_move,
+    HoldAsked: holds.on_hold,
+    HoldReleased: holds.on_released,
+    OriginReleased: holds.on_origin_released,
     GangLaunched: gang.on_launched,
     LaunchRefused: gang.on_refused,
     GangProgressed: gang.on_progressed,
@@ -111,5 +119,8 @@ def is_stale(job: Job, event: JobEvent) -> bool:
 def first_decision(job: Job) -> Decision:
     """The decision that puts a new job into the queue."""
     draft = Draft(job, job.created_ms)
-    draft.note("job.queued", job.reason or "queued", name=job.spec.name)
+    about: dict[str, object] = {"name": job.spec.name}
+    if job.origin is not None:
+        about["cloned_from"] = job.origin.model_dump(mode="json", exclude={"held"})
+    draft.note("job.queued", job.reason or "queued", **about)
     return draft.decision()

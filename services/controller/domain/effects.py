@@ -6,7 +6,8 @@ from typing import Any
 
 from services.contract.messages.commands import Command
 from services.contract.states import JobState
-from services.controller.domain.job import TRANSITIONS, Job
+from services.controller.domain.job import Job
+from services.controller.domain.lifecycle import TRANSITIONS
 
 
 @dataclass(frozen=True)

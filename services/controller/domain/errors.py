@@ -8,6 +8,8 @@
     ├── NotFoundError            404
     ├── StateConflictError       409  the job's state does not allow it
     ├── RecordUnreadableError    409  what is stored of the job cannot be read
+    ├── PreconditionRequiredError 428  a change of a job says which revision it is made on
+    ├── PreconditionFailedError  412  the job is not as the client saw it
     ├── CursorExpiredError       410  the stream was trimmed behind the cursor
     ├── TooManyStreamsError      503  as many follow logs and events as may
     ├── StoreUnavailableError    503  Redis does not answer
@@ -73,6 +75,22 @@ class StateConflictError(MeshloomError):
     status = 409
     code = "state_conflict"
     title = "Not in this state"
+
+
+class PreconditionRequiredError(MeshloomError):
+    """The request must say, by ``If-Match``, on which revision of the job it was made."""
+
+    status = 428
+    code = "precondition_required"
+    title = "If-Match is wanted"
+
+
+class PreconditionFailedError(MeshloomError):
+    """The job was changed since the client read it."""
+
+    status = 412
+    code = "precondition_failed"
+    title = "Changed meanwhile"
 
 
 class RecordUnreadableError(MeshloomError):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.contract.messages.facts import (
     ChainDamaged,
@@ -20,6 +21,7 @@ from services.contract.messages.facts import (
     LaunchRefused,
 )
 from services.contract.plans import GangPlan
+from services.contract.requests import JobPatch
 from services.contract.views import StopRequest
 
 
@@ -79,15 +81,6 @@ class RemovalAsked:
 
 
 @dataclass(frozen=True)
-class CheckpointHeld:
-    """Another job begins from a checkpoint, or (``held`` False) no longer needs it."""
-
-    checkpoint_id: str
-    by_job: str
-    held: bool = True
-
-
-@dataclass(frozen=True)
 class GangPlaced:
     """There is room: this plan, on agents of these incarnations (by node)."""
 
@@ -121,6 +114,48 @@ class AnswerOverdue:
     """An agent that lives has not answered a command for long: send it again."""
 
 
+@dataclass(frozen=True)
+class PatchAsked:
+    """Change what may be changed of the spec, if its revision is one of these (None: any)."""
+
+    patch: JobPatch
+    revisions: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class MoveAsked:
+    """Drain the gang; the job goes on elsewhere or later, at no cost to its restart budget.
+
+    ``by``: the job that needs the room, or the node that is drained; ``words`` say so.
+    """
+
+    cause: Literal["preempted", "node_drained"]
+    by: str
+    words: str
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class HoldAsked:
+    """A clone begins with this checkpoint: keep it."""
+
+    checkpoint_id: str
+    holder: str
+
+
+@dataclass(frozen=True)
+class HoldReleased:
+    """The clone no longer needs it."""
+
+    checkpoint_id: str
+    holder: str
+
+
+@dataclass(frozen=True)
+class OriginReleased:
+    """This clone has a committed checkpoint of its own, and no longer needs its origin's."""
+
+
 GangFact = (
     GangLaunched
     | LaunchRefused
@@ -146,10 +181,14 @@ JobEvent = (
     | PinAsked
     | VerifyAsked
     | RemovalAsked
-    | CheckpointHeld
     | GangPlaced
     | PlacementDelayed
     | NodeLost
     | AnswerOverdue
+    | PatchAsked
+    | MoveAsked
+    | HoldAsked
+    | HoldReleased
+    | OriginReleased
     | GangFact
 )

@@ -41,23 +41,22 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         draft.move(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
         return
     fence = job.fence + 1
-    source = job.latest_checkpoint
+    source = job.resume_point
     attempt = Attempt(
         fence=fence,
         world_size=event.plan.world_size,
         incarnations=dict(event.incarnations),
-        resumed_from=None if source is None else source.id,
-        resumed_step=0 if source is None else source.step,
+        resumed_from=source.checkpoint_id,
+        resumed_step=source.step,
         started_ms=draft.now_ms,
-        last_step=0 if source is None else source.step,
+        last_step=source.step,
     )
     nodes = ", ".join(event.incarnations)
-    start = "from the beginning" if source is None else f"from step {source.step}"
     draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
     draft.move(
         JobState.PLACING,
         f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
-        f"{start}",
+        f"{source.words}",
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
     launch = LaunchGang(

@@ -1,7 +1,7 @@
-"""A job's record and the table of its states."""
+"""A job's record."""
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -14,74 +14,36 @@ from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.record import Record
 
-TRANSITIONS: Final[Mapping[JobState, frozenset[JobState]]] = {
-    JobState.QUEUED: frozenset(
-        {JobState.PLACING, JobState.PAUSED, JobState.CANCELLED, JobState.SUCCEEDED}
-    ),
-    JobState.PLACING: frozenset(
-        {
-            JobState.STARTING,
-            JobState.RUNNING,
-            JobState.PAUSING,
-            JobState.RESTARTING,
-            JobState.CANCELLING,
-            JobState.SUCCEEDED,
-            JobState.FAILED,
-        }
-    ),
-    JobState.STARTING: frozenset(
-        {
-            JobState.RUNNING,
-            JobState.PAUSING,
-            JobState.RESTARTING,
-            JobState.CANCELLING,
-            JobState.SUCCEEDED,
-            JobState.FAILED,
-        }
-    ),
-    JobState.RUNNING: frozenset(
-        {
-            JobState.PAUSING,
-            JobState.RESTARTING,
-            JobState.CANCELLING,
-            JobState.SUCCEEDED,
-            JobState.FAILED,
-        }
-    ),
-    JobState.PAUSING: frozenset(
-        {
-            JobState.PAUSED,
-            JobState.RESTARTING,
-            JobState.CANCELLING,
-            JobState.SUCCEEDED,
-            JobState.FAILED,
-        }
-    ),
-    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
-    JobState.RESTARTING: frozenset(
-        {JobState.PLACING, JobState.PAUSED, JobState.CANCELLED, JobState.SUCCEEDED}
-    ),
-    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.SUCCEEDED}),
-    JobState.CANCELLED: frozenset({JobState.QUEUED}),
-    JobState.FAILED: frozenset({JobState.QUEUED, JobState.SUCCEEDED}),
-    JobState.SUCCEEDED: frozenset(),
-}
-"""From each state, those that may follow. ``SUCCEEDED`` after a stop was asked: the job was done
-before the stop took effect. After ``QUEUED``, ``RESTARTING`` and ``FAILED``: the commit of the last
-checkpoint was reported after its attempt had been given up."""
-
 RESUMABLE_STATES: Final = frozenset({JobState.PAUSED, JobState.FAILED, JobState.CANCELLED})
 WAITING_STATES: Final = frozenset({JobState.QUEUED, JobState.RESTARTING})
-SEVERITY: Final[Mapping[str, int]] = {"pause": 1, "cancel": 2, "kill": 3}
+SEVERITY: Final[Mapping[str, int]] = {"move": 0, "pause": 1, "cancel": 2, "kill": 3}
 
 
 class Stop(Record):
-    """A wish to stop that has not been fulfilled yet. It may only get more severe."""
+    """A wish to stop that has not been fulfilled yet. It may only get more severe.
 
-    kind: Literal["pause", "cancel", "kill"]
+    ``move`` is the controller's own: the gang drains, and the job goes on elsewhere or later.
+    ``cause`` and ``by`` say for what: a job (its id) that needs the room, or a node that is drained.
+    """
+
+    kind: Literal["move", "pause", "cancel", "kill"]
     checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
     grace_s: float = 60.0
     asked_ms: int
+    cause: Literal["preempted", "node_drained"] | None = None
+    by: str | None = None
+
+
+class Origin(Record):
+    """The job of which this one is a clone, and the checkpoint of it with which the clone begins.
+
+    ``held``: the source keeps that checkpoint, for the clone has none of its own yet.
+    """
+
+    job_id: JobId
+    checkpoint_id: CheckpointId | None = None
+    step: int = 0
+    held: bool = False
 
 
 class Job(Record):
@@ -92,6 +54,8 @@ class Job(Record):
     to resume from: of older attempts' checkpoints (up to ``base_fence``), only that one counts.
     ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
+    ``revision`` counts what people changed of the spec. ``holds`` names, by
+    checkpoint, the clones that still begin with it: retention keeps it for them.
     """
 
     id: JobId
@@ -118,6 +82,9 @@ class Job(Record):
     commanded_ms: int = 0
     gone: tuple[CheckpointId, ...] = ()
     damaged_records: tuple[int, ...] = ()
+    revision: int = 0
+    origin: Origin | None = None
+    holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
 
     @property
@@ -157,3 +124,25 @@ class Job(Record):
             and (c.fence > self.base_fence or c.id == self.base_checkpoint)
         ]
         return max(line, key=lambda c: (c.step, c.fence), default=None)
+
+    @property
+    def resume_point(self) -> "ResumePoint":
+        """Where the next attempt begins: the latest own commit, else the one it was cloned from."""
+        latest = self.latest_checkpoint
+        if latest is not None:
+            return ResumePoint(latest.id, latest.step)
+        if self.origin is not None and self.origin.held:
+            return ResumePoint(self.origin.checkpoint_id, self.origin.step)
+        return ResumePoint(None, 0)
+
+
+class ResumePoint(NamedTuple):
+    """A checkpoint and its step; None and 0: the beginning."""
+
+    checkpoint_id: CheckpointId | None
+    step: int
+
+    @property
+    def words(self) -> str:
+        """Where that is, in words."""
+        return "from the beginning" if self.checkpoint_id is None else f"from step {self.step}"

@@ -10,7 +10,7 @@ from services.controller.domain.attempt import Attempt
 from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import NotFoundError, StateConflictError
-from services.controller.domain.events import CheckpointHeld, PinAsked, RemovalAsked, VerifyAsked
+from services.controller.domain.events import PinAsked, RemovalAsked, VerifyAsked
 from services.controller.domain.job import Job
 
 _KEPT_STATES = frozenset({CheckpointState.COMMITTED, CheckpointState.CORRUPT})
@@ -84,22 +84,6 @@ def on_removal(event: RemovalAsked, draft: Draft) -> None:
     draft.send(command, [event.node_id])
 
 
-def on_held(event: CheckpointHeld, draft: Draft) -> None:
-    """Keep it for another job, or no longer.
-
-    Raises:
-        NotFoundError: The job has no such checkpoint.
-        StateConflictError: It is to be held and is not committed.
-    """
-    known = _known(draft.job, event.checkpoint_id)
-    if event.held and known.state != CheckpointState.COMMITTED:
-        raise StateConflictError(f"checkpoint {known.id} is {known.state}: no job begins from it")
-    others = tuple(name for name in known.holders if name != event.by_job)
-    holders = (*others, event.by_job) if event.held else others
-    if set(holders) != set(known.holders):
-        _put(draft, known.model_copy(update={"holders": holders}))
-
-
 def _refuse_removal(job: Job, known: Checkpoint) -> None:
     why = None
     attempt = job.attempt
@@ -109,8 +93,8 @@ def _refuse_removal(job: Job, known: Checkpoint) -> None:
         why = f"it is {known.state}: ranks may still write it"
     elif known.pinned:
         why = "it is pinned; unpin it first"
-    elif known.holders:
-        why = f"job {known.holders[0]} begins from it"
+    elif job.holds.get(known.id):
+        why = f"job {job.holds[known.id][0]} begins with it"
     elif attempt is not None and _loads(attempt, known):
         why = f"attempt {attempt.fence} is loading it"
     if why is None and not job.is_terminal and latest is not None and latest.id == known.id:

@@ -61,8 +61,10 @@ def _conclude_training(draft: Draft, attempt: Attempt) -> None:
 
 
 def _conclude_stop(draft: Draft, attempt: Attempt, stop: Stop) -> None:
-    latest = draft.job.latest_checkpoint
-    saved = latest.step if latest is not None else 0
+    if stop.kind == "move":
+        _conclude_move(draft, attempt, stop)
+        return
+    saved = draft.job.resume_point.step
     is_safe = saved >= attempt.last_step
     verb = "pause" if stop.kind == "pause" else "cancellation"
     if stop.checkpoint == "required" and not is_safe:
@@ -85,6 +87,27 @@ def _conclude_stop(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     else:
         _end_attempt(draft, ExitReason.CANCELLED)
         _cancel(draft, ExitReason.CANCELLED, f"cancelled on request; {kept}")
+
+
+def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
+    """The job goes on, and pays nothing: unless what ended it was its own exception."""
+    draft.change(stop=None)
+    failure = retry.first_failure(attempt)
+    why = retry.cause(attempt, failure)
+    if why == ExitReason.USER_ERROR:
+        _conclude_failure(draft, attempt)
+        return
+    is_preempted = stop.cause == "preempted"
+    if why != ExitReason.NODE_LOST:
+        why = ExitReason.PREEMPTED if is_preempted else ExitReason.NODE_DRAINED
+    _end_attempt(draft, why)
+    saved = draft.job.resume_point.step
+    verb = "made room for" if is_preempted else "left"
+    reason = f"{verb} {stop.by}; it goes on from step {saved}, and this restart is not counted"
+    draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+    if is_preempted:
+        waits = f"preempted by {stop.by}; it waits for room and goes on from step {saved}"
+        draft.move(JobState.QUEUED, waits)
 
 
 def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None:
@@ -160,8 +183,7 @@ def _cancel(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
 
 def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = None) -> None:
     attempt = draft.job.attempts[-1]
-    latest = draft.job.latest_checkpoint
-    saved = max(latest.step if latest is not None else 0, attempt.resumed_step)
+    saved = max(draft.job.resume_point.step, attempt.resumed_step)
     last_step = max(attempt.last_step, attempt.resumed_step)
     draft.change_attempt(
         ended_ms=draft.now_ms,

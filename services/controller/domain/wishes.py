@@ -81,8 +81,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         _refuse_resume(job, event)
         return
     if event.from_checkpoint is not None:
-        named = job.checkpoints.get(event.from_checkpoint)
-        if named is None or named.state != CheckpointState.COMMITTED:
+        if not _can_begin_with(job, event.from_checkpoint):
             raise InvalidRequestError(
                 [
                     Fault(
@@ -93,17 +92,15 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
                     )
                 ]
             )
-        draft.change(base_checkpoint=named.id, base_fence=job.fence)
+        draft.change(base_checkpoint=event.from_checkpoint, base_fence=job.fence)
     if draft.job.has_lost_its_checkpoints:
         raise StateConflictError(
             "every checkpoint to go on from is corrupt: restore the files and verify one, name "
             "another, or delete the corrupt ones to begin anew"
         )
-    source = draft.job.latest_checkpoint
-    start = "from the beginning" if source is None else f"from step {source.step}"
     draft.move(
         JobState.QUEUED,
-        f"resumed on request, {start}",
+        f"resumed on request, {draft.job.resume_point.words}",
         exit_reason=None,
         failure=None,
         ended_ms=None,
@@ -164,6 +161,14 @@ def _cancel_idle(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
     draft.move(
         JobState.CANCELLED, reason, exit_reason=exit_reason, ended_ms=draft.now_ms, stop=None
     )
+
+
+def _can_begin_with(job: Job, checkpoint_id: str) -> bool:
+    """Whether it is a committed checkpoint of this job, or the one with which the clone begins."""
+    known = job.checkpoints.get(checkpoint_id)
+    if known is not None:
+        return known.state == CheckpointState.COMMITTED
+    return job.resume_point.checkpoint_id == checkpoint_id
 
 
 def _refuse_resume(job: Job, event: ResumeAsked) -> None:

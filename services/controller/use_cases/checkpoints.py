@@ -22,7 +22,7 @@ async def list_checkpoints(ports: Ports, job_id: str) -> CheckpointList:
     newest_first = sorted(
         stored.job.checkpoints.values(), key=lambda c: (c.fence, c.step), reverse=True
     )
-    return CheckpointList(items=tuple(checkpoint_view(c) for c in newest_first))
+    return CheckpointList(items=tuple(checkpoint_view(stored.job, c) for c in newest_first))
 
 
 async def get_checkpoint(ports: Ports, checkpoint_id: str) -> CheckpointView:
@@ -87,7 +87,7 @@ def _view(job: Job, checkpoint_id: str) -> CheckpointView:
     known = job.checkpoints.get(checkpoint_id)
     if known is None:
         raise NotFoundError(f"there is no checkpoint {checkpoint_id}")
-    return checkpoint_view(known)
+    return checkpoint_view(job, known)
 
 
 async def _reader(ports: Ports, checkpoint_id: str) -> str:

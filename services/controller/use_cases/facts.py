@@ -12,6 +12,7 @@ from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     FACT,
     CheckpointCorrupt,
+    CheckpointLinked,
     Fact,
     NodeJoined,
     NodeLeft,
@@ -27,6 +28,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.clone import let_go_of_origin
 from services.controller.use_cases.telling import last_told_step
 
 _log = structlog.get_logger()
@@ -95,7 +97,9 @@ async def _apply(
     ports: Ports, job_id: str, occurrences: Sequence[Occurrence], actor: Actor, epoch: int
 ) -> None:
     try:
-        await apply_events(ports, job_id, occurrences, actor, epoch)
+        stored = await apply_events(ports, job_id, occurrences, actor, epoch)
+        if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
+            await let_go_of_origin(ports, stored.job, epoch)
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:

@@ -13,6 +13,7 @@ from services.controller.ports.jobs import Actor, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.clone import release_origin
 from services.controller.use_cases.present import attempt_view, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
 
@@ -81,7 +82,7 @@ async def change_course(ports: Ports, job_id: str, wish: JobEvent, actor: Actor)
     return (await _views(ports, [stored]))[0]
 
 
-async def delete_job(ports: Ports, job_id: str) -> None:
+async def delete_job(ports: Ports, job_id: str, actor: Actor) -> None:
     """Forget a job that has ended; its checkpoints stay in storage.
 
     Raises:
@@ -98,6 +99,7 @@ async def delete_job(ports: Ports, job_id: str) -> None:
         raise StateConflictError(
             f"the job is {stored.job.state}: only jobs that have ended are deleted; cancel it first"
         )
+    await release_origin(ports, stored.job, actor)
     await ports.jobs.delete(stored)
 
 

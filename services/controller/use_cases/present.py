@@ -8,6 +8,7 @@ from services.contract.messages.telemetry import RankSample, StepRecord
 from services.contract.views import (
     AttemptView,
     CheckpointView,
+    CloneOrigin,
     FailureView,
     JobView,
     NodeView,
@@ -16,7 +17,7 @@ from services.contract.views import (
 )
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Origin
 from services.controller.domain.node import Lease
 from services.controller.domain.placement import Standing
 from services.controller.use_cases.progress import measure
@@ -50,6 +51,8 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
         restarts=job.restarts,
         plan=job.plan,
         latest_checkpoint=None if latest is None else latest.id,
+        cloned_from=_origin_view(job.origin),
+        revision=job.revision,
         priority=job.spec.priority,
         labels=dict(job.spec.labels),
         owner=job.owner,
@@ -110,8 +113,8 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
     )
 
 
-def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
-    """A checkpoint."""
+def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
+    """A checkpoint of a job."""
     return CheckpointView(
         id=checkpoint.id,
         job_id=checkpoint.job_id,
@@ -133,7 +136,7 @@ def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
         checked_at=maybe_moment(checkpoint.checked_ms),
         corrupt_file=checkpoint.corrupt_file,
         pinned=checkpoint.pinned,
-        held_by=checkpoint.holders,
+        held_by=job.holds.get(checkpoint.id, ()),
     )
 
 
@@ -149,6 +152,16 @@ def node_view(standing: Standing, lease: Lease | None) -> NodeView:
         jobs=standing.jobs,
         joined_at=moment(node.joined_ms),
         lease_s=None if lease is None else float(-(-lease.left_ms // 1000)),
+    )
+
+
+def _origin_view(origin: Origin | None) -> CloneOrigin | None:
+    if origin is None:
+        return None
+    return CloneOrigin(
+        job_id=origin.job_id,
+        checkpoint_id=origin.checkpoint_id,
+        step=origin.step,
     )
 
 

@@ -9,7 +9,7 @@ from services.contract.views import JobView
 from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Origin
 from services.controller.domain.placement import Never, NotNow, Seated, place, stand
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
@@ -41,7 +41,21 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    spec = submission.spec
+    job, outcome = await draft_job(ports, submission.spec)
+    if submission.dry_run:
+        return foreseen(job, outcome)
+    stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
+    return job_view(stored.job, (), {})
+
+
+async def draft_job(
+    ports: Ports, spec: JobSpec, origin: Origin | None = None
+) -> tuple[Job, Seated | NotNow]:
+    """A job as it would be queued now, and where it would be placed.
+
+    Raises:
+        InvalidRequestError: It can never run; all faults at once.
+    """
     outcome = await _foresee(ports, spec)
     now_ms = await ports.clock.now_ms()
     job = Job(
@@ -50,12 +64,15 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
         reason=_reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
+        origin=origin,
     )
-    if submission.dry_run:
-        plan = planner.gang(spec, outcome) if isinstance(outcome, Seated) else None
-        return job_view(job.model_copy(update={"plan": plan}), (), {})
-    stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
-    return job_view(stored.job, (), {})
+    return job, outcome
+
+
+def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
+    """The job with the plan that would be run now."""
+    plan = planner.gang(job.spec, outcome) if isinstance(outcome, Seated) else None
+    return job_view(job.model_copy(update={"plan": plan}), (), {})
 
 
 async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:

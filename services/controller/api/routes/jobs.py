@@ -4,21 +4,31 @@ import hashlib
 import json
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel
 
-from services.contract.problems import Fault
+from services.contract.pointers import pointer_of
+from services.contract.problems import Fault, Problem
+from services.contract.requests import CloneRequest, JobPatch
 from services.contract.specs import JobSpec
 from services.contract.states import JobState
 from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, revisions_matched
 from services.controller.api.context import WithActor, WithPorts
-from services.controller.api.pointers import pointer_of
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.events import CancelAsked, KillAsked, PauseAsked, ResumeAsked
+from services.controller.domain.events import (
+    CancelAsked,
+    KillAsked,
+    PatchAsked,
+    PauseAsked,
+    ResumeAsked,
+)
 from services.controller.ports.jobs import Claim
 from services.controller.use_cases import jobs as use_cases
+from services.controller.use_cases.clone import Cloning
+from services.controller.use_cases.clone import clone as clone_job
 from services.controller.use_cases.submit import Submission
 from services.controller.use_cases.submit import submit as submit_job
 
@@ -51,7 +61,7 @@ async def submit(
 ) -> Response:
     """Submit a job. What can never run is refused, with every fault at once."""
     _refuse_unspeakable(spec)
-    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(spec))
+    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(spec)))
     view = await submit_job(ports, Submission(spec, claim, dry_run=dry_run), actor)
     if dry_run:
         return answer(request, view)
@@ -82,10 +92,67 @@ async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
     return answer(request, await use_cases.get_job(ports, job_id))
 
 
+@router.patch(
+    "/{job_id}",
+    response_model=JobView,
+    responses={
+        412: {"model": Problem, "description": "The job was changed since it was read"},
+        428: {"model": Problem, "description": "If-Match is wanted"},
+    },
+)
+async def patch_job(
+    job_id: str,
+    patch: JobPatch,
+    request: Request,
+    ports: WithPorts,
+    actor: WithActor,
+    if_match: Annotated[
+        str | None, Header(max_length=1000, description="The ETag that GET answered, or `*`")
+    ] = None,
+) -> Response:
+    """Change priority, labels, retention or restart budget (a JSON merge patch).
+
+    Only people's changes make an ETag stale here, not a job's progress.
+    """
+    _refuse_unspeakable(patch)
+    wish = PatchAsked(patch, revisions_matched(if_match))
+    return answer(request, await use_cases.change_course(ports, job_id, wish, actor))
+
+
+@router.post(
+    "/{job_id}/clone",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+)
+async def clone(  # noqa: PLR0913 one parameter a part of the request
+    job_id: str,
+    request: Request,
+    ports: WithPorts,
+    actor: WithActor,
+    wanted: CloneRequest | None = None,
+    *,
+    idempotency_key: IdempotencyKey = None,
+    dry_run: bool = False,
+) -> Response:
+    """Queue another job of the same spec, with overrides, from a checkpoint or from the start."""
+    body = wanted or CloneRequest()
+    _refuse_unspeakable(body)
+    claim = None
+    if idempotency_key is not None:
+        claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
+    cloning = Cloning(job_id, body, claim, dry_run=dry_run)
+    view = await clone_job(ports, cloning, actor)
+    if dry_run:
+        return answer(request, view)
+    location = {"Location": f"/v1/jobs/{view.id}"}
+    return answer(request, view, status=HTTPStatus.ACCEPTED, headers=location)
+
+
 @router.delete("/{job_id}", status_code=HTTPStatus.NO_CONTENT)
-async def delete_job(job_id: str, ports: WithPorts) -> None:
+async def delete_job(job_id: str, ports: WithPorts, actor: WithActor) -> None:
     """Forget a job that has ended. Its checkpoints stay in storage."""
-    await use_cases.delete_job(ports, job_id)
+    await use_cases.delete_job(ports, job_id, actor)
 
 
 @router.post("/{job_id}/pause", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
@@ -151,7 +218,7 @@ def next_link(request: Request, cursor: str | None) -> dict[str, str]:
     return {"Link": f'<{url.path}?{url.query}>; rel="next"'}
 
 
-def _refuse_unspeakable(spec: JobSpec) -> None:
+def _refuse_unspeakable(spec: BaseModel) -> None:
     """JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
     faults = [
         Fault(pointer=place, detail="not a Unicode string", code="string_unicode")
@@ -173,6 +240,10 @@ def _unspeakable(value: object, place: str) -> Iterator[str]:
         yield place
 
 
-def _digest(spec: JobSpec) -> str:
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+def _json(body: BaseModel) -> dict[str, Any]:
+    return body.model_dump(mode="json")
+
+
+def _digest(document: dict[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -24,7 +24,9 @@ export type ExitReason =
   | "node_lost"
   | "launch_failed"
   | "checkpoint_failed"
-  | "restarts_exhausted";
+  | "restarts_exhausted"
+  | "preempted"
+  | "node_drained";
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
@@ -164,6 +166,12 @@ export interface GangPlan {
   ranks: RankPlacement[];
 }
 
+export interface CloneOrigin {
+  job_id: string;
+  checkpoint_id: string | null;
+  step: number;
+}
+
 export interface JobView {
   id: string;
   name: string;
@@ -177,6 +185,8 @@ export interface JobView {
   restarts: number;
   plan: GangPlan | null;
   latest_checkpoint: string | null;
+  cloned_from: CloneOrigin | null;
+  revision: number;
   priority: number;
   labels: Record<string, string>;
   owner: string;

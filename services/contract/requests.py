@@ -1,0 +1,57 @@
+"""Bodies of requests that change a job or make one of another: merge-patches (RFC 7396)."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
+
+from services.contract.bounded_json import bounded
+from services.contract.ids import CheckpointId
+from services.contract.specs import LabelKey
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RetentionPatch(_Request):
+    """How many committed checkpoints are kept; null: as many as by default."""
+
+    keep_last: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
+
+
+class BudgetPatch(_Request):
+    """How many restarts a run may cost; null: as many as by default."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
+
+
+class JobPatch(_Request):
+    """What of a job may be changed after it was submitted: a merge-patch on its spec.
+
+    A field that is left out stays as it is, null makes it the default again, and a label that is
+    null is taken away.
+    """
+
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    labels: (
+        Annotated[
+            dict[LabelKey, Annotated[str, StringConstraints(max_length=256)] | None],
+            Field(max_length=128),
+        ]
+        | None
+    ) = None
+    checkpoint: RetentionPatch = RetentionPatch()
+    faults: BudgetPatch = BudgetPatch()
+
+
+class CloneRequest(_Request):
+    """What is to differ from the job that is cloned, and where the clone begins.
+
+    ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
+    checkpoint of the cloned job, or its ``latest``; without one the clone begins anew.
+    """
+
+    overrides: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(
+        default_factory=dict
+    )
+    from_checkpoint: CheckpointId | Literal["latest"] | None = None

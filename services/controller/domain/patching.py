@@ -1,0 +1,76 @@
+"""What people may change of a job after they submitted it."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.contract.merge_patch import merged
+from services.contract.pointers import faults_of
+from services.contract.specs import JobSpec
+from services.controller.domain.commits import retire_surplus
+from services.controller.domain.effects import Draft
+from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
+from services.controller.domain.events import PatchAsked
+
+
+def on_patch(event: PatchAsked, draft: Draft) -> None:
+    """Take the patch into the spec; one that changes nothing makes no new revision.
+
+    Raises:
+        PreconditionFailedError: The job has another revision than those that were named.
+        InvalidRequestError: With the patch, the spec would be none.
+    """
+    job = draft.job
+    if event.revisions is not None and job.revision not in event.revisions:
+        raise PreconditionFailedError(
+            f"the job was changed since it was read (it has revision {job.revision} now); "
+            "read it again and send the change with its new ETag"
+        )
+    patch = event.patch.model_dump(mode="json", exclude_unset=True)
+    after = with_patch(job.spec, patch)
+    if after == job.spec:
+        return
+    changed = _differences(job.spec.model_dump(mode="json"), after.model_dump(mode="json"), "")
+    draft.change(spec=after, revision=job.revision + 1)
+    words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in changed.items())
+    draft.note("job.patched", f"changed on request: {words}", changed=changed)
+    if after.checkpoint.keep_last != job.spec.checkpoint.keep_last:
+        retire_surplus(draft)
+
+
+def with_patch(spec: JobSpec, patch: dict[str, Any], prefix: str = "") -> JobSpec:
+    """The spec with a merge-patch.
+
+    Raises:
+        InvalidRequestError: It would be none; the pointers begin with ``prefix``.
+    """
+    document = merged(spec.model_dump(mode="json"), patch)
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        faults = faults_of(error.errors(include_url=False), document)
+        raise InvalidRequestError(
+            [f.model_copy(update={"pointer": f"{prefix}{f.pointer}"}) for f in faults]
+        ) from error
+
+
+def _differences(
+    before: dict[str, Any], after: dict[str, Any], place: str
+) -> dict[str, list[object]]:
+    """What was and what is, by JSON pointer."""
+    found: dict[str, list[object]] = {}
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        here = f"{place}/{key.replace('~', '~0').replace('/', '~1')}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= _differences(old, new, here)
+        elif old != new:
+            found[here] = [old, new]
+    return found
+
+
+def _told(pair: list[object]) -> str:
+    old, new = pair
+    if old is None:
+        return f"is {new}"
+    return "is taken away" if new is None else f"from {old} to {new}"

@@ -1,0 +1,131 @@
+"""Another job of the same spec, and the checkpoint of the first that it begins with.
+
+The checkpoint is held in its job before the clone exists, and until the clone has a committed one
+of its own or is deleted: at no moment may retention take what the clone will load.
+"""
+
+from dataclasses import dataclass
+
+from services.contract.problems import Fault
+from services.contract.requests import CloneRequest
+from services.contract.specs import JobSpec
+from services.contract.states import CheckpointState
+from services.contract.views import JobView
+from services.controller.domain.decide import first_decision
+from services.controller.domain.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    RecordUnreadableError,
+)
+from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
+from services.controller.domain.job import Job, Origin
+from services.controller.domain.patching import with_patch
+from services.controller.ports.jobs import Actor, Claim
+from services.controller.ports.office import Ports
+from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.present import job_view
+from services.controller.use_cases.submit import draft_job, foreseen
+
+
+@dataclass(frozen=True)
+class Cloning:
+    """Which job is cloned, and how that was asked for."""
+
+    job_id: str
+    wanted: CloneRequest
+    claim: Claim | None = None
+    dry_run: bool = False
+
+
+async def clone(ports: Ports, cloning: Cloning, actor: Actor) -> JobView:
+    """Queue a clone; the same claim again answers the same job.
+
+    Raises:
+        NotFoundError: There is no such job.
+        InvalidRequestError: The clone can never run, or the checkpoint is none to begin with.
+        KeyReusedError: The claim's key came with another body before.
+    """
+    if cloning.claim is not None and not cloning.dry_run:
+        earlier = await ports.jobs.claimed(cloning.claim)
+        if earlier is not None:
+            return job_view(earlier.job, (), {})
+    source = (await ports.jobs.load(cloning.job_id)).job
+    spec = with_patch(source.spec, cloning.wanted.overrides, "/overrides")
+    origin = _origin(source, cloning.wanted, spec)
+    try:
+        job, outcome = await draft_job(ports, spec, origin)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            [f.model_copy(update={"pointer": f"/overrides{f.pointer}"}) for f in error.faults]
+        ) from error
+    if cloning.dry_run:
+        return foreseen(job, outcome)
+    if origin.checkpoint_id is not None:
+        await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)
+    stored = await ports.jobs.create(first_decision(job), actor, cloning.claim)
+    if stored.job.id != job.id:
+        # The same request came twice at once, and the other one was first.
+        await release_origin(ports, job, actor)
+    return job_view(stored.job, (), {})
+
+
+async def let_go_of_origin(ports: Ports, job: Job, epoch: int) -> None:
+    """Once a clone has a committed checkpoint of its own, its origin may be retired.
+
+    Doing so again changes nothing.
+
+    Raises:
+        DeposedError: ``epoch`` is over.
+    """
+    if job.origin is None or job.origin.checkpoint_id is None or job.latest_checkpoint is None:
+        return
+    actor = Actor("controller")
+    # First the clone: it must never be sent back to a checkpoint that may be gone.
+    await _apply(ports, job.id, OriginReleased(), actor, epoch)
+    await release_origin(ports, job, actor, epoch)
+
+
+async def release_origin(ports: Ports, job: Job, actor: Actor, epoch: int | None = None) -> None:
+    """The job that was cloned need no longer keep the checkpoint for ``job``."""
+    if job.origin is None or job.origin.checkpoint_id is None:
+        return
+    released = HoldReleased(job.origin.checkpoint_id, job.id)
+    try:
+        await _apply(ports, job.origin.job_id, released, actor, epoch)
+    except (NotFoundError, RecordUnreadableError):
+        return  # then there is nothing that retires it, either
+
+
+def _origin(source: Job, wanted: CloneRequest, spec: JobSpec) -> Origin:
+    asked = wanted.from_checkpoint
+    if asked is None:
+        return Origin(job_id=source.id)
+    latest = source.latest_checkpoint
+    known = latest if asked == "latest" else source.checkpoints.get(asked)
+    if known is None or known.state != CheckpointState.COMMITTED:
+        what = "it has none yet" if asked == "latest" else f"{asked} is none"
+        raise _refusal(
+            "/from_checkpoint",
+            f"only a committed checkpoint of {source.id} can be begun with, and {what}; "
+            f"GET /v1/jobs/{source.id}/checkpoints lists them",
+            "unknown_checkpoint",
+        )
+    if known.step >= spec.train.steps:
+        raise _refusal(
+            "/overrides/train/steps",
+            f"checkpoint {known.id} is of step {known.step} and train.steps is "
+            f"{spec.train.steps}: nothing is left to do; override train.steps by more",
+            "nothing_left",
+        )
+    return Origin(job_id=source.id, checkpoint_id=known.id, step=known.step, held=True)
+
+
+def _refusal(pointer: str, detail: str, code: str) -> InvalidRequestError:
+    return InvalidRequestError([Fault(pointer=pointer, detail=detail, code=code)])
+
+
+async def _apply(
+    ports: Ports, job_id: str, event: JobEvent, actor: Actor, epoch: int | None = None
+) -> None:
+    now_ms = await ports.clock.now_ms()
+    await apply_events(ports, job_id, [Occurrence(event, now_ms)], actor, epoch)

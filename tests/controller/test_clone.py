@@ -1,0 +1,133 @@
+"""Another job of the same spec, and the checkpoint that it begins with."""
+
+import pytest
+
+from services.contract import redis_keys as keys
+from services.contract.messages.commands import RetireCheckpoint
+from services.controller.domain.events import HoldAsked, HoldReleased
+from services.controller.domain.job import Origin
+from tests.controller.conftest import House
+from tests.controller.histories import (
+    commands,
+    killed,
+    launched,
+    new_job,
+    placed,
+    play,
+    progressed,
+    running,
+    saved,
+)
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+
+
+def trained(house: House, **changes: object) -> tuple[str, str]:
+    """A job that has ended, and its one checkpoint."""
+    house.agent.join()
+    job_id = house.submit(**changes)
+    gang = house.agent.launches(job_id)
+    house.agent.trains(gang, range(1, 11))
+    name = house.agent.saves(gang, 10)
+    house.agent.ends(gang, 10)
+    house.in_state(job_id, "SUCCEEDED")
+    return job_id, name
+
+
+def test_a_clone_begins_with_the_named_checkpoint_and_its_overrides(house: House) -> None:
+    source, name = trained(house, labels={"team": "demo"})
+    path = f"/v1/jobs/{source}/clone"
+    body = {
+        "overrides": {"train": {"steps": 20}, "labels": {"team": None}, "name": "more"},
+        "from_checkpoint": "latest",
+    }
+    answer = house.client.post(path, json=body, headers={"Idempotency-Key": "once"})
+    assert answer.status_code == 202, answer.text
+    clone = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{clone['id']}"
+    assert (clone["spec"]["train"]["steps"], clone["labels"], clone["name"]) == (20, {}, "more")
+    assert clone["cloned_from"] == {"job_id": source, "checkpoint_id": name, "step": 10}
+    again = house.client.post(path, json=body, headers={"Idempotency-Key": "once"})
+    assert again.json()["id"] == clone["id"]
+    other = house.client.post(path, json={}, headers={"Idempotency-Key": "once"})
+    assert other.json()["code"] == "idempotency_key_reused"
+    gang = house.agent.launches(clone["id"])
+    assert gang.resume_from == name
+    assert house.job(clone["id"])["progress"]["step"] == 10
+    held = house.get(f"/v1/jobs/{source}/events")["items"][-1]
+    assert (held["kind"], held["data"]["holder"]) == ("checkpoint.held", clone["id"])
+    house.agent.trains(gang, range(11, 16))
+    house.agent.saves(gang, 15)
+    until(lambda: _last_kind(house, source) == "checkpoint.released", timeout_s=20, every_s=0.01)
+    house.agent.ends(gang, 15, signal=9, error="ended by SIGKILL")
+    assert house.agent.launches(clone["id"], 2).resume_from != name
+
+
+def test_a_clone_without_a_checkpoint_begins_anew(house: House) -> None:
+    source, _ = trained(house)
+    clone = house.act(source, "clone")
+    assert clone["cloned_from"] == {"job_id": source, "checkpoint_id": None, "step": 0}
+    assert house.agent.launches(clone["id"]).resume_from is None
+
+
+def test_a_clone_that_cannot_be_is_refused_with_pointers_and_holds_nothing(house: House) -> None:
+    source, _ = trained(house)
+    path = f"/v1/jobs/{source}/clone"
+    foreign = "ckpt_" + "0" * 26 + "-s000000001-a0001"
+    for body, pointer in (
+        ({"overrides": {"train": {"steps": 0}}}, "/overrides/train/steps"),
+        ({"overrides": {"colour": "red"}}, "/overrides/colour"),
+        ({"overrides": {"resources": {"ranks": 32}}}, "/overrides/resources"),
+        ({"from_checkpoint": "latest"}, "/overrides/train/steps"),
+        ({"from_checkpoint": foreign}, "/from_checkpoint"),
+    ):
+        refused = house.client.post(path, json=body)
+        assert refused.status_code == 422, refused.text
+        assert [fault["pointer"] for fault in refused.json()["errors"]] == [pointer]
+    assert _last_kind(house, source) == "job.succeeded"
+    dry = house.client.post(f"{path}?dry_run=true", json={})
+    assert (dry.status_code, dry.json()["state"]) == (200, "QUEUED")
+    assert len(house.get("/v1/jobs")["items"]) == 1
+
+
+def test_a_deleted_clone_gives_its_checkpoint_back(house: House) -> None:
+    source, _ = trained(house)
+    body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
+    clone = house.act(source, "clone", body)
+    gang = house.agent.launches(clone["id"])
+    house.act(clone["id"], "kill")
+    house.agent.ends(gang, 10, signal=9)
+    house.in_state(clone["id"], "CANCELLED")
+    assert _last_kind(house, source) == "checkpoint.held"
+    assert house.client.delete(f"/v1/jobs/{clone['id']}").status_code == 204
+    assert _last_kind(house, source) == "checkpoint.released"
+    assert house.redis.exists(keys.job(clone["id"])) == 0
+
+
+def test_retention_keeps_what_a_clone_begins_with() -> None:
+    job = running(checkpoint={"keep_last": 1})
+    job = play(job, saved(job, 10)).job
+    name = str(job.resume_point.checkpoint_id)
+    later = play(job, [HoldAsked(name, "job_clone"), *saved(job, 20, number=3)])
+    assert [c for c in commands(later) if isinstance(c, RetireCheckpoint)] == []
+    (retire,) = commands(play(later.job, [HoldReleased(name, "job_clone")]))
+    assert isinstance(retire, RetireCheckpoint)
+    assert retire.checkpoint_id == name
+
+
+def test_a_clone_that_is_killed_early_begins_again_where_it_began() -> None:
+    source = running()
+    name = str(play(source, saved(source, 10)).job.resume_point.checkpoint_id)
+    origin = Origin(job_id=source.id, checkpoint_id=name, step=10, held=True)
+    clone = new_job().model_copy(update={"origin": origin})
+    first = play(clone, [placed(clone), launched(clone), progressed(clone, 11)]).job
+    assert first.attempts[-1].resumed_from == name
+    lost = play(first, [killed(first, step=15)]).job
+    assert lost.attempts[-1].lost_steps == 5
+    assert (lost.resume_point.step, lost.resume_point.checkpoint_id) == (10, name)
+    assert play(first, [*saved(first, 15), killed(first, step=17)]).job.resume_point.step == 15
+
+
+def _last_kind(house: House, job_id: str) -> str:
+    return str(house.get(f"/v1/jobs/{job_id}/events")["items"][-1]["kind"])

@@ -1,0 +1,112 @@
+"""Changing a job after it was submitted."""
+
+import pytest
+
+from services.contract.messages.commands import RetireCheckpoint
+from services.contract.requests import JobPatch
+from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
+from services.controller.domain.events import PatchAsked
+from tests.controller.conftest import House
+from tests.controller.histories import commands, new_job, play, running, saved
+
+pytestmark = pytest.mark.redis
+
+
+def ask(revisions: frozenset[int] | None = None, **fields: object) -> PatchAsked:
+    return PatchAsked(JobPatch.model_validate(fields), revisions)
+
+
+def test_a_patch_changes_what_it_names_and_null_brings_defaults_back() -> None:
+    job = new_job(priority=3, labels={"a": "1", "b": "2"}, faults={"max_restarts": 9})
+    patch = ask(labels={"a": None, "c": "3"}, checkpoint={"keep_last": 5})
+    after = play(job, [patch, ask(priority=None, faults={"max_restarts": None})]).job
+    assert after.spec.labels == {"b": "2", "c": "3"}
+    assert after.spec.checkpoint.keep_last == 5
+    assert (after.spec.priority, after.spec.faults.max_restarts) == (0, 3)
+    assert (after.spec.train, after.revision) == (job.spec.train, 2)
+
+
+def test_a_patch_that_changes_nothing_makes_no_revision_and_no_event() -> None:
+    decision = play(new_job(priority=3), [ask(priority=3), ask()])
+    assert (decision.job.revision, decision.notes) == (0, ())
+
+
+def test_a_patch_on_an_older_revision_changes_nothing() -> None:
+    job = play(new_job(), [ask(frozenset({0}), priority=1)]).job
+    with pytest.raises(PreconditionFailedError):
+        play(job, [ask(frozenset({0}), priority=2)])
+    assert play(job, [ask(frozenset({0, 1}), priority=2)]).job.spec.priority == 2
+
+
+def test_a_patch_that_would_make_no_spec_is_refused() -> None:
+    many = {f"label-{n}": "x" for n in range(40)}
+    job = play(new_job(), [ask(labels=many)]).job
+    with pytest.raises(InvalidRequestError) as refused:
+        play(job, [ask(labels={f"other-{n}": "x" for n in range(40)})])
+    assert [fault.pointer for fault in refused.value.faults] == ["/labels"]
+
+
+def test_keeping_fewer_checkpoints_retires_the_surplus_at_once() -> None:
+    job = running()
+    events = [e for n, step in enumerate((10, 20)) for e in saved(job, step, number=n + 2)]
+    decision = play(play(job, events).job, [ask(checkpoint={"keep_last": 1})])
+    (retire,) = commands(decision)
+    assert isinstance(retire, RetireCheckpoint)
+    assert "s000000010" in retire.checkpoint_id
+
+
+def test_a_larger_budget_is_that_of_the_next_failure() -> None:
+    job = play(running(faults={"max_restarts": 0}), [ask(faults={"max_restarts": 1})]).job
+    assert job.spec.faults.max_restarts == 1
+
+
+def test_a_change_wants_the_etag_and_refuses_a_stale_one(quiet_house: House) -> None:
+    client, job_id = quiet_house.client, quiet_house.submit(labels={"a": "1"})
+    path = f"/v1/jobs/{job_id}"
+    seen = client.get(path).headers["etag"]
+    missing = client.patch(path, json={"priority": 2})
+    assert (missing.status_code, missing.json()["code"]) == (428, "precondition_required")
+    changed = client.patch(path, json={"priority": 2}, headers={"If-Match": seen})
+    assert changed.status_code == 200, changed.text
+    assert changed.json()["priority"] == 2
+    stale = client.patch(path, json={"priority": 5}, headers={"If-Match": seen})
+    assert (stale.status_code, stale.json()["code"]) == (412, "precondition_failed")
+    weak = client.patch(path, json={}, headers={"If-Match": f"W/{changed.headers['etag']}"})
+    assert weak.status_code == 412
+    any_one = client.patch(
+        path,
+        content='{"labels": {"a": null}}',
+        headers={"If-Match": "*", "Content-Type": "application/merge-patch+json"},
+    )
+    assert (any_one.status_code, any_one.json()["labels"]) == (200, {})
+    kinds = [e["kind"] for e in quiet_house.get(f"{path}/events")["items"]]
+    assert kinds == ["job.queued", "job.patched", "job.patched"]
+
+
+def test_progress_does_not_make_an_edit_stale(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    seen = house.client.get(f"/v1/jobs/{job_id}").headers["etag"]
+    house.agent.trains(gang, range(1, 5))
+    house.in_state(job_id, "RUNNING")
+    path = f"/v1/jobs/{job_id}"
+    assert house.client.get(path).headers["etag"] != seen
+    changed = house.client.patch(path, json={"priority": 2}, headers={"If-Match": seen})
+    assert changed.status_code == 200
+
+
+def test_what_cannot_be_changed_is_refused_with_its_pointer(quiet_house: House) -> None:
+    path = f"/v1/jobs/{quiet_house.submit()}"
+    body = {
+        "train": {"steps": 5},
+        "checkpoint": {"every_steps": 1},
+        "faults": {"max_restarts": -1},
+        "name": "x",
+    }
+    refused = quiet_house.client.patch(path, json=body, headers={"If-Match": "*"})
+    assert refused.status_code == 422
+    told = {fault["pointer"]: fault["detail"] for fault in refused.json()["errors"]}
+    assert set(told) == {"/train", "/checkpoint/every_steps", "/faults/max_restarts", "/name"}
+    assert "clone" in told["/train"]
+    assert quiet_house.get(path)["revision"] == 0
