@@ -161,6 +161,22 @@ class CommitChain:
                 found.append(folder)
         return found
 
+    def uncommitted(self) -> list[Path]:
+        """The shard folders that no manifest names, whichever attempt wrote them.
+
+        Of use to nobody only while no attempt of the job runs. None while a record is damaged.
+        """
+        folders = [path for path in sorted((self._job / "shards").glob("ckpt_*")) if path.is_dir()]
+        reading = self.read()
+        if reading.damaged:
+            return []
+        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
+        return [path for path in folders if path.name not in named]
+
+    def drafts(self) -> list[Path]:
+        """Records and cards that were never finished: their writers died, or are writing now."""
+        return sorted([*self._folder.glob(f"{DRAFT_PREFIX}*"), *self._job.glob(f"{DRAFT_PREFIX}*")])
+
     def append(self, record: Record) -> int:
         """Link ``record`` at the next number and return that number.
 

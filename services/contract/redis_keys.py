@@ -10,6 +10,7 @@
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
+| ``ml:jobs:deleted`` | hash: job id to ``keep`` or ``purge`` (its checkpoints) | permanent |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
@@ -25,6 +26,7 @@ from typing import Final
 
 JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
+DELETED_JOBS: Final = "ml:jobs:deleted"
 NODES: Final = "ml:nodes"
 FACTS: Final = "ml:facts"
 FACTS_GROUP: Final = "controllers"

@@ -15,12 +15,15 @@ class LaunchGang(OfAttempt):
     """Open the attempt in the commit chain, then start this node's ranks of it.
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
+    ``owner`` and ``created_ms`` go into storage, where the job is found again without Redis.
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
     spec: JobSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
+    owner: str = "local"
+    created_ms: int = Field(default=0, ge=0)
 
 
 class StopGang(OfAttempt):

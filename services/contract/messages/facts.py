@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
+from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Message, OfAttempt
 
@@ -157,6 +158,21 @@ class ChainDamaged(_GangFact):
     records: tuple[DamagedRecord, ...]
 
 
+class JobFound(_GangFact):
+    """Storage holds a job of which Redis knows nothing. ``fence`` is the highest of its chain.
+
+    ``manifests`` are its committed checkpoints by their number in the chain. ``is_running``: the
+    ranks of that attempt live on this node, and ``last_step`` is the last that their boards show.
+    """
+
+    kind: Literal["job_found"] = "job_found"
+    card: JobCard
+    manifests: dict[int, Manifest]
+    damaged: tuple[DamagedRecord, ...] = ()
+    is_running: bool = False
+    last_step: int = Field(default=0, ge=0)
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -215,6 +231,7 @@ Fact = Annotated[
     | CheckpointCorrupt
     | CheckpointUnread
     | ChainDamaged
+    | JobFound
     | Evaluated
     | GangEnded,
     Field(discriminator="kind"),

@@ -19,12 +19,22 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, holds, keeping, moves, patching, wishes
+from services.controller.domain import (
+    commits,
+    finding,
+    gang,
+    holds,
+    keeping,
+    moves,
+    patching,
+    wishes,
+)
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
+    FoundInStorage,
     GangPlaced,
     HoldAsked,
     HoldReleased,
@@ -54,6 +64,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     PinAsked: keeping.on_pin,
     VerifyAsked: keeping.on_verify,
     RemovalAsked: keeping.on_removal,
+    FoundInStorage: finding.on_found,
     GangPlaced: gang.on_placed,
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,

@@ -18,6 +18,7 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobFound,
     LaunchRefused,
 )
 from services.contract.plans import GangPlan
@@ -78,6 +79,14 @@ class RemovalAsked:
 
     checkpoint_id: str
     node_id: str | None
+
+
+@dataclass(frozen=True)
+class FoundInStorage:
+    """An agent (of this incarnation, if it is known) told what storage holds of the job."""
+
+    fact: JobFound
+    incarnation: str | None
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ JobEvent = (
     | PinAsked
     | VerifyAsked
     | RemovalAsked
+    | FoundInStorage
     | GangPlaced
     | PlacementDelayed
     | NodeLost

@@ -65,6 +65,8 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         spec=job.spec,
         plan=event.plan,
         resume_from=attempt.resumed_from,
+        owner=job.owner,
+        created_ms=job.created_ms,
     )
     draft.send(launch, attempt.incarnations)
 
@@ -180,6 +182,8 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
             spec=job.spec,
             plan=job.plan,
             resume_from=attempt.resumed_from,
+            owner=job.owner,
+            created_ms=job.created_ms,
         )
         draft.send(launch, [n for n in attempt.live_nodes if n not in attempt.launched])
     if job.stop is not None and attempt.live_nodes:

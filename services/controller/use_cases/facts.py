@@ -14,6 +14,7 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLinked,
     Fact,
+    JobFound,
     NodeJoined,
     NodeLeft,
     RunningGang,
@@ -29,6 +30,7 @@ from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
 from services.controller.use_cases.clone import let_go_of_origin
+from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told_step
 
 _log = structlog.get_logger()
@@ -56,6 +58,8 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
         if isinstance(group[0].fact, NodeJoined | NodeLeft):
             for one in group:
                 await _heed_node(ports, one, epoch)
+        elif isinstance(group[0].fact, JobFound):
+            await heed_found(ports, group[0].fact, group[0].entry.time_ms, epoch)
         else:
             await _heed_gang(ports, group, epoch)
 
@@ -71,6 +75,8 @@ def _parse(entry: Entry) -> Told | None:
 
 def _addressee(told: Told) -> tuple[str, str]:
     fact = told.fact
+    if isinstance(fact, JobFound):
+        return ("finding", told.entry.id)
     if isinstance(fact, NodeJoined | NodeLeft):
         return ("node", fact.node_id)
     return ("job", fact.job_id)
@@ -152,7 +158,8 @@ async def _kill_orphans(
         try:
             job = (await ports.jobs.load(gang.job_id)).job
         except NotFoundError:
-            is_orphan = True
+            # Redis may have lost it; then the same agent tells of it next.
+            is_orphan = await ports.jobs.was_deleted(gang.job_id)
         except RecordUnreadableError:
             is_orphan = False  # nobody can tell
         else:

@@ -9,6 +9,7 @@ import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import job_of_checkpoint
+from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
     AttemptOpened,
     CheckpointDeleted,
@@ -30,6 +31,8 @@ from services.contract.messages.facts import (
     CheckpointRetired,
     CheckpointUnread,
     CheckpointVerified,
+    JobFound,
+    RunningGang,
 )
 
 _READ_BYTES: Final = 1 << 20
@@ -71,6 +74,16 @@ class Storage:
                 f"{source} is to be loaded: is the storage mounted on this node?"
             )
         chain.append(AttemptOpened(job_id=command.job_id, fence=command.fence))
+        card = JobCard(
+            job_id=command.job_id,
+            spec=command.spec,
+            owner=command.owner,
+            created_ms=command.created_ms,
+            fence=command.fence,
+            plan=command.plan,
+            resume_from=command.resume_from,
+        )
+        write_card(self.root, card)
         for folder in chain.abandoned():
             try:
                 shutil.rmtree(folder)
@@ -80,6 +93,35 @@ class Storage:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
         damaged = chain.read().damaged
         return self._damaged(command, damaged) if damaged else None
+
+    def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
+        """What storage tells of a job; None without a card, or of one that was deleted.
+
+        Args:
+            job_id: The job.
+            running: The gang of it that lives on this node.
+            last_step: Its last step.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        card = read_card(self.root, job_id)
+        chain = CommitChain(self.root, job_id)
+        if card is None:
+            return None
+        reading = chain.read()
+        fence = max(reading.fence, card.fence)
+        is_newest = running is not None and running.fence == fence == card.fence
+        return JobFound(
+            job_id=job_id,
+            fence=fence,
+            node_id=self._node_id,
+            card=card,
+            manifests=dict(reading.committed),
+            damaged=reading.damaged,
+            is_running=is_newest,
+            last_step=last_step if is_newest else 0,
+        )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
         """Link the manifest, if every shard file lies there with its size."""

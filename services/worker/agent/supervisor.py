@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import structlog
@@ -148,6 +148,15 @@ class Supervisor:
             if gang.living is not None and not gang.fenced
         )
 
+    def newest_gangs(self) -> dict[str, tuple[RunningGang, int]]:
+        """By job, its newest gang with live ranks, and the last step on their boards."""
+        found: dict[str, tuple[RunningGang, int]] = {}
+        for gang in sorted(self._gangs.values(), key=lambda gang: gang.fence):
+            if gang.living is not None and not gang.fenced:
+                steps = [sample.step for sample in gang.samples()]
+                found[gang.job_id] = (gang.living, max(steps, default=0))
+        return found
+
     def samples(self) -> dict[GangKey, list[RankSample]]:
         """Where every rank stands."""
         return {key: gang.samples() for key, gang in self._gangs.items() if not gang.fenced}
@@ -156,9 +165,12 @@ class Supervisor:
         """Steps and log lines that were not taken before; to be appended exactly once."""
         return [gang.take_records() for gang in self._gangs.values() if not gang.fenced]
 
-    def records_written(self) -> None:
-        """All records that were taken are in Redis: gangs without further ones are reported."""
-        self._settle(only_fenced=False)
+    def records_written(self, held_back: Collection[GangKey] = ()) -> None:
+        """All records that were taken are in Redis: gangs without further ones are reported.
+
+        Not those whose records were ``held_back``.
+        """
+        self._settle(only_fenced=False, besides=held_back)
         if self._silent:
             self.urgent.set()
 
@@ -222,8 +234,8 @@ class Supervisor:
         else:
             self._tell(fact)
 
-    def _settle(self, *, only_fenced: bool) -> None:
-        for key in list(self._silent):
+    def _settle(self, *, only_fenced: bool, besides: Collection[GangKey] = ()) -> None:
+        for key in self._silent.difference(besides):
             gang = self._gangs[key]
             if gang.drained() and (gang.fenced or not only_fenced):
                 self._conclude(key, gang)
