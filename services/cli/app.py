@@ -292,6 +292,22 @@ def verify(
 
 
 @app.command()
+def export(
+    checkpoint: Checkpoint,
+    *,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
+) -> None:
+    """Put the model of a checkpoint together as safetensors files, in the storage."""
+    with _connect(_WATCHING_PATIENCE_S if wait else _PATIENCE_S) as client:
+        view = client.export(checkpoint)
+        if wait:
+            view = _awaited(client, checkpoint, _export_is_over)
+    console.print(tables.checkpoint_details(view))
+    if view.export is not None and view.export.state == "FAILED":
+        raise typer.Exit(_EXIT_JOB_FAILED)
+
+
+@app.command()
 def pin(checkpoint: Checkpoint) -> None:
     """Keep a checkpoint, whatever retention says."""
     with _connect() as client:
@@ -341,6 +357,10 @@ def _resolve(client: Client, job: str) -> str:
     if not newest:
         raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
     return newest[0].id
+
+
+def _export_is_over(view: CheckpointView) -> bool:
+    return view.export is not None and view.export.state != "RUNNING"
 
 
 def _awaited(

@@ -169,6 +169,10 @@ class Client:
         """Have a node read every file of it."""
         return self._keep("POST", checkpoint_id, "/verify")
 
+    def export(self, checkpoint_id: str) -> CheckpointView:
+        """Have a node put its model together as safetensors files."""
+        return self._keep("POST", checkpoint_id, "/export")
+
     def pin(self, checkpoint_id: str, *, keep: bool = True) -> CheckpointView:
         """Keep it whatever retention says, or no longer."""
         return self._keep("POST", checkpoint_id, "/pin" if keep else "/unpin")

@@ -131,6 +131,7 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         ("step", str(checkpoint.step)),
         ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
         ("kept", _kept(checkpoint) or None),
+        ("export", _export(checkpoint)),
         (
             "verified",
             f"{checkpoint.verified_at:%Y-%m-%d %H:%M:%S} UTC" if checkpoint.verified_at else None,
@@ -194,6 +195,16 @@ def _table(*columns: str) -> Table:
 def _kept(checkpoint: CheckpointView) -> str:
     held = [f"for {job}" for job in checkpoint.held_by]
     return ", ".join((["pinned"] if checkpoint.pinned else []) + held)
+
+
+def _export(checkpoint: CheckpointView) -> str | None:
+    export = checkpoint.export
+    if export is None:
+        return None
+    if export.state != "DONE":
+        return export.state + (f": {export.reason}" if export.reason else "")
+    files = ", ".join(export.files)
+    return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
 
 
 def _evaluation(job: JobView) -> str | None:

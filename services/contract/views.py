@@ -191,6 +191,16 @@ class ShardView(_View):
     sha256: str
 
 
+class ExportView(_View):
+    """The last export of a checkpoint. ``folder`` is below the storage root."""
+
+    state: Literal["RUNNING", "DONE", "FAILED"]
+    folder: str
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    reason: str | None = None
+
+
 class CheckpointView(_View):
     """A checkpoint: only COMMITTED ones are resumed from.
 
@@ -217,6 +227,7 @@ class CheckpointView(_View):
     corrupt_file: str | None = None
     pinned: bool = False
     held_by: tuple[JobId, ...] = ()
+    export: ExportView | None = None
 
 
 class CheckpointList(_View):

@@ -97,6 +97,12 @@ def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
     flip_a_bit(path)
     restored = meshloom(stack, "verify", latest.id)
     assert (restored.returncode, "COMMITTED" in restored.stdout) == (0, True), restored.stderr
+    exported = meshloom(stack, "export", latest.id)
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    view = stack.client.checkpoint(latest.id).export
+    assert view is not None
+    folder = stack.home / "checkpoints" / view.folder
+    assert sum((folder / name).stat().st_size for name in view.files) == view.bytes
     assert meshloom(stack, "pin", latest.id).returncode == 0
     assert "pinned" in meshloom(stack, "checkpoints", job.id).stdout
     kept = meshloom(stack, "rm-checkpoint", latest.id)

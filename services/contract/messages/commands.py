@@ -72,8 +72,21 @@ class VerifyCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class ExportCheckpoint(OfAttempt):
+    """Put the model of a committed checkpoint together as whole tensors, below the job's folder."""
+
+    kind: Literal["export_checkpoint"] = "export_checkpoint"
+    checkpoint_id: CheckpointId
+
+
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint | VerifyCheckpoint,
+    LaunchGang
+    | StopGang
+    | TakeCheckpoint
+    | CommitCheckpoint
+    | RetireCheckpoint
+    | VerifyCheckpoint
+    | ExportCheckpoint,
     Field(discriminator="kind"),
 ]
 

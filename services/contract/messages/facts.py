@@ -151,6 +151,23 @@ class CheckpointUnread(_GangFact):
     reason: str
 
 
+class CheckpointExported(_GangFact):
+    """The model of a checkpoint lies in ``files``, below ``<job>/exports/<checkpoint>``."""
+
+    kind: Literal["checkpoint_exported"] = "checkpoint_exported"
+    checkpoint_id: CheckpointId
+    files: tuple[str, ...]
+    bytes: int = Field(ge=0)
+
+
+class ExportFailed(_GangFact):
+    """A checkpoint could not be exported."""
+
+    kind: Literal["export_failed"] = "export_failed"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
 class ChainDamaged(_GangFact):
     """Records of the job's commit chain cannot be read; the others hold."""
 
@@ -230,6 +247,8 @@ Fact = Annotated[
     | CheckpointVerified
     | CheckpointCorrupt
     | CheckpointUnread
+    | CheckpointExported
+    | ExportFailed
     | ChainDamaged
     | JobFound
     | Evaluated

@@ -7,7 +7,7 @@ an agent reports wins over everything that was thought before, whatever its fenc
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,15 @@ LINKED_STATES: Final = frozenset(
     {CheckpointState.COMMITTED, CheckpointState.CORRUPT, CheckpointState.DELETING}
 )
 """Their manifest stands in the chain."""
+
+
+class Export(Record):
+    """The last export of a checkpoint: under way, done with its files, or failed and why."""
+
+    state: Literal["RUNNING", "DONE", "FAILED"] = "RUNNING"
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    reason: str | None = None
 
 
 class Checkpoint(Record):
@@ -48,6 +57,7 @@ class Checkpoint(Record):
     pinned: bool = False
     corrupt_file: str | None = None
     node_id: NodeId | None = None
+    export: Export | None = None
 
     @property
     def total_bytes(self) -> int:

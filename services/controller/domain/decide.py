@@ -7,6 +7,7 @@ from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
     CheckpointCorrupt,
+    CheckpointExported,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
@@ -14,6 +15,7 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     CheckpointVoted,
     Evaluated,
+    ExportFailed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -34,6 +36,7 @@ from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
+    ExportAsked,
     FoundInStorage,
     GangPlaced,
     HoldAsked,
@@ -63,6 +66,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointAsked: wishes.on_checkpoint,
     PinAsked: keeping.on_pin,
     VerifyAsked: keeping.on_verify,
+    ExportAsked: keeping.on_export,
     RemovalAsked: keeping.on_removal,
     FoundInStorage: finding.on_found,
     GangPlaced: gang.on_placed,
@@ -87,6 +91,8 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointVerified: commits.on_verified,
     CheckpointCorrupt: commits.on_corrupt,
     CheckpointUnread: commits.on_unread,
+    CheckpointExported: keeping.on_exported,
+    ExportFailed: keeping.on_export_failed,
     ChainDamaged: commits.on_damaged,
 }
 
@@ -98,6 +104,8 @@ _TRUE_AT_ANY_FENCE: Final = (
     CheckpointVerified,
     CheckpointCorrupt,
     CheckpointUnread,
+    CheckpointExported,
+    ExportFailed,
     ChainDamaged,
 )
 

@@ -8,6 +8,7 @@ from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
     CheckpointCorrupt,
+    CheckpointExported,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
@@ -15,6 +16,7 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     CheckpointVoted,
     Evaluated,
+    ExportFailed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -68,6 +70,14 @@ class PinAsked:
 @dataclass(frozen=True)
 class VerifyAsked:
     """Have a node read every file of a checkpoint."""
+
+    checkpoint_id: str
+    node_id: str
+
+
+@dataclass(frozen=True)
+class ExportAsked:
+    """Have a node put the model of a checkpoint together."""
 
     checkpoint_id: str
     node_id: str
@@ -177,6 +187,8 @@ GangFact = (
     | CheckpointVerified
     | CheckpointCorrupt
     | CheckpointUnread
+    | CheckpointExported
+    | ExportFailed
     | ChainDamaged
     | Evaluated
     | GangEnded
@@ -189,6 +201,7 @@ JobEvent = (
     | CheckpointAsked
     | PinAsked
     | VerifyAsked
+    | ExportAsked
     | RemovalAsked
     | FoundInStorage
     | GangPlaced

@@ -3,14 +3,15 @@
 Asking again for what is already so, or already under way, changes nothing but may be sent again.
 """
 
-from services.contract.messages.commands import RetireCheckpoint, VerifyCheckpoint
+from services.contract.messages.commands import ExportCheckpoint, RetireCheckpoint, VerifyCheckpoint
+from services.contract.messages.facts import CheckpointExported, ExportFailed
 from services.contract.states import CheckpointState
 from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain.attempt import Attempt
-from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
+from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint, Export
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import NotFoundError, StateConflictError
-from services.controller.domain.events import PinAsked, RemovalAsked, VerifyAsked
+from services.controller.domain.events import ExportAsked, PinAsked, RemovalAsked, VerifyAsked
 from services.controller.domain.job import Job
 
 _KEPT_STATES = frozenset({CheckpointState.COMMITTED, CheckpointState.CORRUPT})
@@ -53,6 +54,53 @@ def on_verify(event: VerifyAsked, draft: Draft) -> None:
         step=known.step,
         node_id=event.node_id,
     )
+
+
+def on_export(event: ExportAsked, draft: Draft) -> None:
+    """Command a node to put its model together; its facts say what came of it.
+
+    Raises:
+        NotFoundError: The job has no such checkpoint.
+        StateConflictError: It is not committed, is corrupt, or is being deleted.
+    """
+    known = _kept(draft.job, event.checkpoint_id, "exported")
+    if known.state == CheckpointState.CORRUPT:
+        raise StateConflictError(f"checkpoint {known.id} is corrupt: {known.reason}")
+    _put(draft, known.model_copy(update={"export": Export()}))
+    command = ExportCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
+    draft.send(command, [event.node_id])
+    draft.note(
+        "checkpoint.exporting",
+        f"checkpoint of step {known.step}: {event.node_id} puts its model together",
+        checkpoint=known.id,
+        step=known.step,
+        node_id=event.node_id,
+    )
+
+
+def on_exported(fact: CheckpointExported, draft: Draft) -> None:
+    """Its model lies in files that others can read."""
+    done = Export(state="DONE", files=fact.files, bytes=fact.bytes)
+    known = _with_export(draft, fact.checkpoint_id, done)
+    if known is not None:
+        draft.note(
+            "checkpoint.exported",
+            f"checkpoint of step {known.step} is exported ({fact.bytes} bytes)",
+            checkpoint=known.id,
+            files=list(fact.files),
+        )
+
+
+def on_export_failed(fact: ExportFailed, draft: Draft) -> None:
+    """It could not be exported."""
+    failed = Export(state="FAILED", reason=fact.reason)
+    known = _with_export(draft, fact.checkpoint_id, failed)
+    if known is not None:
+        draft.note(
+            "checkpoint.export_failed",
+            f"checkpoint of step {known.step} could not be exported: {fact.reason}",
+            checkpoint=known.id,
+        )
 
 
 def on_removal(event: RemovalAsked, draft: Draft) -> None:
@@ -123,6 +171,15 @@ def _known(job: Job, checkpoint_id: str) -> Checkpoint:
     known = job.checkpoints.get(checkpoint_id)
     if known is None:
         raise NotFoundError(f"there is no checkpoint {checkpoint_id}")
+    return known
+
+
+def _with_export(draft: Draft, checkpoint_id: str, export: Export) -> Checkpoint | None:
+    """The checkpoint, if this is news of it."""
+    known = draft.job.checkpoints.get(checkpoint_id)
+    if known is None or known.export == export:
+        return None
+    _put(draft, known.model_copy(update={"export": export}))
     return known
 
 

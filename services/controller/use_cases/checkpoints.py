@@ -4,7 +4,13 @@ from services.contract.ids import job_of_checkpoint
 from services.contract.states import NodeState
 from services.contract.views import CheckpointList, CheckpointView
 from services.controller.domain.errors import NotFoundError, StateConflictError
-from services.controller.domain.events import JobEvent, PinAsked, RemovalAsked, VerifyAsked
+from services.controller.domain.events import (
+    ExportAsked,
+    JobEvent,
+    PinAsked,
+    RemovalAsked,
+    VerifyAsked,
+)
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
@@ -53,6 +59,17 @@ async def verify(ports: Ports, checkpoint_id: str, actor: Actor) -> CheckpointVi
     """
     node_id = await _reader(ports, checkpoint_id)
     return await _change(ports, checkpoint_id, VerifyAsked(checkpoint_id, node_id), actor)
+
+
+async def export(ports: Ports, checkpoint_id: str, actor: Actor) -> CheckpointView:
+    """Have a node put the model together; the view's ``export`` tells what came of it.
+
+    Raises:
+        NotFoundError: There is none.
+        StateConflictError: It is not committed, or no node is ready to read it.
+    """
+    node_id = await _reader(ports, checkpoint_id)
+    return await _change(ports, checkpoint_id, ExportAsked(checkpoint_id, node_id), actor)
 
 
 async def remove(ports: Ports, checkpoint_id: str, actor: Actor) -> CheckpointView:

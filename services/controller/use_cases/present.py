@@ -9,6 +9,7 @@ from services.contract.views import (
     AttemptView,
     CheckpointView,
     CloneOrigin,
+    ExportView,
     FailureView,
     JobView,
     NodeView,
@@ -136,6 +137,11 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
         checked_at=maybe_moment(checkpoint.checked_ms),
         corrupt_file=checkpoint.corrupt_file,
         pinned=checkpoint.pinned,
+        export=None
+        if checkpoint.export is None
+        else ExportView(
+            folder=f"{job.id}/exports/{checkpoint.id}", **checkpoint.export.model_dump()
+        ),
         held_by=job.holds.get(checkpoint.id, ()),
     )
 

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.worker.agent.devices import take_inventory
+from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.inbox import Inbox
 from services.worker.agent.launch import Launcher
@@ -84,6 +85,7 @@ class Agent:
             node_id,
             folder,
             storage,
+            Exporter(settings.checkpoint_root, node_id, rank_environment((), mark)),
             Launcher(node_id, settings.checkpoint_root, self._warm),
             self._outbox.tell,
         )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import structlog
@@ -12,6 +12,7 @@ from services.contract.commit_chain import ChainError
 from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
+    ExportCheckpoint,
     LaunchGang,
     RetireCheckpoint,
     StopGang,
@@ -27,6 +28,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
+from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
 from services.worker.agent.gang_runtime import GangRuntime
@@ -46,6 +48,7 @@ class Supervisor:
         node_id: The node.
         folder: Its files.
         storage: The checkpoints of all jobs.
+        exporter: Puts their models together.
         launcher: Forks the ranks of a gang.
         tell: Takes the facts, in order.
 
@@ -58,6 +61,7 @@ class Supervisor:
         node_id: str,
         folder: NodeFolder,
         storage: Storage,
+        exporter: Exporter,
         launcher: Launcher,
         tell: Callable[[Fact], None],
     ) -> None:
@@ -65,6 +69,7 @@ class Supervisor:
         self._node_id = node_id
         self._folder = folder
         self._storage = storage
+        self._exporter = exporter
         self._launcher = launcher
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
@@ -92,9 +97,10 @@ class Supervisor:
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
                     await self._retire(command)
+                case ExportCheckpoint():
+                    self._tell_all(await self._exporter.export(command))
                 case VerifyCheckpoint():
-                    for fact in await asyncio.to_thread(self._storage.verify, command):
-                        self._tell(fact)
+                    self._tell_all(await asyncio.to_thread(self._storage.verify, command))
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
@@ -234,6 +240,10 @@ class Supervisor:
         else:
             self._tell(fact)
 
+    def _tell_all(self, facts: Sequence[Fact]) -> None:
+        for fact in facts:
+            self._tell(fact)
+
     def _settle(self, *, only_fenced: bool, besides: Collection[GangKey] = ()) -> None:
         for key in self._silent.difference(besides):
             gang = self._gangs[key]
@@ -259,7 +269,7 @@ def _lane(command: Command) -> tuple[str, str]:
     match command:
         case CommitCheckpoint() | RetireCheckpoint():
             return command.job_id, "storage"
-        case VerifyCheckpoint():
+        case VerifyCheckpoint() | ExportCheckpoint():
             return "", "reading"  # one for all jobs: disks and threads are not many
         case _:
             return command.job_id, "gang"

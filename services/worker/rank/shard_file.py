@@ -33,6 +33,7 @@ _DTYPES: Final = {
 }
 _ALIGNMENT: Final = 8
 _READ_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 22
 
 
 class CorruptShardError(RuntimeError):
@@ -66,7 +67,7 @@ def write(
     Args:
         folder: The checkpoint's, in that of the job's shards; made if missing.
         rank: Whose file.
-        tensors: By name, on the CPU.
+        tensors: By name.
         metadata: Text beside them.
 
     Raises:
@@ -199,8 +200,11 @@ def _parts(
     yield len(text).to_bytes(8, "little")
     yield text
     for _, tensor in ordered:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        yield memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy types no buffer in 3.11
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        whole = memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy types no buffer in 3.11
+        # In pieces, so that what was digested is still in the cache when it is written.
+        for start in range(0, len(whole), _PIECE_BYTES):
+            yield whole[start : start + _PIECE_BYTES]
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

@@ -52,6 +52,22 @@ async def verify(
 
 
 @router.post(
+    "/checkpoints/{checkpoint_id}/export",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=CheckpointView,
+)
+async def export(
+    checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
+) -> Response:
+    """Put its model together as safetensors files, in the storage, below the job's folder.
+
+    What comes of it is in `export`: its state, its folder and files.
+    """
+    view = await use_cases.export(ports, checkpoint_id, actor)
+    return answer(request, view, status=HTTPStatus.ACCEPTED)
+
+
+@router.post(
     "/checkpoints/{checkpoint_id}/pin",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,

@@ -281,6 +281,14 @@ export interface ShardView {
   sha256: string;
 }
 
+export interface ExportView {
+  state: "RUNNING" | "DONE" | "FAILED";
+  folder: string;
+  files: string[];
+  bytes: number;
+  reason: string | null;
+}
+
 export interface CheckpointView {
   id: string;
   job_id: string;
@@ -300,6 +308,7 @@ export interface CheckpointView {
   corrupt_file: string | null;
   pinned: boolean;
   held_by: string[];
+  export: ExportView | null;
 }
 
 export interface CheckpointList {
