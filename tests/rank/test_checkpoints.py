@@ -63,11 +63,14 @@ def test_every_random_state_is_resumed(ranks: Ranks, spec: Spec) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_run_resumes_at_another_world_size(ranks: Ranks, spec: Spec, world: int) -> None:
-    whole = ranks.start(spec()).succeeded()
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (4, 2)])
+def test_a_run_resumes_at_another_world_size_with_optimizer_and_data_position(
+    ranks: Ranks, spec: Spec, saved: int, loaded: int
+) -> None:
+    whole = ranks.start(spec(), saved).succeeded()
     manifest = whole.committed(3)
-    resumed = ranks.start(spec(), world, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    resumed = ranks.start(spec(), loaded, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    assert sorted(resumed.losses()) == [4, 5, 6]
     assert resumed.losses() == pytest.approx(rest_of(whole, 3), abs=1e-5)
 
 
