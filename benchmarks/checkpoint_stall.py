@@ -34,7 +34,7 @@ from services.contract.specs import JobSpec
 from services.worker.rank.board_watch import BoardWatch
 from services.worker.rank.checkpoint_writer import CheckpointWriter
 from services.worker.rank.control import CONTROL_GROUP
-from services.worker.rank.groups import SHARD_AXIS, joined
+from services.worker.rank.groups import joined, mesh_axes
 from services.worker.rank.run import Run, build
 from services.worker.rank.step import train_step
 from services.worker.rank.training_state import capture
@@ -75,7 +75,9 @@ def measure(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> N
     torch.set_num_threads(1)
     seat = seat_of(rank, wanted, folder, port)
     board = BoardWriter.create(Path(seat.board_path), seat.fence)
-    watch = BoardWatch(board, (SHARD_AXIS, CONTROL_GROUP), torch.device(seat.device))
+    watch = BoardWatch(
+        board, (*mesh_axes(seat.plan.sharding.mesh), CONTROL_GROUP), torch.device(seat.device)
+    )
     with joined(seat, None, watch) as gang:
         run = build(seat, gang, watch)
         train_step(run, 1)

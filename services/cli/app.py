@@ -19,6 +19,7 @@ from services.cli.follow import follow as follow_job
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
+from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
 from services.contract.views import CheckpointView, JobView, ResumeRequest, StopRequest
@@ -256,6 +257,22 @@ def clone(
 
 
 @app.command()
+def delete(
+    job: Job,
+    *,
+    purge: Annotated[
+        bool, typer.Option("--purge-checkpoints", help="Remove its checkpoints, too.")
+    ] = False,
+) -> None:
+    """Forget a job that has ended."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        is_gone = client.delete(job_id, purge_checkpoints=purge)
+    words = "is forgotten" if is_gone else "is forgotten once its checkpoints are removed"
+    console.print(f"{job_id} {words}")
+
+
+@app.command()
 def checkpoints(
     job: Job,
     *,
@@ -333,6 +350,46 @@ def nodes() -> None:
     """List the nodes and what runs there."""
     with _connect() as client:
         console.print(tables.nodes_table(client.nodes()))
+
+
+@app.command()
+def queue() -> None:
+    """List who waits for seats, and why."""
+    with _connect() as client:
+        console.print(tables.queue_table(client.queue()))
+
+
+@app.command()
+def capacity() -> None:
+    """Show the room that there is, node by node."""
+    with _connect() as client:
+        found = client.capacity()
+    console.print(tables.capacity_table(found))
+    console.print(
+        f"the largest gang that fits now: {found.largest_cpu_gang} CPU ranks, "
+        f"{found.largest_cuda_gang} CUDA ranks"
+    )
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")],
+    *,
+    grace: Grace = 60.0,
+) -> None:
+    """Empty a node: its gangs checkpoint and move, and no more are placed there."""
+    with _connect() as client:
+        view = client.drain(node, DrainRequest(grace_s=grace))
+    moving = f"; to be moved: {', '.join(view.jobs)}" if view.jobs else ""
+    console.print(f"{view.id} is {view.state}{moving}")
+
+
+@app.command()
+def undrain(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")]) -> None:
+    """Have gangs placed on a node again."""
+    with _connect() as client:
+        view = client.undrain(node)
+    console.print(f"{view.id} is {view.state}")
 
 
 @app.command()

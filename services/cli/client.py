@@ -25,6 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.problems import Problem
+from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.views import (
     AttemptList,
@@ -38,6 +39,7 @@ from services.contract.views import (
     LogView,
     MetricsView,
     NodeList,
+    NodeView,
     RankList,
     ResumeRequest,
     StopRequest,
@@ -45,6 +47,7 @@ from services.contract.views import (
 )
 
 _V = TypeVar("_V", bound=BaseModel)
+_NO_CONTENT: Final = 204
 _NOT_MODIFIED: Final = 304
 _ERRORS_FROM: Final = 400
 _LATER: Final = frozenset({429, 503})
@@ -136,6 +139,12 @@ class Client:
         )
         return JobView.model_validate_json(response.content)
 
+    def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
+        """Forget a job that has ended; False while its checkpoints are still being removed."""
+        params = {"purge_checkpoints": "true"} if purge_checkpoints else {}
+        response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
+        return response.status_code == _NO_CONTENT
+
     def jobs(self, *, state: str | None = None, limit: int = 50) -> JobPage:
         """The newest jobs."""
         params: dict[str, str | int] = {"limit": limit} | ({"state": state} if state else {})
@@ -188,6 +197,25 @@ class Client:
     def nodes(self) -> NodeList:
         """All nodes."""
         return self._get("/v1/nodes", NodeList)
+
+    def queue(self) -> QueueView:
+        """Who waits for seats, and why."""
+        return self._get("/v1/queue", QueueView)
+
+    def capacity(self) -> CapacityView:
+        """What room there is."""
+        return self._get("/v1/capacity", CapacityView)
+
+    def drain(self, node_id: str, how: DrainRequest) -> NodeView:
+        """Have a node's gangs checkpoint and move, and place no more there."""
+        body = how.model_dump(mode="json")
+        response = self._request("POST", f"/v1/nodes/{node_id}/drain", json=body)
+        return NodeView.model_validate_json(response.content)
+
+    def undrain(self, node_id: str) -> NodeView:
+        """Have gangs placed on the node again."""
+        response = self._request("POST", f"/v1/nodes/{node_id}/undrain")
+        return NodeView.model_validate_json(response.content)
 
     def version(self) -> Version:
         """Which build answers."""

@@ -7,6 +7,7 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
+from services.contract.queue import CapacityView, QueueView
 from services.contract.states import CheckpointState, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
@@ -28,6 +29,7 @@ _STATE_STYLES: Final = {
     CheckpointState.ABORTED: "red",
     CheckpointState.CORRUPT: "bold red",
     NodeState.READY: "green",
+    NodeState.DRAINING: "yellow",
     NodeState.LOST: "bold red",
 }
 
@@ -155,6 +157,45 @@ def nodes_table(nodes: NodeList) -> Table:
             humanize.naturalsize(node.inventory.memory_bytes, binary=True),
             ", ".join(node.jobs),
         )
+    return table
+
+
+def queue_table(queue: QueueView) -> Table:
+    """One row a waiting job, the next one first."""
+    table = _table("#", "job", "name", "priority", "ranks", "waits", "starts in", "why")
+    for entry in queue.items:
+        soon = entry.expected_start_at
+        wait_s = None if soon is None else (soon - datetime.now(UTC)).total_seconds()
+        table.add_row(
+            str(entry.position),
+            entry.job_id,
+            entry.name,
+            str(entry.priority),
+            f"{entry.ranks} {entry.device}",
+            age(entry.waiting_since),
+            duration(None if wait_s is None else max(wait_s, 0)),
+            entry.reason,
+        )
+    return table
+
+
+def capacity_table(capacity: CapacityView) -> Table:
+    """One row a node, and the sum."""
+    table = _table("node", "state", "free CPU slots", "free GPUs")
+    for node in capacity.nodes:
+        table.add_row(
+            node.node_id,
+            state_text(node.state),
+            f"{node.cpu_slots_free} of {node.cpu_slots}",
+            f"{node.accelerators_free} of {node.accelerators}",
+        )
+    table.add_row(
+        "all",
+        "",
+        f"{capacity.cpu_slots_free} of {capacity.cpu_slots}",
+        f"{capacity.accelerators_free} of {capacity.accelerators}",
+        style="bold",
+    )
     return table
 
 

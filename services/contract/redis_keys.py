@@ -10,8 +10,9 @@
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
-| ``ml:jobs:deleted`` | hash: job id to ``keep`` or ``purge`` (its checkpoints) | permanent |
+| ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
+| ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
 | ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
@@ -28,6 +29,7 @@ JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 NODES: Final = "ml:nodes"
+DRAINING_NODES: Final = "ml:nodes:draining"
 FACTS: Final = "ml:facts"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"

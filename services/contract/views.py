@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
 from services.contract.messages.telemetry import LogLine, StepRecord
@@ -54,10 +55,16 @@ class FailureView(_View):
 
 
 class AttemptView(_View):
-    """One numbered try of a job."""
+    """One numbered try of a job, and how long things took, in seconds, where that is known.
+
+    ``time_to_detect_s``: from the first rank's exit, or the last word of a lost node, until the
+    controller had concluded. ``time_to_restart_s``: from there to the next attempt, if the job went
+    on by itself. ``time_to_first_step_s``: from the launch command to the first step.
+    """
 
     fence: int
     world_size: int
+    mesh: MeshPlan | None = None
     node_ids: tuple[NodeId, ...]
     resumed_from: CheckpointId | None = None
     started_at: datetime
@@ -68,6 +75,9 @@ class AttemptView(_View):
     lost_steps: int | None = None
     exit_reason: ExitReason | None = None
     failure: FailureView | None = None
+    time_to_detect_s: float | None = None
+    time_to_restart_s: float | None = None
+    time_to_first_step_s: float | None = None
 
 
 class CloneOrigin(_View):

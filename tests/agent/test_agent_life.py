@@ -137,7 +137,7 @@ def test_a_gang_whose_job_is_deleted_is_killed_and_one_whose_job_is_lost_trains_
     controller.client.delete(redis_keys.job(JOB))
     assert controller.fact(JobFound, lambda fact: fact.is_running).fence == 1
     assert not any(is_gone(pid) for pid in pids)
-    controller.client.hset(redis_keys.DELETED_JOBS, JOB, "keep")
+    controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
     until(lambda: controller.all_of(GangEnded), timeout_s=2)
 
 

@@ -78,7 +78,7 @@ def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
 ) -> None:
     answer = write(redis_url, 1)
     assert (answer.fenced, answer.unknown) == ((), (GANG,))
-    controller.client.hset(redis_keys.DELETED_JOBS, JOB, "keep")
+    controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
     answer = write(redis_url, 2)
     assert (answer.fenced, answer.unknown) == ((GANG,), ())
     assert controller.steps() == []

@@ -5,13 +5,14 @@ import pytest
 from services.contract.commit_chain import CommitChain
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import AttemptOpened, Manifest
-from services.contract.messages.commands import CommitCheckpoint, RetireCheckpoint
+from services.contract.messages.commands import CommitCheckpoint, PurgeJob, RetireCheckpoint
 from services.contract.messages.facts import (
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
     CheckpointVoted,
     GangEnded,
+    JobPurged,
     LaunchRefused,
 )
 from tests.agent.conftest import JOB, AgentProcess, Controller, ended, launch
@@ -120,3 +121,13 @@ def test_a_new_attempt_starts_though_what_an_older_one_wrote_cannot_be_removed(
     controller.send(launch(fence=2, steps=3))
     assert all(e.finished for e in ended(controller, fence=2).exits)
     assert stubborn.is_symlink()
+
+
+def test_a_purged_job_leaves_no_file_and_purging_it_again_is_no_fault(
+    agent: AgentProcess, controller: Controller, voted: Manifest
+) -> None:
+    purge = PurgeJob(job_id=JOB, fence=1)
+    controller.send(commit(voted), purge, purge)
+    until(lambda: len(controller.all_of(JobPurged)) == 2)
+    assert [fact.error for fact in controller.all_of(JobPurged)] == [None, None]
+    assert list(agent.checkpoint_root.iterdir()) == []

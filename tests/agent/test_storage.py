@@ -11,7 +11,7 @@ from services.contract import commit_chain
 from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.commands import CommitCheckpoint, VerifyCheckpoint
+from services.contract.messages.commands import CommitCheckpoint, PurgeJob, VerifyCheckpoint
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointCorrupt,
@@ -20,7 +20,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
 )
-from services.worker.agent.storage import Storage
+from services.worker.agent.storage import Storage, purge
 from tests.agent.conftest import JOB, NODE, launch
 
 
@@ -146,3 +146,31 @@ def test_a_storage_that_holds_nothing_of_the_job_proves_nothing(
     with pytest.raises(ChainError, match="is the storage mounted"):
         elsewhere.open_attempt(source)
     assert storage.open_attempt(source) is None
+
+
+def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
+    storage: Storage, commit: CommitCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(storage.commit(commit), CheckpointLinked)
+    command = PurgeJob(job_id=JOB, fence=1)
+    with monkeypatch.context() as broken:
+        broken.setattr("services.worker.agent.storage.shutil.rmtree", refuse)
+        told = purge(storage, command, NODE)
+    assert told.error == "[Errno 5] Input/output error"
+    # Its name is gone at once; what could not be removed is removed when it is asked for again.
+    assert not (storage.root / JOB).exists()
+    assert purge(storage, command, NODE).error is None
+    assert list(storage.root.iterdir()) == []
+    zombie = storage.commit(commit)
+    assert isinstance(zombie, CheckpointLost)
+    assert CommitChain(storage.root, JOB).committed() == []
+
+
+def test_a_purge_of_an_overtaken_attempt_removes_nothing(
+    storage: Storage, commit: CommitCheckpoint
+) -> None:
+    storage.commit(commit)
+    storage.open_attempt(launch(3))
+    told = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
+    assert "attempt 3 is open" in str(told.error)
+    assert len(CommitChain(storage.root, JOB).committed()) == 1

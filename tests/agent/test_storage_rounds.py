@@ -105,7 +105,7 @@ def test_a_known_job_is_not_told(rounds: Rounds, client: "redis.Redis") -> None:
 def test_a_deleted_job_is_never_found_again_even_if_redis_forgets_that(
     rounds: Rounds, client: "redis.Redis"
 ) -> None:
-    client.hset(redis_keys.DELETED_JOBS, JOB, "keep")
+    client.sadd(redis_keys.DELETED_JOBS, JOB)
     rounds.go()
     client.flushdb()
     rounds.go()
@@ -114,10 +114,14 @@ def test_a_deleted_job_is_never_found_again_even_if_redis_forgets_that(
     assert CommitChain(rounds.storage.root, JOB).committed() == [rounds.manifest]
 
 
-def test_a_purged_job_leaves_nothing_in_storage(rounds: Rounds, client: "redis.Redis") -> None:
-    client.hset(redis_keys.DELETED_JOBS, JOB, "purge")
+def test_a_job_that_stands_although_its_ranks_train_is_told_until_they_are_adopted(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    client.hset(redis_keys.job(JOB), "state", "PAUSED")
     rounds.go()
-    assert not (rounds.storage.root / JOB).exists()
+    assert rounds.told == []
+    rounds.go({JOB: (RunningGang(job_id=JOB, fence=2, ranks=(0,)), 17)})
+    assert [type(fact) for fact in rounds.told] == [JobFound]
 
 
 def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
@@ -158,7 +162,7 @@ def test_files_of_old_attempts_are_pruned_and_those_of_deleted_jobs(
     kept = {f for f in fences if rounds.folder.attempt(JOB, f).path.exists()}
     assert kept == {2, *range(6, ATTEMPTS_KEPT + 6)}, "one that has not ended stays"
     client.delete(redis_keys.job(JOB))
-    client.hset(redis_keys.DELETED_JOBS, JOB, "keep")
+    client.sadd(redis_keys.DELETED_JOBS, JOB)
     rounds.go()
     assert {f for f in fences if rounds.folder.attempt(JOB, f).path.exists()} == {2}
     rounds.folder.remove_boards()

@@ -5,6 +5,7 @@ import pytest
 from services.contract import redis_keys as keys
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import RunningGang
+from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House
 from tests.waiting import until
 
@@ -73,12 +74,75 @@ def test_jobs_wait_their_turn_and_say_why(house: House) -> None:
     reason = until(lambda: _reason(house, second, "at most 2 are free"))
     assert first in reason
     until(lambda: _reason(house, third, f"behind {second}"))
-    urgent = house.submit(resources={"ranks": 4}, priority=5)
-    until(lambda: _reason(house, third, f"behind {urgent}"))
+    queue = house.get("/v1/queue")["items"]
+    assert [(e["position"], e["job_id"], e["blocked_by"]) for e in queue] == [
+        (1, second, [first]),
+        (2, third, [second]),
+    ]
+    room = house.get("/v1/capacity")
+    assert (room["cpu_slots"], room["cpu_slots_free"], room["largest_cpu_gang"]) == (4, 2, 2)
     house.act(first, "kill")
     house.agent.awaits(StopGang, first)
     house.agent.ends(gang, 0, signal=9)
-    house.agent.awaits(LaunchGang, urgent)
+    house.agent.awaits(LaunchGang, second)
+
+
+def test_a_job_makes_room_for_one_of_higher_priority_and_pays_nothing(house: House) -> None:
+    house.agent.join()
+    modest = house.submit(faults={"max_restarts": 0})
+    gang = house.agent.launches(modest)
+    house.agent.trains(gang, range(1, 5))
+    house.in_state(modest, "RUNNING")
+    urgent = house.submit(resources={"ranks": 4}, priority=5)
+    stop = house.agent.awaits(StopGang, modest)
+    assert (stop.mode, stop.checkpoint) == ("drain", "best_effort")
+    until(lambda: _reason(house, modest, f"makes room for {urgent}"))
+    name = house.agent.saves(gang, 4)
+    house.agent.ends(gang, 4, exit_code=0, finished=True, drained=True)
+    house.agent.launches(urgent)
+    waits = house.in_state(modest, "QUEUED")
+    assert (waits["restarts"], waits["latest_checkpoint"]) == (0, name)
+    events = house.get(f"/v1/jobs/{modest}/events")["items"]
+    asked = next(e for e in events if e["kind"] == "job.preempting")
+    assert asked["data"]["by"] == urgent
+    assert [e["kind"] for e in events][-3:] == ["job.restarting", "job.queued", "job.waiting"]
+    (attempt,) = house.get(f"/v1/jobs/{modest}/attempts")["items"]
+    assert (attempt["exit_reason"], attempt["lost_steps"]) == ("preempted", 0)
+    house.act(urgent, "kill")
+    house.agent.ends(house.agent.awaits(LaunchGang, urgent), 0, signal=9)
+    assert house.agent.launches(modest, 2).resume_from == name
+
+
+def test_a_drained_node_is_left_after_a_checkpoint_and_used_again_when_undrained(
+    house: House,
+) -> None:
+    house.agent.join()
+    job_id = house.submit(faults={"max_restarts": 0})
+    gang = house.agent.launches(job_id)
+    house.agent.trains(gang, range(1, 5))
+    house.in_state(job_id, "RUNNING")
+    drained = house.client.post("/v1/nodes/loom-1/drain", json={"grace_s": 7})
+    assert (drained.status_code, drained.json()["state"]) == (202, "DRAINING")
+    stop = house.agent.awaits(StopGang, job_id)
+    assert stop.mode == "drain"
+    assert 0 < stop.grace_s <= 7
+    name = house.agent.saves(gang, 4)
+    house.agent.ends(gang, 4, exit_code=0, finished=True, drained=True)
+    until(lambda: _reason(house, job_id, "draining: loom-1"))
+    waits = house.job(job_id)
+    assert (waits["state"], waits["restarts"]) == ("RESTARTING", 0)
+    # Another life of its agent changes nothing: an operator's wish stands until it is taken back.
+    house.agent.join("life-2")
+    until(lambda: "life-2" in str(house.redis.hget(keys.NODES, "loom-1")))
+    assert house.get("/v1/nodes/loom-1")["state"] == "DRAINING"
+    other = AgentDouble(house.redis, "loom-2")
+    other.join()
+    assert other.launches(job_id, 2).resume_from == name
+    assert house.client.post("/v1/nodes/loom-1/undrain").json()["state"] == "READY"
+    house.agent.awaits(LaunchGang, house.submit(resources={"ranks": 4}))
+    (first, _) = house.get(f"/v1/jobs/{job_id}/attempts")["items"]
+    assert first["exit_reason"] == "node_drained"
+    assert house.client.post("/v1/nodes/nobody/drain").status_code == 404
 
 
 def test_a_pause_is_committed_and_resumed(house: House) -> None:
@@ -127,10 +191,16 @@ def test_an_agent_that_is_stopped_and_started_again_costs_no_restart(house: Hous
     assert house.job(job_id)["restarts"] == 0
 
 
-def test_an_agent_that_joins_with_an_ended_gang_is_told_to_kill_it(house: House) -> None:
-    ghost = "job_" + "0" * 26
-    house.agent.join(gangs=(RunningGang(job_id=ghost, fence=3, ranks=(0, 1)),))
-    assert house.agent.awaits(StopGang, ghost, 3).mode == "kill"
+def test_an_agent_that_joins_with_a_deleted_jobs_gang_is_told_to_kill_it_and_no_lost_ones(
+    house: House,
+) -> None:
+    lost, deleted = ("job_" + letter * 26 for letter in "01")
+    house.redis.sadd(keys.DELETED_JOBS, deleted)
+    house.agent.join(
+        gangs=tuple(RunningGang(job_id=name, fence=3, ranks=(0, 1)) for name in (lost, deleted))
+    )
+    assert house.agent.awaits(StopGang, deleted, 3).mode == "kill"
+    assert [command.job_id for command in house.agent.commands()] == [deleted]
 
 
 def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(

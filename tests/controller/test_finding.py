@@ -22,6 +22,7 @@ from tests.controller.histories import (
 )
 
 LATER = NOW + 60_000
+NODES = {NODE: "life-9", "loom-2": "life-1"}
 
 
 def found(
@@ -51,10 +52,10 @@ def found(
     )
 
 
-def take_in(fact: JobFound, incarnation: str | None = "life-9") -> Decision:
+def take_in(fact: JobFound) -> Decision:
     """As the use case does: make it anew, then take in what the fact tells."""
     made = found_again(fact, LATER)
-    return made.then(play(made.job, [FoundInStorage(fact, incarnation)], LATER))
+    return made.then(play(made.job, [FoundInStorage(fact, NODES)], LATER))
 
 
 def test_a_found_job_stands_with_its_checkpoints_and_a_fence_behind_all_others() -> None:
@@ -90,20 +91,28 @@ def test_ranks_that_train_on_are_adopted_and_their_commits_and_end_count() -> No
 
 def test_a_second_node_that_tells_of_the_same_job_changes_nothing() -> None:
     running = take_in(found({2: 10}, is_running=True, last_step=42)).job
-    again = play(running, [FoundInStorage(found({2: 10}), "life-1")], LATER)
+    again = play(running, [FoundInStorage(found({2: 10}), NODES)], LATER)
     assert again.job == running
 
 
 def test_the_node_with_the_ranks_may_tell_after_one_without() -> None:
     standing = take_in(found({2: 10})).job
-    adopted = play(standing, [FoundInStorage(found({2: 10}, is_running=True), "life-9")], LATER)
+    adopted = play(standing, [FoundInStorage(found({2: 10}, is_running=True), NODES)], LATER)
     assert adopted.job.state is JobState.RUNNING
+
+
+def test_ranks_are_adopted_only_once_all_nodes_of_theirs_have_joined() -> None:
+    fact = found({2: 10}, is_running=True)
+    standing = found_again(fact, LATER).job
+    waiting = play(standing, [FoundInStorage(fact, {"loom-2": "life-1"})], LATER).job
+    assert waiting.state is JobState.PAUSED
+    assert play(waiting, [FoundInStorage(fact, NODES)], LATER).job.state is JobState.RUNNING
 
 
 def test_ranks_are_not_adopted_once_somebody_resumed_the_job() -> None:
     standing = take_in(found({2: 10})).job
     resumed = play(standing, [ResumeAsked()], LATER).job
-    late = play(resumed, [FoundInStorage(found({2: 10}, is_running=True), "life-9")], LATER)
+    late = play(resumed, [FoundInStorage(found({2: 10}, is_running=True), NODES)], LATER)
     assert late.job == resumed
 
 
@@ -112,7 +121,7 @@ def test_an_index_that_fell_behind_is_completed_and_damage_is_told() -> None:
     fact = found({2: 10, 4: 30}).model_copy(
         update={"damaged": (DamagedRecord(number=2, name="00000002.json", reason="no JSON"),)}
     )
-    decision = play(job, [FoundInStorage(fact, None)], LATER)
+    decision = play(job, [FoundInStorage(fact, {})], LATER)
     assert {c.step: c.state for c in decision.job.checkpoints.values()} == {
         10: CheckpointState.CORRUPT,
         30: CheckpointState.COMMITTED,

@@ -14,7 +14,7 @@ from services.contract import redis_keys as keys
 from services.contract.ids import new_job_id
 from services.contract.messages.commands import COMMAND, Command, StopGang
 from services.contract.messages.telemetry import StepRecord
-from services.contract.states import JobState
+from services.contract.states import JobState, NodeState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
@@ -31,7 +31,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.events import PauseAsked
 from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.node import Drain, Lease
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports
@@ -273,6 +273,24 @@ async def test_nodes_and_leases_are_kept_apart(world: World) -> None:
     assert list(leases) == ["a"]
     assert leases["a"].incarnation == "life-1"
     assert 0 < leases["a"].left_ms <= 5000
+
+
+async def test_a_drain_stands_whatever_the_leader_writes_of_the_node(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    with pytest.raises(NotFoundError):
+        await nodes.drain("a", Drain(asked_ms=1))
+    await nodes.put(node("a"), epoch)
+    (before,) = await nodes.nodes()
+    await nodes.drain("a", Drain(asked_ms=1, grace_s=5))
+    await nodes.put(before, epoch)
+    (draining,) = await nodes.nodes()
+    assert draining.drain == Drain(asked_ms=1, grace_s=5)
+    assert draining.shown_state is NodeState.DRAINING
+    await nodes.put(draining, epoch)
+    await nodes.drain("a", None)
+    assert [n.shown_state for n in await nodes.nodes()] == [NodeState.READY]
 
 
 async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:

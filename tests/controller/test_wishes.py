@@ -12,6 +12,7 @@ from services.controller.domain.events import (
     CancelAsked,
     CheckpointAsked,
     KillAsked,
+    MoveAsked,
     PauseAsked,
     ResumeAsked,
 )
@@ -20,6 +21,7 @@ from tests.controller.histories import (
     STEPS,
     began,
     commands,
+    crashed,
     finished,
     killed,
     launched,
@@ -36,6 +38,7 @@ from tests.controller.histories import (
 PAUSE = PauseAsked(StopRequest())
 CANCEL = CancelAsked(StopRequest())
 REQUIRED = StopRequest(checkpoint="required", grace_s=30)
+MOVE = MoveAsked("preempted", "job_urgent", "makes room for job_urgent", 60.0)
 
 
 def test_a_queued_job_pauses_resumes_and_cancels_without_any_rank() -> None:
@@ -144,3 +147,36 @@ def test_a_checkpoint_is_asked_of_one_node_and_only_while_running() -> None:
     assert isinstance(command, TakeCheckpoint)
     with pytest.raises(StateConflictError):
         play(new_job(), [CheckpointAsked()])
+
+
+# --- moves ----------------------------------------------------------------------------------------
+
+
+def test_a_pause_or_kill_overtakes_a_move_and_a_move_overtakes_nothing() -> None:
+    moving = play(running(), [MOVE]).job
+    assert (moving.state, play(moving, [MOVE]).sends) == (JobState.RUNNING, ())
+    pausing = play(moving, [PAUSE])
+    assert (pausing.job.state, len(pausing.sends)) == (JobState.PAUSING, 1)
+    assert play(pausing.job, [MOVE]).notes == ()
+    (kill,) = commands(play(moving, [KillAsked()]))
+    assert isinstance(kill, StopGang)
+    assert kill.mode == "kill"
+
+
+def test_a_gang_that_does_not_drain_in_time_is_killed_and_the_job_still_pays_nothing() -> None:
+    job = play(running(faults={"max_restarts": 0}), [MOVE]).job
+    moved = play(job, [*saved(job, 3), killed(job, step=5)]).job
+    assert (moved.state, moved.restarts, moved.stop) == (JobState.QUEUED, 0, None)
+    assert moved.attempts[-1].exit_reason is ExitReason.PREEMPTED
+    assert moved.attempts[-1].lost_steps == 2
+
+
+def test_an_exception_of_its_own_during_a_move_is_judged_as_ever() -> None:
+    job = play(running(faults={"max_restarts": 0}), [MOVE]).job
+    failed = play(job, [crashed(job, "ValueError: x")]).job
+    assert (failed.state, failed.stop) == (JobState.FAILED, None)
+
+
+def test_a_job_that_was_done_before_its_move_took_effect_succeeds() -> None:
+    job = play(running(), [MOVE]).job
+    assert play(job, [*saved(job, STEPS), finished(job)]).job.state is JobState.SUCCEEDED

@@ -6,7 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId
 from services.contract.manifests import Manifest
-from services.contract.messages.base import OfAttempt
+from services.contract.messages.base import Address, OfAttempt
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 
@@ -16,6 +16,7 @@ class LaunchGang(OfAttempt):
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
     ``owner`` and ``created_ms`` go into storage, where the job is found again without Redis.
+    ``store`` is where rank 0 listens for the others; None for the node of rank 0, which opens it.
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
@@ -24,6 +25,7 @@ class LaunchGang(OfAttempt):
     resume_from: CheckpointId | None = None
     owner: str = "local"
     created_ms: int = Field(default=0, ge=0)
+    store: Address | None = None
 
 
 class StopGang(OfAttempt):
@@ -79,6 +81,12 @@ class ExportCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class PurgeJob(OfAttempt):
+    """Remove all that storage holds of a job that has ended. ``fence``: its newest attempt's."""
+
+    kind: Literal["purge_job"] = "purge_job"
+
+
 Command = Annotated[
     LaunchGang
     | StopGang
@@ -86,7 +94,8 @@ Command = Annotated[
     | CommitCheckpoint
     | RetireCheckpoint
     | VerifyCheckpoint
-    | ExportCheckpoint,
+    | ExportCheckpoint
+    | PurgeJob,
     Field(discriminator="kind"),
 ]
 

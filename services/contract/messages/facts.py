@@ -1,5 +1,6 @@
 """What an agent tells the controller: entries of the stream of facts."""
 
+from enum import IntEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -7,7 +8,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
-from services.contract.messages.base import Message, OfAttempt
+from services.contract.messages.base import Address, Message, OfAttempt
 
 
 class Device(Message):
@@ -61,10 +62,14 @@ class _GangFact(OfAttempt):
 
 
 class GangLaunched(_GangFact):
-    """All ranks of the attempt on this node are spawned: ``pids`` by rank."""
+    """All ranks of the attempt on this node are spawned: ``pids`` by rank.
+
+    ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: dict[int, int]
+    store: Address | None = None
 
 
 class LaunchRefused(_GangFact):
@@ -190,6 +195,13 @@ class JobFound(_GangFact):
     last_step: int = Field(default=0, ge=0)
 
 
+class JobPurged(_GangFact):
+    """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
+
+    kind: Literal["job_purged"] = "job_purged"
+    error: str | None = None
+
+
 class Evaluated(_GangFact):
     """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
 
@@ -204,11 +216,25 @@ class Evaluated(_GangFact):
     baselines: dict[str, float] = Field(default_factory=dict)
 
 
+class ExitStanding(IntEnum):
+    """How an exit stands among the others of its gang; the lowest came first."""
+
+    OWN_FAILURE = 0
+    """An exception, an exit code, or a signal that was not ours."""
+    ECHO = 1
+    """An error that says that a peer was lost, or the abort that follows one."""
+    VICTIM = 2
+    """Killed by its agent while it was well."""
+    FINISHED = 3
+    """It had done all its work."""
+
+
 class RankExit(Message):
     """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
 
     ``error`` and ``traceback`` are those of the exception that ended it, where there was one.
-    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``phase`` and
+    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
+    compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
     """
 
@@ -217,6 +243,7 @@ class RankExit(Message):
     exit_code: int | None = None
     signal: int | None = None
     order: int = Field(ge=0)
+    standing: ExitStanding = ExitStanding.OWN_FAILURE
     step: int = Field(ge=0)
     phase: str
     finished: bool = False
@@ -226,9 +253,14 @@ class RankExit(Message):
 
 
 class GangEnded(_GangFact):
-    """No rank of the attempt lives on this node any more. Follows all other facts of it."""
+    """No rank of the attempt lives on this node any more. Follows all other facts of it.
+
+    ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
+    clock; None if the agent did not see it.
+    """
 
     kind: Literal["gang_ended"] = "gang_ended"
+    first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
 
@@ -251,6 +283,7 @@ Fact = Annotated[
     | ExportFailed
     | ChainDamaged
     | JobFound
+    | JobPurged
     | Evaluated
     | GangEnded,
     Field(discriminator="kind"),

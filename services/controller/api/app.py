@@ -9,7 +9,7 @@ from services.controller.api import dashboard, openapi, problems
 from services.controller.api.context import Context
 from services.controller.api.framing import BodyLimit, Framing
 from services.controller.api.guard import AccessPolicy, Guard
-from services.controller.api.routes import checkpoints, inspect, jobs, system, watch
+from services.controller.api.routes import checkpoints, inspect, jobs, queue, system, watch
 
 
 def create_app(
@@ -34,7 +34,13 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    for router in (jobs.router, watch.router, inspect.router, checkpoints.router):
+    for router in (
+        jobs.router,
+        watch.router,
+        inspect.router,
+        queue.router,
+        checkpoints.router,
+    ):
         app.include_router(router, responses=openapi.ERROR_ANSWERS)
     app.include_router(system.router)
     dashboard.install(app, bundle)

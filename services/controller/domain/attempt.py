@@ -1,6 +1,8 @@
 """One numbered try of a job: its gang on its nodes, and how it ended."""
 
+from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
+from services.contract.messages.base import Address
 from services.contract.messages.facts import RankExit
 from services.contract.states import ExitReason
 from services.controller.domain.record import Record
@@ -30,17 +32,21 @@ class Attempt(Record):
     """A try. Times in milliseconds of Redis's clock.
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
-    life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
-    ``farewell``: because its agent was stopped in an orderly way. ``corrupt_source`` is the file by
-    which the checkpoint that it was to load proved to be corrupt.
+    life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
+    ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
+    stopped in an orderly way. ``failed_ms``: when the first rank exited, or a lost node was last
+    heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it was to
+    load proved to be corrupt.
     """
 
     fence: int
     world_size: int
+    mesh: MeshPlan | None = None
     incarnations: dict[NodeId, str]
     resumed_from: CheckpointId | None = None
     resumed_step: int = 0
     started_ms: int
+    store: Address | None = None
     launched: tuple[NodeId, ...] = ()
     first_step: int | None = None
     first_step_ms: int | None = None
@@ -50,7 +56,9 @@ class Attempt(Record):
     refusal: str | None = None
     corrupt_source: str | None = None
     lost: str | None = None
+    lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False
+    failed_ms: int | None = None
     ended_ms: int | None = None
     exit_reason: ExitReason | None = None
     failure: Failure | None = None
@@ -59,14 +67,24 @@ class Attempt(Record):
     @property
     def live_nodes(self) -> tuple[NodeId, ...]:
         """The nodes on which ranks of it may live."""
-        if self.ended_ms is not None or self.lost is not None:
+        if self.ended_ms is not None:
             return ()
-        return tuple(node for node in self.incarnations if node not in self.ended_nodes)
+        gone = {*self.ended_nodes, *self.lost_nodes}
+        return tuple(node for node in self.incarnations if node not in gone)
 
     @property
     def is_over(self) -> bool:
         """No rank lives any more (its outcome may still hang on a commit)."""
         return not self.live_nodes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part of it is gone, so that the rest can only be ended."""
+        return (
+            self.lost is not None
+            or self.refusal is not None
+            or any(not (entry.exit.finished or entry.exit.drained) for entry in self.exits)
+        )
 
     def has_trained(self, steps: int) -> bool:
         """Whether all ranks finished all ``steps`` of the job."""

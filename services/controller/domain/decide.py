@@ -19,6 +19,7 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobPurged,
     LaunchRefused,
 )
 from services.controller.domain import (
@@ -29,6 +30,7 @@ from services.controller.domain import (
     keeping,
     moves,
     patching,
+    purging,
     wishes,
 )
 from services.controller.domain.effects import Decision, Draft
@@ -50,6 +52,7 @@ from services.controller.domain.events import (
     PauseAsked,
     PinAsked,
     PlacementDelayed,
+    PurgeAsked,
     RemovalAsked,
     ResumeAsked,
     VerifyAsked,
@@ -74,6 +77,8 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
     PatchAsked: patching.on_patch,
+    PurgeAsked: purging.on_purge,
+    JobPurged: purging.on_purged,
     MoveAsked: moves.on_move,
     HoldAsked: holds.on_hold,
     HoldReleased: holds.on_released,

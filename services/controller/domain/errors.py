@@ -77,6 +77,11 @@ class StateConflictError(MeshloomError):
     title = "Not in this state"
 
 
+def no_node(node_id: str) -> NotFoundError:
+    """There is no such node."""
+    return NotFoundError(f"there is no node {node_id}")
+
+
 class PreconditionRequiredError(MeshloomError):
     """The request must say, by ``If-Match``, on which revision of the job it was made."""
 

@@ -21,6 +21,7 @@ from services.contract.messages.facts import (
     GangLaunched,
     GangProgressed,
     JobFound,
+    JobPurged,
     LaunchRefused,
 )
 from services.contract.plans import GangPlan
@@ -93,10 +94,10 @@ class RemovalAsked:
 
 @dataclass(frozen=True)
 class FoundInStorage:
-    """An agent (of this incarnation, if it is known) told what storage holds of the job."""
+    """An agent told what storage holds of the job; ``incarnations`` are those of all known nodes."""
 
     fact: JobFound
-    incarnation: str | None
+    incarnations: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,14 @@ class PlacementDelayed:
 class NodeLost:
     """No rank on this node can be alive any more, or none that may still commit.
 
-    ``last_step`` is the last one that telemetry told of: a lost node reports no end. ``farewell``:
-    its agent was stopped in an orderly way, which is nobody's failure.
+    ``last_step`` is the last one that telemetry told of, and ``seen_ms`` when it did: a lost node
+    reports no end. ``farewell``: its agent was stopped in an orderly way, nobody's failure.
     """
 
     node_id: str
     reason: str
     last_step: int = 0
+    seen_ms: int | None = None
     farewell: bool = False
 
 
@@ -139,6 +141,13 @@ class PatchAsked:
 
     patch: JobPatch
     revisions: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class PurgeAsked:
+    """Remove the job and all its checkpoints, by the hands of this node's agent."""
+
+    node_id: str
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,7 @@ GangFact = (
     | CheckpointExported
     | ExportFailed
     | ChainDamaged
+    | JobPurged
     | Evaluated
     | GangEnded
 )
@@ -209,6 +219,7 @@ JobEvent = (
     | NodeLost
     | AnswerOverdue
     | PatchAsked
+    | PurgeAsked
     | MoveAsked
     | HoldAsked
     | HoldReleased

@@ -48,7 +48,7 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
 
 def on_found(event: FoundInStorage, draft: Draft) -> None:
     """What storage tells of a job that is known: checkpoints that the index lacks, live ranks."""
-    job, fact, incarnation = draft.job, event.fact, event.incarnation
+    job, fact = draft.job, event.fact
     draft.change(checkpoints=_with_checkpoints(job, fact, draft.now_ms).checkpoints)
     if fact.fence > job.fence and job.attempt is None:
         draft.change(fence=fact.fence)
@@ -58,11 +58,12 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
         )
         on_damaged(damage, draft)
     is_ours = job.state == JobState.PAUSED and not job.attempts and job.fence == fact.fence
-    if is_ours and fact.is_running and incarnation is not None:
-        _adopt(fact, incarnation, draft)
+    nodes = dict.fromkeys(seat.node_id for seat in fact.card.plan.ranks)
+    if is_ours and fact.is_running and event.incarnations.keys() >= nodes.keys():
+        _adopt(fact, {node: event.incarnations[node] for node in nodes}, draft)
 
 
-def _adopt(fact: JobFound, incarnation: str, draft: Draft) -> None:
+def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
     """Its ranks train on: they become the newest attempt's again."""
     card = fact.card
     source = card.resume_from
@@ -71,11 +72,11 @@ def _adopt(fact: JobFound, incarnation: str, draft: Draft) -> None:
     attempt = Attempt(
         fence=fact.fence,
         world_size=card.plan.world_size,
-        incarnations=dict.fromkeys((seat.node_id for seat in card.plan.ranks), incarnation),
+        incarnations=incarnations,
         resumed_from=source,
         resumed_step=resumed_step,
         started_ms=draft.now_ms,
-        launched=tuple(dict.fromkeys(seat.node_id for seat in card.plan.ranks)),
+        launched=tuple(incarnations),
         first_step=resumed_step + 1 if stepped else None,
         first_step_ms=draft.now_ms if stepped else None,
         last_step=max(fact.last_step, resumed_step),

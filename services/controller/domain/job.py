@@ -55,7 +55,8 @@ class Job(Record):
     ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
-    checkpoint, the clones that still begin with it: retention keeps it for them.
+    checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
+    the node whose agent removes all that storage holds of the job.
     """
 
     id: JobId
@@ -84,6 +85,7 @@ class Job(Record):
     damaged_records: tuple[int, ...] = ()
     revision: int = 0
     origin: Origin | None = None
+    purge_node: str | None = None
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
 

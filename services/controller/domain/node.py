@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from services.contract.ids import NodeId
 from services.contract.messages.facts import Inventory, NodeJoined, NodeLeft
 from services.contract.redis_keys import NODE_LEASE_MS
@@ -9,11 +11,19 @@ from services.contract.states import NodeState
 from services.controller.domain.record import Record
 
 
+class Drain(Record):
+    """An operator's wish that a node be empty: running gangs get ``grace_s`` to checkpoint."""
+
+    grace_s: float = 60.0
+    asked_ms: int
+
+
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
     ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
-    another join makes it a node again.
+    another join makes it a node again. ``drain`` is kept beside this record, by people's hands
+    alone: whatever the node or the controller does, it stands until somebody takes it back.
     """
 
     id: NodeId
@@ -23,6 +33,13 @@ class Node(Record):
     joined_ms: int
     fact_id: str
     left: bool = False
+    drain: Drain | None = Field(default=None, exclude=True)
+
+    @property
+    def shown_state(self) -> NodeState:
+        """Its state as people see it."""
+        is_draining = self.state == NodeState.READY and self.drain is not None
+        return NodeState.DRAINING if is_draining else self.state
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
         inventory=fact.inventory,
         joined_ms=_time(fact_id) if known is None or is_new_life else known.joined_ms,
         fact_id=fact_id,
+        drain=None if known is None else known.drain,
     )
 
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from services.contract.messages.facts import ExitStanding
 from services.contract.states import ExitReason
 from services.controller.domain.attempt import Attempt, Failure, NodeExit
 from services.controller.domain.job import Job
@@ -49,14 +50,19 @@ class GiveUp:
 
 
 def first_failure(attempt: Attempt) -> Failure | None:
-    """The rank that failed first, as its agent ordered the exits; None if none failed."""
+    """The rank that failed first, as the agents ordered the exits; None if none failed.
+
+    Across nodes a failure of its own comes before what may echo another one's. Where a node was
+    lost, or could not launch, that is what the others' ends followed from.
+    """
     failed = sorted(
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
-        key=lambda e: (e.exit.order, e.exit.rank),
+        key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
     if attempt.refusal is not None:
         return Failure(error=attempt.refusal)
-    if attempt.lost is not None and not failed:
+    is_own = bool(failed) and failed[0].exit.standing == ExitStanding.OWN_FAILURE
+    if attempt.lost is not None and not is_own:
         return Failure(error=attempt.lost)
     return _failure(failed[0]) if failed else None
 

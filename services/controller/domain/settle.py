@@ -24,7 +24,7 @@ def settle(draft: Draft) -> None:
         _end_attempt(draft, ExitReason.KILLED)
         _cancel(draft, ExitReason.KILLED, "killed on request")
         return
-    _abort_open(draft, attempt, sealed_too=attempt.lost is not None)
+    _abort_open(draft, attempt, sealed_too=draft.job.head_node in attempt.lost_nodes)
     pending = _pending_commit(draft.job, attempt)
     if pending is not None:
         reason = f"waiting until the checkpoint of step {pending.step} is committed"

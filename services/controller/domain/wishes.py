@@ -80,6 +80,8 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
     if job.state not in RESUMABLE_STATES:
         _refuse_resume(job, event)
         return
+    if job.purge_node is not None:
+        raise StateConflictError("the job's checkpoints are being removed: it cannot go on")
     if event.from_checkpoint is not None:
         if not _can_begin_with(job, event.from_checkpoint):
             raise InvalidRequestError(

@@ -6,11 +6,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.contract.messages.telemetry import RankSample, StepRecord
-from services.controller.domain.node import Lease, Node
+from services.controller.domain.node import Drain, Lease, Node
 
 
 class NodeStore(Protocol):
-    """All nodes that ever joined, and their leases."""
+    """All nodes that ever joined, their leases, and which of them are to be drained."""
 
     async def nodes(self) -> list[Node]:
         """All of them, by id."""
@@ -21,6 +21,14 @@ class NodeStore(Protocol):
 
         Raises:
             DeposedError: ``epoch`` is not the present one.
+        """
+        ...
+
+    async def drain(self, node_id: str, drain: Drain | None) -> None:
+        """Note that an operator wants the node empty, or (None) no longer does.
+
+        Raises:
+            NotFoundError: There is no such node.
         """
         ...
 

@@ -15,6 +15,7 @@ from services.contract.messages.facts import (
     CheckpointLinked,
     Fact,
     JobFound,
+    JobPurged,
     NodeJoined,
     NodeLeft,
     RunningGang,
@@ -25,13 +26,14 @@ from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
 from services.controller.domain.node import Node
+from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
-from services.controller.use_cases.clone import let_go_of_origin
+from services.controller.use_cases.clone import let_go_of_origin, release_origin
 from services.controller.use_cases.finding import heed_found
-from services.controller.use_cases.telling import last_told_step
+from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 
@@ -106,6 +108,12 @@ async def _apply(
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
         if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
             await let_go_of_origin(ports, stored.job, epoch)
+        for one in occurrences:
+            if isinstance(one.event, JobPurged) and is_purged(stored.job, one.event):
+                await release_origin(ports, stored.job, actor, epoch)
+                await ports.jobs.delete(stored)
+                _log.info("job_purged", job_id=job_id)
+                return
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
@@ -141,9 +149,10 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         is_same_life = attempt.incarnations[node.id] == node.incarnation
         if is_same_life and node.state != NodeState.LOST:
             continue
-        told = await last_told_step(ports, stored.job)
+        told = await last_told(ports, stored.job)
         # Of an earlier life nobody knows whether it ended in an orderly way.
-        lost = NodeLost(node.id, reason, told, farewell=is_same_life and node.left)
+        farewell = is_same_life and node.left
+        lost = NodeLost(node.id, reason, told.step, told.seen_ms, farewell=farewell)
         now_ms = await ports.clock.now_ms()
         await apply_events(
             ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch

@@ -26,10 +26,8 @@ async def heed_found(ports: Ports, fact: JobFound, now_ms: int, epoch: int) -> N
     actor = Actor(f"agent:{fact.node_id}")
     if await ports.jobs.restore(found_again(fact, now_ms), actor, epoch):
         _log.warning("job_found_again", job_id=fact.job_id, checkpoints=len(fact.manifests))
-    incarnation = next(
-        (n.incarnation for n in await ports.nodes.nodes() if n.id == fact.node_id), None
-    )
-    event = FoundInStorage(fact, incarnation)
+    incarnations = {node.id: node.incarnation for node in await ports.nodes.nodes()}
+    event = FoundInStorage(fact, incarnations)
     try:
         await apply_events(ports, fact.job_id, [Occurrence(event, now_ms)], actor, epoch)
     except NotFoundError:

@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.states import JobState
+from services.contract.states import JobState, NodeState
 from services.contract.views import AttemptList, JobPage, JobView
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
-from services.controller.domain.events import JobEvent
+from services.controller.domain.events import JobEvent, PurgeAsked
 from services.controller.domain.job import Job
+from services.controller.domain.purging import refuse_unless_ended
 from services.controller.ports.jobs import Actor, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 from services.controller.use_cases.change import Occurrence, apply_events
 from services.controller.use_cases.clone import release_origin
-from services.controller.use_cases.present import attempt_view, job_view
+from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
 
 _CHUNK: Final = 200
@@ -95,12 +96,36 @@ async def delete_job(ports: Ports, job_id: str, actor: Actor) -> None:
         # Whether it has ended is in the record; nobody drives it any more in any case.
         await ports.jobs.delete_unread(job_id)
         return
-    if not stored.job.is_terminal:
-        raise StateConflictError(
-            f"the job is {stored.job.state}: only jobs that have ended are deleted; cancel it first"
-        )
+    refuse_unless_ended(stored.job)
     await release_origin(ports, stored.job, actor)
     await ports.jobs.delete(stored)
+
+
+async def purge_job(ports: Ports, job_id: str, actor: Actor) -> JobView | None:
+    """Have an agent remove the job's checkpoints; the job is forgotten once they are gone.
+
+    None if there was nothing to remove: the job is forgotten already.
+
+    Raises:
+        NotFoundError: There is no such job.
+        StateConflictError: It has not ended, clones begin with its checkpoints, or no node lives
+            that could remove them.
+    """
+    job = (await ports.jobs.load(job_id)).job
+    if job.is_terminal and not job.attempts:
+        await delete_job(ports, job_id, actor)
+        return None
+    nodes = [node for node in await ports.nodes.nodes() if node.state == NodeState.READY]
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    living = [n.id for n in nodes if n.id in leases and leases[n.id].incarnation == n.incarnation]
+    if not living:
+        refuse_unless_ended(job)
+        raise StateConflictError(
+            "no node lives whose agent could remove the checkpoints; try again when one is back, "
+            "or delete the job without purge_checkpoints"
+        )
+    chosen = job.head_node if job.head_node in living else living[0]
+    return await change_course(ports, job_id, PurgeAsked(chosen), actor)
 
 
 async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
@@ -110,7 +135,7 @@ async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
         NotFoundError: There is no such job.
     """
     stored = await ports.jobs.load(job_id)
-    return AttemptList(items=tuple(attempt_view(a) for a in stored.job.attempts))
+    return AttemptList(items=attempt_views(stored.job))
 
 
 async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:

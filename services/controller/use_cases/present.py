@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.states import ExitReason
 from services.contract.views import (
     AttemptView,
     CheckpointView,
@@ -24,6 +25,9 @@ from services.controller.domain.placement import Standing
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"
+_ENDED_BY_PEOPLE = frozenset(
+    {ExitReason.COMPLETED, ExitReason.CANCELLED, ExitReason.PAUSED, ExitReason.KILLED}
+)
 
 
 def moment(ms: int) -> datetime:
@@ -73,11 +77,18 @@ def failure_view(failure: Failure | None) -> FailureView | None:
     return FailureView(**fields | {"signal": _signal_name(failure.signal)})
 
 
-def attempt_view(attempt: Attempt) -> AttemptView:
-    """An attempt."""
+def attempt_views(job: Job) -> tuple[AttemptView, ...]:
+    """A job's attempts, oldest first."""
+    following = [*job.attempts[1:], None]
+    return tuple(_attempt_view(a, b) for a, b in zip(job.attempts, following, strict=True))
+
+
+def _attempt_view(attempt: Attempt, following: Attempt | None) -> AttemptView:
+    goes_on = following is not None and attempt.exit_reason not in _ENDED_BY_PEOPLE
     return AttemptView(
         fence=attempt.fence,
         world_size=attempt.world_size,
+        mesh=attempt.mesh,
         node_ids=tuple(attempt.incarnations),
         resumed_from=attempt.resumed_from,
         started_at=moment(attempt.started_ms),
@@ -88,7 +99,16 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         lost_steps=attempt.lost_steps,
         exit_reason=attempt.exit_reason,
         failure=failure_view(attempt.failure),
+        time_to_detect_s=_seconds(attempt.failed_ms, attempt.ended_ms),
+        time_to_restart_s=(
+            _seconds(attempt.ended_ms, following.started_ms) if following and goes_on else None
+        ),
+        time_to_first_step_s=_seconds(attempt.started_ms, attempt.first_step_ms),
     )
+
+
+def _seconds(start_ms: int | None, end_ms: int | None) -> float | None:
+    return None if start_ms is None or end_ms is None else max(end_ms - start_ms, 0) / 1000
 
 
 def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, ...]:
@@ -151,7 +171,7 @@ def node_view(standing: Standing, lease: Lease | None) -> NodeView:
     node = standing.node
     return NodeView(
         id=node.id,
-        state=node.state,
+        state=node.shown_state,
         inventory=node.inventory,
         cpu_slots_used=standing.cpu_taken,
         accelerators_used=len(standing.accelerators_taken),

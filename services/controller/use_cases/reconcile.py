@@ -20,17 +20,21 @@ from services.controller.domain.events import (
     AnswerOverdue,
     GangPlaced,
     JobEvent,
+    MoveAsked,
     NodeLost,
     PlacementDelayed,
 )
 from services.controller.domain.gang import is_overdue
 from services.controller.domain.job import WAITING_STATES, Job
+from services.controller.domain.moves import is_movable
 from services.controller.domain.node import Lease, Node
-from services.controller.domain.placement import Seated, Standing, occupy, place, stand
+from services.controller.domain.placement import Seated, Standing, stand
+from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, turns
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import Occurrence, apply_events
-from services.controller.use_cases.telling import last_told_step
+from services.controller.use_cases.outlook import expect
+from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -68,7 +72,8 @@ class Reconciler:
         known, leases = await self._judge_nodes(healthy_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
         jobs = [await self._check_attempt(job, known, now_ms) for job in jobs]
-        await self._place_waiting(jobs, stand(known.values(), jobs, leases), now_ms)
+        jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
+        await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
         return _rest_s(jobs, now_ms)
 
     def _healthy_for(self, now_ms: int) -> int:
@@ -92,39 +97,40 @@ class Reconciler:
     async def _check_attempt(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
         """The job after what its nodes and the clock have done to its attempt."""
         for node_id, reason in _losses(job, known):
-            told = await last_told_step(self._ports, job)
-            lost = NodeLost(node_id, reason, told, farewell=_has_left(job, known.get(node_id)))
+            told = await last_told(self._ports, job)
+            farewell = _has_left(job, known.get(node_id))
+            lost = NodeLost(node_id, reason, told.step, told.seen_ms, farewell=farewell)
             return await self._apply(job, lost, now_ms)
         if is_overdue(job, now_ms):
             _log.warning("answer_overdue", job_id=job.id, state=job.state)
             return await self._apply(job, AnswerOverdue(), now_ms)
         return job
 
-    async def _place_waiting(
+    async def _leave_draining(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
+        """The job after it was asked to leave a node that is to be empty."""
+        attempt = job.attempt
+        for node_id in () if attempt is None else attempt.live_nodes:
+            drain = known[node_id].drain if node_id in known else None
+            if drain is not None and is_movable(job):
+                words = f"{node_id} is being drained: a checkpoint first, then it moves"
+                move = MoveAsked("node_drained", node_id, words, drain.grace_s)
+                return await self._apply(job, move, now_ms)
+        return job
+
+    async def _serve_queue(
         self, jobs: Sequence[Job], standings: tuple[Standing, ...], now_ms: int
     ) -> None:
-        """First come, first served, by priority: nobody overtakes on the same kind of device."""
-        blockers: dict[str, str] = {}
-        for job in sorted(jobs, key=lambda j: (-j.spec.priority, j.created_ms, j.id)):
-            if job.state in WAITING_STATES and job.not_before_ms <= now_ms:
-                standings = await self._place(job, standings, blockers, now_ms)
-
-    async def _place(
-        self, job: Job, standings: tuple[Standing, ...], blockers: dict[str, str], now_ms: int
-    ) -> tuple[Standing, ...]:
-        outcome = place(job.spec.resources, standings)
-        if isinstance(outcome, Seated) and outcome.device not in blockers:
-            event = _placed(job, outcome)
-            after = await self._apply(job, event, now_ms)
-            return occupy(standings, outcome, job.id) if after.attempt else standings
-        if isinstance(outcome, Seated):
-            reason = f"waiting behind {blockers[outcome.device]}, which was there first"
-        else:
-            reason = outcome.reason
-            if getattr(outcome, "blocks", False):
-                blockers.setdefault(getattr(outcome, "device", ""), job.id)
-        await self._apply(job, PlacementDelayed(reason), now_ms)
-        return standings
+        outlook = await expect(self._ports, jobs, now_ms)
+        for turn in turns(jobs, standings, outlook, now_ms):
+            match turn.outcome:
+                case Seated() as seated:
+                    await self._apply(turn.job, _placed(turn.job, seated), now_ms)
+                case MakeRoom(victims=victims, reason=reason):
+                    await self._apply(turn.job, PlacementDelayed(reason), now_ms)
+                    for victim in victims:
+                        await self._apply(victim, _preempted(turn.job, victim), now_ms)
+                case Waits(reason=reason):
+                    await self._apply(turn.job, PlacementDelayed(reason), now_ms)
 
     async def _apply(self, job: Job, event: JobEvent, now_ms: int) -> Job:
         try:
@@ -147,7 +153,15 @@ def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")
-    return GangPlaced(plan, {seated.node.id: seated.node.incarnation})
+    return GangPlaced(plan, seated.incarnations)
+
+
+def _preempted(job: Job, victim: Job) -> MoveAsked:
+    words = (
+        f"makes room for {job.id} of priority {job.spec.priority} (its own is "
+        f"{victim.spec.priority}): a checkpoint first, then it waits for room"
+    )
+    return MoveAsked("preempted", job.id, words, PREEMPTION_GRACE_S)
 
 
 def _losses(job: Job, known: dict[str, Node]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ for key = 4, #KEYS, 4 do
   local job, fence = take(), tonumber(take())
   local current = redis.call('HGET', KEYS[key], 'fence')
   local allowed = current and tonumber(current) <= fence
-  if current and not allowed or redis.call('HEXISTS', KEYS[3], job) == 1 then
+  if current and not allowed or redis.call('SISMEMBER', KEYS[3], job) == 1 then
     table.insert(fenced, (key - 4) / 4)
   elseif not current then
     table.insert(unknown, (key - 4) / 4)

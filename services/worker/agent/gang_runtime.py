@@ -74,6 +74,7 @@ class GangRuntime:
         self._died_alone: set[int] = set()
         self._forker_gone = False
         self._ended_at: float | None = None
+        self._first_exit_at: float | None = None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -97,6 +98,8 @@ class GangRuntime:
 
     def reaped(self, pid: int, exit_code: int | None, ended_by: int | None) -> None:
         """One of the processes is dead."""
+        if self._first_exit_at is None:
+            self._first_exit_at = time.monotonic()
         for rank in self._state.ranks.values():
             if rank.pid == pid:
                 # What it said before it died counts before its death.
@@ -180,12 +183,14 @@ class GangRuntime:
     def end(self) -> GangEnded:
         """How the gang ended."""
         seen = self._telemetry.last_seen()
+        first = self._first_exit_at
         return GangEnded(
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
             exits=exits(self._state, seen),
             last_step=max(0, *(board.step for board in seen.values())),
+            first_exit_s=None if first is None else time.monotonic() - first,
         )
 
     def conclude(self, end: GangEnded) -> None:

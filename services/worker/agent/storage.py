@@ -1,6 +1,7 @@
 """What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
 import hashlib
+import secrets
 import shutil
 from pathlib import Path
 from typing import Final
@@ -8,6 +9,7 @@ from typing import Final
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
+from services.contract.durable import sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -20,6 +22,7 @@ from services.contract.manifests import (
 from services.contract.messages.commands import (
     CommitCheckpoint,
     LaunchGang,
+    PurgeJob,
     RetireCheckpoint,
     VerifyCheckpoint,
 )
@@ -32,6 +35,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     JobFound,
+    JobPurged,
     RunningGang,
 )
 
@@ -249,3 +253,26 @@ def _fault_of(path: Path, shard: ShardFile) -> str | None:
     if digest.hexdigest() == shard.sha256:
         return None
     return f"its sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}"
+
+
+def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
+    """Remove all that storage holds of the job; a job of which it holds nothing is purged.
+
+    A record above the job's newest attempt is linked first, so that whatever of it still lives can
+    commit nothing; then its folder is renamed, so that it is gone at once, however long its files
+    take to be removed.
+    """
+    folder = storage.root / command.job_id
+    error = None
+    try:
+        if folder.exists():
+            opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
+            CommitChain(storage.root, command.job_id).append(opened)
+            folder.rename(storage.root / f".purged-{command.job_id}-{secrets.token_hex(8)}")
+            sync_folder(storage.root)
+        for left in storage.root.glob(f".purged-{command.job_id}-*"):
+            shutil.rmtree(left)
+    except (ChainError, OSError) as failure:
+        error = str(failure)
+        _log.warning("purge_failed", job=command.job_id, why=error)
+    return JobPurged(job_id=command.job_id, fence=command.fence, node_id=node_id, error=error)

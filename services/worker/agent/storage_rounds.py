@@ -16,12 +16,13 @@ from services.contract import redis_keys
 from services.contract.commit_chain import CommitChain
 from services.contract.job_cards import jobs_in, put_card_away
 from services.contract.messages.facts import Fact, RunningGang
-from services.contract.states import TERMINAL_STATES
+from services.contract.states import TERMINAL_STATES, JobState
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.redis_clients import REDIS_AWAY
 from services.worker.agent.storage import Storage
 
 EVERY_S: Final = 60.0
+SOON_S: Final = 1.0
 GRACE_S: Final = 900.0
 _AT_ONCE: Final = 256
 _log = structlog.get_logger()
@@ -32,17 +33,17 @@ class Standing:
     """What Redis says of a job: nothing (``state`` None), its state, or that it was deleted."""
 
     state: str | None
-    deleted: str | None
+    deleted: bool
 
     @property
     def is_lost(self) -> bool:
         """Redis knows nothing of it, and nobody deleted it."""
-        return self.state is None and self.deleted is None
+        return self.state is None and not self.deleted
 
     @property
     def is_over(self) -> bool:
         """No attempt of it runs."""
-        return self.deleted is not None or self.state in TERMINAL_STATES
+        return self.deleted or self.state in TERMINAL_STATES
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,19 @@ class StorageRounds:
         """Go now, each minute, and whenever ``asked`` is set; until cancelled."""
         while True:
             asked.clear()
+            rest_s = EVERY_S
             try:
-                await self.go()
+                if await self.go():
+                    rest_s = SOON_S
             except REDIS_AWAY as error:
                 _log.warning("round_given_up", why=str(error))
             except OSError as error:
                 _log.warning("storage_does_not_answer", why=str(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.wait(), EVERY_S)
+                await asyncio.wait_for(asked.wait(), rest_s)
 
-    async def go(self) -> None:
-        """One round.
+    async def go(self) -> bool:
+        """One round; answers whether ranks here wait to be adopted, so that the next is soon due.
 
         Raises:
             RedisError: Redis is away; nothing was concluded from that.
@@ -104,13 +107,16 @@ class StorageRounds:
         standings = await self._standings(jobs)
         gangs = self._gangs()
         for job_id, standing in standings.items():
-            if standing.is_lost:
+            stands = standing.state == JobState.PAUSED and job_id in gangs
+            if standing.is_lost or stands:
                 await self._report(job_id, gangs)
-            elif standing.deleted is not None:
-                await asyncio.to_thread(self._put_away, job_id, purge=standing.deleted == "purge")
+            elif standing.deleted:
+                await asyncio.to_thread(self._put_away, job_id)
+        waiting = any(standings[job].state == JobState.PAUSED for job in gangs if job in standings)
         over = [job_id for job_id, s in standings.items() if s.is_over and job_id not in gangs]
         await asyncio.to_thread(self._remove_orphans, jobs, over)
         await asyncio.to_thread(self._folder.prune, [j for j, s in standings.items() if s.deleted])
+        return waiting
 
     async def _standings(self, jobs: list[str]) -> dict[str, Standing]:
         found: dict[str, Standing] = {}
@@ -119,10 +125,10 @@ class StorageRounds:
             async with self._redis.pipeline(transaction=True) as pipe:
                 for job_id in some:
                     pipe.hget(redis_keys.job(job_id), "state")
-                    pipe.hget(redis_keys.DELETED_JOBS, job_id)
+                    pipe.sismember(redis_keys.DELETED_JOBS, job_id)
                 answers: list[Any] = await pipe.execute()
             for job_id, state, deleted in zip(some, answers[0::2], answers[1::2], strict=True):
-                found[job_id] = Standing(state, deleted)
+                found[job_id] = Standing(state, bool(deleted))
         return found
 
     async def _report(self, job_id: str, gangs: Mapping[str, tuple[RunningGang, int]]) -> None:
@@ -132,11 +138,8 @@ class StorageRounds:
             _log.warning("job_unknown_to_redis", job=job_id, checkpoints=len(fact.manifests))
             self._tell(fact)
 
-    def _put_away(self, job_id: str, *, purge: bool) -> None:
-        if purge:
-            shutil.rmtree(self._storage.root / job_id)
-            _log.info("job_purged", job=job_id)
-        elif put_card_away(self._storage.root, job_id):
+    def _put_away(self, job_id: str) -> None:
+        if put_card_away(self._storage.root, job_id):
             _log.info("card_put_away", job=job_id)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from services.contract.messages.commands import (
     CommitCheckpoint,
     ExportCheckpoint,
     LaunchGang,
+    PurgeJob,
     RetireCheckpoint,
     StopGang,
     TakeCheckpoint,
@@ -33,7 +34,7 @@ from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
-from services.worker.agent.storage import Storage
+from services.worker.agent.storage import Storage, purge
 from services.worker.agent.telemetry import Records
 
 TICK_S: Final = 0.1
@@ -101,6 +102,9 @@ class Supervisor:
                     self._tell_all(await self._exporter.export(command))
                 case VerifyCheckpoint():
                     self._tell_all(await asyncio.to_thread(self._storage.verify, command))
+                case PurgeJob():
+                    purged = asyncio.to_thread(purge, self._storage, command, self._node_id)
+                    self._tell(await purged)
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
@@ -196,22 +200,18 @@ class Supervisor:
             crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
-            refusal = LaunchRefused(
-                job_id=command.job_id,
-                fence=command.fence,
-                node_id=self._node_id,
-                reason=str(error),
-            )
-            with contextlib.suppress(OSError):
-                folder.close(refusal)
-            self._tell(refusal)
+            self._tell(self._refuse(key, str(error)))
             return
         gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._tell(
             GangLaunched(
-                job_id=command.job_id, fence=command.fence, node_id=self._node_id, pids=crew.pids
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=self._node_id,
+                pids=crew.pids,
+                store=crew.store,
             )
         )
         gang.connect(crew.pipes)
@@ -225,9 +225,16 @@ class Supervisor:
         if gang is not None:
             gang.happen(event)
             return
-        ended = self._ended(key)
-        if ended is not None and isinstance(command, StopGang):
-            self._tell(ended)
+        if isinstance(command, StopGang):
+            # Its launch would have come before: it was stopped too early, and must not come later.
+            self._tell(self._ended(key) or self._refuse(key, "it was stopped before its launch"))
+
+    def _refuse(self, key: GangKey, reason: str) -> LaunchRefused:
+        job_id, fence = key
+        refusal = LaunchRefused(job_id=job_id, fence=fence, node_id=self._node_id, reason=reason)
+        with contextlib.suppress(OSError):
+            self._folder.attempt(*key).close(refusal)
+        return refusal
 
     def _ended(self, key: GangKey) -> GangEnded | LaunchRefused | None:
         return self._unrecorded.get(key) or self._folder.attempt(*key).ended()
@@ -267,7 +274,7 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case CommitCheckpoint() | RetireCheckpoint():
+        case CommitCheckpoint() | RetireCheckpoint() | PurgeJob():
             return command.job_id, "storage"
         case VerifyCheckpoint() | ExportCheckpoint():
             return "", "reading"  # one for all jobs: disks and threads are not many

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.contract.messages.telemetry import RankSample, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.errors import CursorExpiredError
-from services.controller.domain.node import Lease, Node
+from services.controller.domain.errors import CursorExpiredError, no_node
+from services.controller.domain.node import Drain, Lease, Node
 from services.controller.ports.machines import Entry, Log
 
 
@@ -17,12 +17,25 @@ class MemoryNodes:
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
-        return [self._server.nodes[name] for name in sorted(self._server.nodes)]
+        return [
+            self._server.nodes[name].model_copy(update={"drain": self._server.drains.get(name)})
+            for name in sorted(self._server.nodes)
+        ]
 
     async def put(self, node: Node, epoch: int) -> None:
         """See ``NodeStore.put``."""
         self._server.refuse_deposed(epoch)
         self._server.nodes[node.id] = node
+        await self._server.wake()
+
+    async def drain(self, node_id: str, drain: Drain | None) -> None:
+        """See ``NodeStore.drain``."""
+        if node_id not in self._server.nodes:
+            raise no_node(node_id)
+        if drain is None:
+            self._server.drains.pop(node_id, None)
+        else:
+            self._server.drains[node_id] = drain
         await self._server.wake()
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:

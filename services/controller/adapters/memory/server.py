@@ -9,7 +9,7 @@ from services.contract.messages.commands import COMMAND, Command
 from services.contract.messages.telemetry import RankSample, StepRecord
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.node import Lease, Node
+from services.controller.domain.node import Drain, Lease, Node
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
 
@@ -26,6 +26,7 @@ class MemoryServer:
     samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
     steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
     nodes: dict[str, Node] = field(default_factory=dict)
+    drains: dict[str, Drain] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     facts: list[Entry] = field(default_factory=list)

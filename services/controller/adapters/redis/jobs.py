@@ -121,7 +121,7 @@ class RedisJobs:
     async def was_deleted(self, job_id: str) -> bool:
         """See ``JobStore.was_deleted``."""
         with answering():
-            return bool(await self._clients.reads.hexists(keys.DELETED_JOBS, job_id))
+            return bool(await self._clients.reads.sismember(keys.DELETED_JOBS, job_id))
 
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
@@ -283,7 +283,7 @@ class RedisJobs:
                     keys.job_logs(job_id),
                     keys.job_checkpoints(job_id),
                 ],
-                args=[version, job_id, "keep"],
+                args=[version, job_id],
             )
         _refuse(status, job_id)
 

@@ -9,8 +9,8 @@ from services.contract import redis_keys as keys
 from services.contract.messages.telemetry import RankSample, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
-from services.controller.domain.errors import CursorExpiredError, DeposedError
-from services.controller.domain.node import Lease, Node
+from services.controller.domain.errors import CursorExpiredError, DeposedError, no_node
+from services.controller.domain.node import Drain, Lease, Node
 from services.controller.ports.machines import Entry, Log
 
 # The consumer is the office, not its holder: whoever takes the lead finds what the last holder
@@ -27,12 +27,16 @@ class RedisNodes:
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
         self._put = clients.writes.register_script(scripts.PUT_NODE)
+        self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
         with answering():
-            records: Any = await self._clients.reads.hgetall(keys.NODES)
-        return [Node.model_validate_json(records[name]) for name in sorted(records)]
+            async with self._clients.reads.pipeline(transaction=True) as pipe:
+                pipe.hgetall(keys.NODES)
+                pipe.hgetall(keys.DRAINING_NODES)
+                records, drains = await pipe.execute()
+        return [_node(records[name], drains.get(name)) for name in sorted(records)]
 
     async def put(self, node: Node, epoch: int) -> None:
         """See ``NodeStore.put``."""
@@ -43,6 +47,16 @@ class RedisNodes:
             )
         if status == "deposed":
             raise DeposedError("another controller leads now")
+
+    async def drain(self, node_id: str, drain: Drain | None) -> None:
+        """See ``NodeStore.drain``."""
+        with answering():
+            status = await self._drain(
+                keys=[keys.NODES, keys.DRAINING_NODES],
+                args=[node_id, "" if drain is None else drain.model_dump_json(), keys.WAKE],
+            )
+        if status == "gone":
+            raise no_node(node_id)
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
         """See ``NodeStore.leases``."""
@@ -178,6 +192,13 @@ class RedisTelemetry:
             await self._clients.streams.xread(
                 {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
             )
+
+
+def _node(record: str, drain: str | None) -> Node:
+    node = Node.model_validate_json(record)
+    if drain is None:
+        return node
+    return node.model_copy(update={"drain": Drain.model_validate_json(drain)})
 
 
 def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:

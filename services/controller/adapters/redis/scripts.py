@@ -79,7 +79,7 @@ local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
 if deposed(KEYS[4], epoch) then return 'deposed' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'known' end
-if redis.call('HEXISTS', KEYS[7], id) == 1 then return 'deleted' end
+if redis.call('SISMEMBER', KEYS[7], id) == 1 then return 'deleted' end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state', state)
 redis.call('ZADD', KEYS[2], created, id)
 if active == '1' then redis.call('SADD', KEYS[3], id) end
@@ -97,7 +97,7 @@ if redis.call('HGET', KEYS[1], 'version') ~= ARGV[1] then return 'stale' end
 redis.call('ZREM', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[2])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[4], ARGV[2], ARGV[3])
+redis.call('SADD', KEYS[4], ARGV[2])
 for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'ok'
 """
@@ -122,6 +122,18 @@ redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """
 )
+
+DRAIN_NODE: Final = """
+-- KEYS: nodes, draining nodes; ARGV: node id, record ('' to forget it), wake channel
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 'gone' end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+else
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+end
+redis.call('PUBLISH', ARGV[3], ARGV[1])
+return 'ok'
+"""
 
 TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms

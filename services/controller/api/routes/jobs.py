@@ -149,10 +149,30 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     return answer(request, view, status=HTTPStatus.ACCEPTED, headers=location)
 
 
-@router.delete("/{job_id}", status_code=HTTPStatus.NO_CONTENT)
-async def delete_job(job_id: str, ports: WithPorts, actor: WithActor) -> None:
-    """Forget a job that has ended. Its checkpoints stay in storage."""
-    await use_cases.delete_job(ports, job_id, actor)
+@router.delete(
+    "/{job_id}",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    responses={202: {"model": JobView, "description": "Its checkpoints are being removed"}},
+)
+async def delete_job(
+    job_id: str,
+    request: Request,
+    ports: WithPorts,
+    actor: WithActor,
+    *,
+    purge_checkpoints: Annotated[
+        bool, Query(description="Remove its checkpoints, too; it is forgotten when they are gone")
+    ] = False,
+) -> Response:
+    """Forget a job that has ended. Its checkpoints stay in storage unless they are purged."""
+    if purge_checkpoints:
+        view = await use_cases.purge_job(ports, job_id, actor)
+        if view is not None:
+            return answer(request, view, status=HTTPStatus.ACCEPTED)
+    else:
+        await use_cases.delete_job(ports, job_id, actor)
+    return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 @router.post("/{job_id}/pause", status_code=HTTPStatus.ACCEPTED, response_model=JobView)

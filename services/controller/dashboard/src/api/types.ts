@@ -62,6 +62,7 @@ export interface FailureView {
 export interface AttemptView {
   fence: number;
   world_size: number;
+  mesh: MeshPlan | null;
   node_ids: string[];
   resumed_from: string | null;
   started_at: string;
@@ -72,6 +73,9 @@ export interface AttemptView {
   lost_steps: number | null;
   exit_reason: ExitReason | null;
   failure: FailureView | null;
+  time_to_detect_s: number | null;
+  time_to_restart_s: number | null;
+  time_to_first_step_s: number | null;
 }
 
 export interface Factory {

@@ -1,0 +1,43 @@
+"""How long jobs are expected to go on: what the queue's estimates rest on."""
+
+import statistics
+from collections.abc import Sequence
+
+from services.contract.messages.telemetry import RankSample, StepRecord
+from services.controller.domain.job import WAITING_STATES, Job
+from services.controller.ports.office import Ports
+from services.controller.use_cases.progress import STEPS_FOR_ETA, measure
+
+
+async def expect(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, int]:
+    """For how many milliseconds each job is expected to need its seats, where that is known.
+
+    Nothing is asked while nobody waits.
+    """
+    if not any(job.state in WAITING_STATES for job in jobs):
+        return {}
+    names = [job.id for job in jobs if job.attempts]
+    records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
+    samples = await ports.telemetry.samples(names)
+    found = {
+        job.id: remaining_ms(job, records.get(job.id, ()), samples.get(job.id, {}), now_ms)
+        for job in jobs
+    }
+    return {name: remaining for name, remaining in found.items() if remaining is not None}
+
+
+def remaining_ms(
+    job: Job, records: Sequence[StepRecord], samples: dict[int, RankSample], now_ms: int
+) -> int | None:
+    """For how long the job goes on by its speed so far, or until a stop takes effect."""
+    if job.attempt is None:
+        times = [record.step_time_s for record in records]
+        left = max(job.spec.train.steps - job.resume_point.step, 0)
+        return int(statistics.median(times) * left * 1000) if times else None
+    bounds = []
+    eta_s = measure(job, records, samples).eta_s
+    if eta_s is not None:
+        bounds.append(int(eta_s * 1000))
+    if job.stop is not None:
+        bounds.append(max(job.stop.asked_ms + int(job.stop.grace_s * 1000) - now_ms, 0))
+    return min(bounds, default=None)

@@ -1,0 +1,111 @@
+"""The queue and the room there is; nodes that are to be emptied."""
+
+from services.contract.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.views import NodeView
+from services.controller.domain.job import Job
+from services.controller.domain.node import Drain
+from services.controller.domain.placement import Seated, Standing, stand
+from services.controller.domain.queue import MakeRoom, Turn, Waits, in_order, turns
+from services.controller.ports.office import Ports
+from services.controller.use_cases.inspect import get_node
+from services.controller.use_cases.outlook import expect
+from services.controller.use_cases.present import maybe_moment, moment
+
+
+async def get_queue(ports: Ports) -> QueueView:
+    """Who waits, in which order, why, and behind whom."""
+    now_ms = await ports.clock.now_ms()
+    jobs = [stored.job for stored in await ports.jobs.active()]
+    standings = await _stand(ports, jobs)
+    outlook = await expect(ports, jobs, now_ms)
+    known = {turn.job.id: turn for turn in turns(jobs, standings, outlook, now_ms)}
+    return QueueView(
+        items=tuple(
+            _entry(number, job, known.get(job.id)) for number, job in enumerate(in_order(jobs), 1)
+        )
+    )
+
+
+async def get_capacity(ports: Ports) -> CapacityView:
+    """What is taken and what is free, node by node."""
+    jobs = [stored.job for stored in await ports.jobs.active()]
+    standings = await _stand(ports, jobs)
+    nodes = tuple(_capacity(standing) for standing in standings)
+    return CapacityView(
+        nodes=nodes,
+        cpu_slots=sum(n.cpu_slots for n in nodes),
+        cpu_slots_free=sum(n.cpu_slots_free for n in nodes),
+        accelerators=sum(n.accelerators for n in nodes),
+        accelerators_free=sum(n.accelerators_free for n in nodes),
+        largest_cpu_gang=max((n.cpu_slots_free for n in nodes), default=0),
+        largest_cuda_gang=max((n.accelerators_free for n in nodes), default=0),
+    )
+
+
+async def drain_node(ports: Ports, node_id: str, grace_s: float) -> NodeView:
+    """Have no more gangs placed there, and those that run there checkpoint and move.
+
+    Raises:
+        NotFoundError: There is no such node.
+    """
+    drain = Drain(grace_s=grace_s, asked_ms=await ports.clock.now_ms())
+    await ports.nodes.drain(node_id, drain)
+    return await get_node(ports, node_id)
+
+
+async def undrain_node(ports: Ports, node_id: str) -> NodeView:
+    """Have gangs placed there again.
+
+    Raises:
+        NotFoundError: There is no such node.
+    """
+    await ports.nodes.drain(node_id, None)
+    return await get_node(ports, node_id)
+
+
+async def _stand(ports: Ports, jobs: list[Job]) -> tuple[Standing, ...]:
+    nodes = await ports.nodes.nodes()
+    return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
+
+
+def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
+    reason, blocked_by, start_ms = job.reason or "queued", tuple[str, ...](), None
+    match turn:
+        case None:
+            start_ms = job.not_before_ms
+        case Turn(outcome=Waits() as waits):
+            reason, blocked_by, start_ms = waits.reason, waits.blocked_by, waits.start_ms
+        case Turn(outcome=Seated() as seated):
+            reason = f"there is room on {', '.join(seated.incarnations)}: it is placed next"
+        case Turn(outcome=MakeRoom() as room):
+            reason, blocked_by = room.reason, tuple(v.id for v in room.victims)
+    return QueueEntry(
+        position=position,
+        job_id=job.id,
+        name=job.spec.name,
+        state=job.state,
+        priority=job.spec.priority,
+        ranks=job.spec.resources.ranks,
+        device=job.spec.resources.device,
+        reason=reason,
+        blocked_by=blocked_by,
+        waiting_since=moment(_since_ms(job)),
+        expected_start_at=maybe_moment(start_ms),
+    )
+
+
+def _since_ms(job: Job) -> int:
+    """When it joined the queue: at its submission, or when its last attempt ended."""
+    ended = [a.ended_ms for a in job.attempts if a.ended_ms is not None]
+    return max([job.created_ms, *ended])
+
+
+def _capacity(standing: Standing) -> NodeCapacity:
+    return NodeCapacity(
+        node_id=standing.node.id,
+        state=standing.node.shown_state,
+        cpu_slots=standing.capacity("cpu"),
+        cpu_slots_free=standing.free("cpu"),
+        accelerators=standing.capacity("cuda"),
+        accelerators_free=standing.free("cuda"),
+    )

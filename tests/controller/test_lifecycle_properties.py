@@ -1,0 +1,486 @@
+"""Whatever is wished, told, told twice or told too late: what a job's course always keeps.
+
+A machine of jobs, nodes and agents on virtual time plays any sequence of events through the pure
+decisions. Its agents are honest: they do as commanded and tell what happened, in order, but what
+they told may come twice or late, ranks may die at any moment, and nodes may be lost and come back.
+"""
+
+import contextlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.messages.commands import (
+    Command,
+    CommitCheckpoint,
+    LaunchGang,
+    RetireCheckpoint,
+    StopGang,
+)
+from services.contract.messages.facts import CheckpointLost, CheckpointRetired, LaunchRefused
+from services.contract.requests import JobPatch
+from services.contract.states import CheckpointState, JobState
+from services.contract.views import StopRequest
+from services.controller.domain import planner
+from services.controller.domain.decide import decide, is_stale
+from services.controller.domain.errors import (
+    InvalidRequestError,
+    PreconditionFailedError,
+    StateConflictError,
+)
+from services.controller.domain.events import (
+    AnswerOverdue,
+    CancelAsked,
+    CheckpointAsked,
+    GangFact,
+    GangPlaced,
+    HoldAsked,
+    HoldReleased,
+    JobEvent,
+    KillAsked,
+    MoveAsked,
+    NodeLost,
+    PatchAsked,
+    PauseAsked,
+    PlacementDelayed,
+    ResumeAsked,
+)
+from services.controller.domain.gang import is_overdue
+from services.controller.domain.job import SEVERITY, Job
+from services.controller.domain.lifecycle import LEFT_BY_WISH, TRANSITIONS
+from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.placement import Seated, stand
+from services.controller.domain.queue import MakeRoom, turns
+from tests.controller import histories
+from tests.controller.histories import NOW, node, spec
+
+NODES = ("loom-1", "loom-2")
+SLOTS = 4
+STEPS = 30
+HOLDER = "job_" + "0" * 26
+STOPS = st.builds(
+    StopRequest,
+    checkpoint=st.sampled_from(["required", "best_effort", "none"]),
+    grace_s=st.sampled_from([0.0, 5.0]),
+)
+WISHES = st.one_of(
+    st.just(ResumeAsked()),
+    st.builds(PauseAsked, STOPS),
+    st.builds(CancelAsked, STOPS),
+    st.just(ResumeAsked()),
+    st.just(KillAsked()),
+    st.just(ResumeAsked()),
+    st.just(CheckpointAsked()),
+    st.builds(
+        PatchAsked,
+        st.builds(JobPatch, priority=st.integers(-1, 2)),
+        st.sampled_from([None, frozenset({0}), frozenset({1})]),
+    ),
+)
+
+
+@dataclass
+class Gang:
+    """An attempt's ranks on a node, as they really are."""
+
+    launch: LaunchGang
+    node_id: str
+    incarnation: str
+    step: int
+    draining: bool = False
+
+
+@dataclass
+class House:
+    """The world outside the controller."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    gangs: dict[tuple[str, int], Gang] = field(default_factory=dict)
+    launched: set[tuple[str, int]] = field(default_factory=set)
+    opened: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    chain: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    inboxes: dict[str, list[Command]] = field(default_factory=lambda: defaultdict(list))
+    facts: list[GangFact] = field(default_factory=list)
+    told: list[GangFact] = field(default_factory=list)
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """Three jobs on two nodes of four seats."""
+
+    @initialize(ranks=st.tuples(*[st.sampled_from([1, 2, 4])] * 3), budget=st.integers(0, 2))
+    def begin(self, ranks: tuple[int, ...], budget: int) -> None:
+        self.now = NOW
+        self.house = House({name: node(name, slots=SLOTS) for name in NODES})
+        self.jobs: dict[str, Job] = {}
+        for number, count in enumerate(ranks):
+            asked = spec(
+                resources={"ranks": count},
+                train={"steps": STEPS, "global_batch": 12},
+                checkpoint={"keep_last": 1 + number % 2},
+                faults={"max_restarts": budget},
+                priority=number // 2,
+            )
+            job = Job(
+                id=new_job_id(NOW + number, bytes(10)),
+                spec=asked,
+                created_ms=NOW + number,
+                updated_ms=NOW + number,
+            )
+            self.jobs[job.id] = job
+
+    # --- what people and the clock do -----------------------------------------------------------
+
+    @rule(which=st.integers(0, 2), wish=WISHES, before=st.integers(0, 2), heard=st.booleans())
+    def wish(self, which: int, wish: JobEvent, before: int, *, heard: bool) -> None:
+        """Somebody wishes something of a job that has been doing well, or of one that has not."""
+        if before:
+            self.prosper(1, before, 4)
+        self._wish(which, wish)
+        if heard:
+            for name in NODES:
+                self.obey(name, 99, refuses=False)
+
+    @rule(which=st.integers(0, 2), first=WISHES, second=WISHES)
+    def wish_twice(self, which: int, first: JobEvent, second: JobEvent) -> None:
+        self._wish(which, first)
+        self._wish(which, second)
+
+    def _wish(self, which: int, wish: JobEvent) -> None:
+        with contextlib.suppress(StateConflictError, InvalidRequestError, PreconditionFailedError):
+            self._happen(self._job(which).id, wish)
+
+    @rule(which=st.integers(0, 2), choice=st.integers(0, 3))
+    def resume_from_a_checkpoint(self, which: int, choice: int) -> None:
+        job = self._job(which)
+        names = sorted(job.checkpoints)
+        if names:
+            with contextlib.suppress(StateConflictError, InvalidRequestError):
+                self._happen(job.id, ResumeAsked(names[choice % len(names)]))
+
+    @rule(which=st.integers(0, 2), choice=st.integers(0, 3), release=st.booleans())
+    def hold_a_checkpoint(self, which: int, choice: int, *, release: bool) -> None:
+        job = self._job(which)
+        names = sorted(job.checkpoints)
+        if names:
+            name = names[choice % len(names)]
+            event = HoldReleased(name, HOLDER) if release else HoldAsked(name, HOLDER)
+            with contextlib.suppress(InvalidRequestError):
+                self._happen(job.id, event)
+
+    @rule(elapsed_ms=st.sampled_from([1, 1_000, 20_000, 90_000]))
+    def look(self, elapsed_ms: int) -> None:
+        """One look of the reconciler."""
+        self.now += elapsed_ms
+        for job in list(self.jobs.values()):
+            if is_overdue(job, self.now):
+                self._happen(job.id, AnswerOverdue())
+        self._leave_draining_nodes()
+        self._serve_queue()
+
+    @rule(name=st.sampled_from(NODES), drains=st.booleans())
+    def drain(self, name: str, *, drains: bool) -> None:
+        wish = Drain(asked_ms=self.now) if drains else None
+        self._put(name, drain=wish)
+
+    # --- what agents and ranks do ---------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(NODES),
+        count=st.integers(1, 6),
+        refuses=st.sampled_from([False] * 9 + [True]),
+    )
+    def obey(self, name: str, count: int, *, refuses: bool) -> None:
+        """The agent carries out its next commands."""
+        for _ in range(min(count, len(self.house.inboxes[name]))):
+            self._obey(name, refuses=refuses)
+
+    def _obey(self, name: str, *, refuses: bool) -> None:
+        command = self.house.inboxes[name].pop(0)
+        match command:
+            case LaunchGang():
+                self._launch(command, name, refuses=refuses)
+            case StopGang():
+                self._stop(command, name)
+            case CommitCheckpoint():
+                self._commit(command, name)
+            case RetireCheckpoint():
+                self._retire(command, name)
+
+    @rule(rounds=st.integers(1, 3), steps=st.integers(1, 9), votes=st.sampled_from([0, 1, 4, 4]))
+    def prosper(self, rounds: int, steps: int, votes: int) -> None:
+        """All goes well for a while: what is commanded is done, what is told is heard."""
+        for _ in range(rounds):
+            self.look(1_000)
+            for name in NODES:
+                self.obey(name, 99, refuses=False)
+            self.hear(99)
+            for which in range(3):
+                self.train(which, steps)
+                self.save(which, votes)
+            self.hear(99)
+            for which in range(3):
+                if any(gang.draining for gang in self._gangs(which)):
+                    self.end(which, "drained")
+
+    @rule(which=st.integers(0, 2), heard=st.booleans())
+    def complete(self, which: int, *, heard: bool) -> None:
+        """The ranks of a job do all that is left to do."""
+        self.end(which, "done")
+        if heard:
+            self.hear(99)
+
+    @rule(which=st.integers(0, 2), steps=st.integers(1, 12))
+    def train(self, which: int, steps: int) -> None:
+        for gang in self._gangs(which):
+            gang.step = min(gang.step + steps, STEPS)
+            job = self.jobs[gang.launch.job_id]
+            self._tell(self._by(gang, histories.progressed(job, gang.step, gang.launch.fence)))
+
+    @rule(which=st.integers(0, 2), votes=st.integers(0, 4))
+    def save(self, which: int, votes: int) -> None:
+        """Ranks write a checkpoint; some of them may never vote."""
+        for gang in self._gangs(which):
+            self._save(gang, votes)
+
+    @rule(which=st.integers(0, 2), how=st.sampled_from(["killed", "raised", "drained", "done"]))
+    def end(self, which: int, how: str) -> None:
+        for gang in self._gangs(which):
+            job, fence = self.jobs[gang.launch.job_id], gang.launch.fence
+            if how == "done":
+                gang.step = STEPS
+                self._save(gang, SLOTS)
+                self._end(gang, histories.finished(job, fence, step=STEPS))
+            elif how == "drained" and gang.draining:
+                self._save(gang, SLOTS)
+                self._end(gang, histories.finished(job, fence, step=gang.step, drained=True))
+            elif how == "raised" and job.spec.resources.ranks > 1:
+                self._end(gang, histories.crashed(job, "ValueError: x", fence, gang.step))
+            else:
+                self._end(gang, histories.killed(job, fence, gang.step))
+
+    @rule(name=st.sampled_from(NODES), farewell=st.booleans(), dies=st.sampled_from([False, True]))
+    def lose_node(self, name: str, *, farewell: bool, dies: bool) -> None:
+        """The agent dies with its ranks and comes back; what it told still comes, later."""
+        if not dies:
+            return
+        self.house.gangs = {k: g for k, g in self.house.gangs.items() if g.node_id != name}
+        life = self.house.nodes[name].incarnation
+        self._put(name, incarnation=f"{life}+")
+        for job in list(self.jobs.values()):
+            attempt = job.attempt
+            if attempt is not None and attempt.incarnations.get(name) == life:
+                self._happen(job.id, NodeLost(name, "its agent died", farewell=farewell))
+
+    # --- how what was told arrives --------------------------------------------------------------
+
+    @rule(count=st.integers(1, 8))
+    def hear(self, count: int) -> None:
+        for _ in range(min(count, len(self.house.facts))):
+            fact = self.house.facts.pop(0)
+            self.house.told.append(fact)
+            self._happen(fact.job_id, fact)
+            job = self.jobs[fact.job_id]
+            again = decide(job, fact, self.now)
+            assert (again.job, again.sends, again.notes) == (job, (), ()), "told twice, done twice"
+
+    @rule(index=st.integers(0, 500))
+    def hear_again(self, index: int) -> None:
+        """A fact from any time is delivered once more."""
+        if self.house.told:
+            fact = self.house.told[index % len(self.house.told)]
+            before = self.jobs[fact.job_id]
+            self._happen(fact.job_id, fact)
+            if is_stale(before, fact):
+                assert self.jobs[fact.job_id] == before
+
+    # --- what always holds ----------------------------------------------------------------------
+
+    @invariant()
+    def no_seat_is_given_twice(self) -> None:
+        for name in NODES:
+            taken = 0
+            for job in getattr(self, "jobs", {}).values():
+                if job.attempt is not None and job.plan and name in job.attempt.live_nodes:
+                    taken += sum(1 for seat in job.plan.ranks if seat.node_id == name)
+            assert taken <= SLOTS
+
+    @invariant()
+    def at_most_the_newest_attempt_lives(self) -> None:
+        for job in getattr(self, "jobs", {}).values():
+            living = [a for a in job.attempts if a.ended_ms is None]
+            assert living in ([], [job.attempts[-1]] if job.attempts else [])
+            assert [a.fence for a in job.attempts] == list(range(1, job.fence + 1))
+            if job.is_terminal or job.state in {JobState.QUEUED, JobState.RESTARTING}:
+                assert not living
+
+    @invariant()
+    def a_record_reads_as_it_was_written(self) -> None:
+        for job in getattr(self, "jobs", {}).values():
+            read = Job.model_validate_json(job.model_dump_json())
+            assert read.model_copy(update={"checkpoints": job.checkpoints}) == job
+
+    # --- the machine's own ----------------------------------------------------------------------
+
+    def _leave_draining_nodes(self) -> None:
+        for job in list(self.jobs.values()):
+            for name in job.attempt.live_nodes if job.attempt is not None else ():
+                if self.house.nodes[name].drain is not None:
+                    self._happen(job.id, MoveAsked("node_drained", name, "moves", 5.0))
+
+    def _serve_queue(self) -> None:
+        nodes = self.house.nodes.values()
+        leases = {n.id: Lease(n.incarnation, 5_000) for n in nodes}
+        jobs = [job for job in self.jobs.values() if job.is_active]
+        for turn in turns(jobs, stand(nodes, jobs, leases), {}, self.now):
+            match turn.outcome:
+                case Seated() as seated:
+                    plan = planner.gang(turn.job.spec, seated)
+                    self._happen(turn.job.id, GangPlaced(plan, seated.incarnations))
+                case MakeRoom(victims=victims):
+                    for victim in victims:
+                        assert victim.spec.priority < turn.job.spec.priority
+                        move = MoveAsked("preempted", turn.job.id, "makes room", 5.0)
+                        self._happen(victim.id, move)
+                case waits:
+                    self._happen(turn.job.id, PlacementDelayed(waits.reason))
+
+    def _happen(self, job_id: str, event: JobEvent) -> None:
+        before = self.jobs[job_id]
+        decision = decide(before, event, self.now)
+        self.jobs[job_id] = decision.job
+        for send in decision.sends:
+            self.house.inboxes[send.node_id].append(send.command)
+        _check_step(before, event, decision.job)
+
+    def _job(self, which: int) -> Job:
+        return list(self.jobs.values())[which]
+
+    def _gangs(self, which: int) -> list[Gang]:
+        job_id = self._job(which).id
+        return [g for (name, _), g in self.house.gangs.items() if name == job_id]
+
+    def _put(self, name: str, **fields: object) -> None:
+        self.house.nodes[name] = self.house.nodes[name].model_copy(update=fields)
+
+    def _tell(self, *facts: GangFact) -> None:
+        self.house.facts += facts
+
+    def _by(self, gang: Gang, fact: GangFact) -> GangFact:
+        return fact.model_copy(update={"node_id": gang.node_id})
+
+    def _launch(self, command: LaunchGang, name: str, *, refuses: bool) -> None:
+        key = (command.job_id, command.fence)
+        if key in self.house.launched:
+            return
+        self.house.launched.add(key)
+        overtaken = self.house.opened[command.job_id] > command.fence
+        if refuses or overtaken:
+            refusal = LaunchRefused(
+                job_id=command.job_id, fence=command.fence, node_id=name, reason="no room"
+            )
+            self._tell(refusal)
+            return
+        self.house.opened[command.job_id] = command.fence
+        job = self.jobs[command.job_id]
+        if command.resume_from is not None:
+            assert command.resume_from in self.house.chain[command.job_id], "nothing to load"
+        step = int(command.resume_from.rsplit("-", 2)[1][1:]) if command.resume_from else 0
+        gang = Gang(command, name, self.house.nodes[name].incarnation, step)
+        self.house.gangs[key] = gang
+        self._tell(self._by(gang, histories.launched(job, command.fence)))
+
+    def _stop(self, command: StopGang, name: str) -> None:
+        gang = self.house.gangs.get((command.job_id, command.fence))
+        if gang is None or gang.node_id != name:
+            return
+        gang.draining = True
+        if command.mode == "kill":
+            job = self.jobs[command.job_id]
+            self._end(gang, histories.killed(job, command.fence, gang.step))
+
+    def _commit(self, command: CommitCheckpoint, name: str) -> None:
+        job, manifest = self.jobs[command.job_id], command.manifest
+        chain = self.house.chain[job.id]
+        if self.house.opened[job.id] > command.fence and manifest.checkpoint_id not in chain:
+            lost = CheckpointLost(
+                job_id=job.id,
+                fence=command.fence,
+                node_id=name,
+                checkpoint_id=manifest.checkpoint_id,
+                reason="a newer attempt is open",
+            )
+            self._tell(lost)
+            return
+        if manifest.checkpoint_id not in chain:
+            chain.append(manifest.checkpoint_id)
+        number = chain.index(manifest.checkpoint_id) + 1
+        linked = histories.linked(job, manifest.step, command.fence, number)
+        self._tell(linked.model_copy(update={"node_id": name}))
+
+    def _retire(self, command: RetireCheckpoint, name: str) -> None:
+        if self.house.opened[command.job_id] > command.fence:
+            return
+        chain = self.house.chain[command.job_id]
+        if command.checkpoint_id in chain:
+            chain[chain.index(command.checkpoint_id)] = "(deleted)"
+        self._tell(
+            CheckpointRetired(
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=name,
+                checkpoint_id=command.checkpoint_id,
+            )
+        )
+
+    def _save(self, gang: Gang, votes: int) -> None:
+        job, fence = self.jobs[gang.launch.job_id], gang.launch.fence
+        name = checkpoint_id(job.id, gang.step, fence)
+        if gang.step == 0 or name in self.house.chain[job.id]:
+            return
+        facts: list[GangFact] = [histories.began(job, gang.step, fence)]
+        facts += histories.votes(job, gang.step, fence)[:votes]
+        self._tell(*(self._by(gang, fact) for fact in facts))
+
+    def _end(self, gang: Gang, fact: GangFact) -> None:
+        self.house.gangs.pop((gang.launch.job_id, gang.launch.fence))
+        self._tell(self._by(gang, fact))
+
+
+def _check_step(before: Job, event: JobEvent, after: Job) -> None:
+    """One decision keeps all that a course must keep."""
+    if before.is_terminal and after.state != before.state:
+        assert (before.state, after.state) in LEFT_BY_WISH
+        late = before.state == JobState.FAILED and after.state == JobState.SUCCEEDED
+        assert isinstance(event, ResumeAsked) or (late and isinstance(event, GangFact))
+    assert after.fence - before.fence in ({0, 1} if isinstance(event, GangPlaced) else {0})
+    if before.stop is not None and before.attempt is not None and after.attempt is not None:
+        assert after.stop is not None
+        assert SEVERITY[after.stop.kind] >= SEVERITY[before.stop.kind]
+    for name, known in before.checkpoints.items():
+        now = after.checkpoints.get(name)
+        if known.state == CheckpointState.COMMITTED and now != known:
+            assert now is not None
+            assert now.state == CheckpointState.DELETING
+            assert name not in after.holds
+            assert after.latest_checkpoint is not None
+            assert after.latest_checkpoint.step >= 0
+        if known.state == CheckpointState.DELETING and now is None:
+            assert name in after.gone
+    if after.resume_point.step > 0:
+        named = after.checkpoints[str(after.resume_point.checkpoint_id)]
+        assert named.state == CheckpointState.COMMITTED
+
+
+def test_every_move_of_the_table_leads_somewhere_and_nothing_leads_nowhere() -> None:
+    reached = {target for targets in TRANSITIONS.values() for target in targets}
+    assert reached | {JobState.QUEUED} == set(JobState)
+
+
+TestLifecycle = Lifecycle.TestCase
+TestLifecycle.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
+)

@@ -1,0 +1,203 @@
+"""Who runs next: order, whole gangs, back-filling that delays nobody, preemption."""
+
+from services.contract.ids import new_job_id
+from services.contract.states import JobState
+from services.contract.views import StopRequest
+from services.controller.domain import planner
+from services.controller.domain.events import GangPlaced, MoveAsked, PauseAsked
+from services.controller.domain.job import Job
+from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.placement import Seated, Standing, place, stand
+from services.controller.domain.queue import MakeRoom, Turn, Waits, turns
+from tests.controller.histories import NOW, launched, node, play, progressed, spec
+from tests.controller.test_placement import ask
+
+_numbers = iter(range(1, 10_000))
+
+
+def waiting(ranks: int, **changes: object) -> Job:
+    number = next(_numbers)
+    return Job(
+        id=new_job_id(NOW + number, bytes(10)),
+        spec=spec(resources={"ranks": ranks}, train={"steps": 100, "global_batch": 840}, **changes),
+        created_ms=NOW + number,
+        updated_ms=NOW + number,
+    )
+
+
+def on(where: Node, ranks: int, **changes: object) -> Job:
+    """A job that runs on ``where``."""
+    job = waiting(ranks, **changes)
+    seated = place(ask(ranks), [Standing(where.model_copy(update={"state": "READY"}))])
+    assert isinstance(seated, Seated)
+    event = GangPlaced(planner.gang(job.spec, seated), {where.id: where.incarnation})
+    started = launched(job).model_copy(update={"node_id": where.id})
+    first = progressed(job).model_copy(update={"node_id": where.id})
+    return play(job, [event, started, first], job.created_ms).job
+
+
+def look(jobs: list[Job], nodes: list[Node], **remaining_s: float) -> dict[str, Turn]:
+    """The turns by job; ``remaining_s`` by the index of the job in ``jobs``."""
+    leases = {n.id: Lease(n.incarnation, 5000) for n in nodes}
+    outlook = {jobs[int(i[1:])].id: int(s * 1000) for i, s in remaining_s.items()}
+    found = turns(jobs, stand(nodes, jobs, leases), outlook, NOW)
+    return {turn.job.id: turn for turn in found}
+
+
+def seated(turn: Turn) -> str:
+    assert isinstance(turn.outcome, Seated), turn.outcome
+    (where,) = turn.outcome.nodes
+    return where.id
+
+
+def waits(turn: Turn) -> Waits:
+    assert isinstance(turn.outcome, Waits), turn.outcome
+    return turn.outcome
+
+
+def test_priority_goes_first_then_age() -> None:
+    old, young, urgent = waiting(2), waiting(2), waiting(2, priority=1)
+    found = look([old, young, urgent], [node(slots=4)])
+    assert list(found) == [urgent.id, old.id, young.id]
+    assert seated(found[urgent.id]) == seated(found[old.id]) == "loom-1"
+    assert set(waits(found[young.id]).blocked_by) == {old.id, urgent.id}
+
+
+def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:
+    runs, large, small = on(node(slots=4), 2), waiting(4), waiting(2)
+    found = look([runs, large, small], [node(slots=4)])
+    assert waits(found[large.id]).blocked_by == (runs.id,)
+    assert waits(found[large.id]).start_ms is None
+    assert waits(found[small.id]).blocked_by == (large.id,)
+
+
+def test_seats_that_the_head_needs_at_no_time_are_filled() -> None:
+    # Of 9 seats the head wants 7, as soon as the one job in its way has ended: two are spare.
+    runs, head = on(node(slots=9), 6), waiting(7)
+    one, another, third = waiting(1), waiting(1), waiting(1)
+    found = look([runs, head, one, another, third], [node(slots=9)])
+    assert seated(found[one.id]) == seated(found[another.id]) == "loom-1"
+    assert waits(found[third.id]).blocked_by == (head.id,)
+    # Two jobs of one seat each are in the way: the head begins as soon as either ends.
+    first, second = on(node(slots=4), 1), on(node(slots=4), 1)
+    head, one = waiting(3), waiting(1)
+    found = look([first, second, head, one], [node(slots=4)])
+    assert waits(found[one.id]).blocked_by == (head.id,)
+
+
+def test_a_short_job_runs_ahead_only_if_it_ends_before_the_head_begins() -> None:
+    runs, head = on(node(slots=4), 2), waiting(4)
+    short, long = waiting(2), waiting(2)
+    jobs = [runs, head, short, long]
+    found = look(jobs, [node(slots=4)], _0=60, _2=50, _3=70)
+    assert waits(found[head.id]).start_ms == NOW + 60_000
+    assert seated(found[short.id]) == "loom-1"
+    assert waits(look(jobs, [node(slots=4)], _0=60, _3=70)[long.id]).blocked_by == (head.id,)
+
+
+def test_a_job_that_lasts_takes_only_what_is_left_beside_the_head() -> None:
+    # After 60 s five of eight seats are free: four for the head, one to spare.
+    house = node(slots=8)
+    lasting, runs, head = on(house, 3), on(house, 3), waiting(4)
+    small, large = waiting(1), waiting(2)
+    found = look([lasting, runs, head, small], [house], _1=60)
+    assert seated(found[small.id]) == "loom-1"
+    found = look([lasting, runs, head, large], [house], _1=60)
+    assert waits(found[large.id]).blocked_by == (head.id,)
+
+
+def test_another_node_that_the_head_does_not_wait_for_is_filled() -> None:
+    a, b = node("a", slots=4), node("b", slots=4)
+    on_a, on_b = on(a, 4), on(b, 2)
+    head, small = waiting(4), waiting(2)
+    found = look([on_a, on_b, head, small], [a, b], _0=60)
+    assert waits(found[head.id]).start_ms == NOW + 60_000
+    assert seated(found[small.id]) == "b"
+    # While nobody can say which of them is free first, both are kept for it.
+    assert waits(look([on_a, on_b, head, small], [a, b])[small.id]).blocked_by == (head.id,)
+
+
+def test_a_node_that_could_never_hold_the_head_is_filled() -> None:
+    big, little = node("big", slots=4), node("little", slots=2)
+    runs, head, small = on(big, 2), waiting(4), waiting(2)
+    assert seated(look([runs, head, small], [big, little])[small.id]) == "little"
+
+
+def test_a_job_of_higher_priority_has_the_fewest_of_the_least_important_drained() -> None:
+    house = node(slots=6)
+    old = on(house, 2)
+    young, important = on(house, 2), on(house, 2, priority=3)
+    head = waiting(2, priority=5)
+    found = look([old, young, important, head], [house])
+    room = found[head.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert [v.id for v in room.victims] == [young.id]
+    larger = waiting(4, priority=5)
+    room = look([old, young, important, larger], [house])[larger.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert {v.id for v in room.victims} == {young.id, old.id}
+
+
+def test_one_large_victim_is_better_than_two_small_ones() -> None:
+    house = node(slots=6)
+    jobs = [on(house, 4), on(house, 1), on(house, 1)]
+    head = waiting(3, priority=1)
+    room = look([*jobs, head], [house])[head.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert [v.id for v in room.victims] == [jobs[0].id]
+
+
+def test_equals_and_betters_are_not_preempted_and_neither_is_what_would_not_suffice() -> None:
+    house = node(slots=4)
+    equal, weaker = on(house, 3, priority=2), on(house, 1)
+    head = waiting(2, priority=2)
+    assert waits(look([equal, weaker, head], [house])[head.id]).blocked_by == (
+        equal.id,
+        weaker.id,
+    )
+
+
+def test_room_that_is_being_made_is_waited_for_and_nobody_else_is_drained() -> None:
+    house = node(slots=4)
+    leaving, stays = on(house, 2), on(house, 2)
+    move = MoveAsked("preempted", "job_x", "makes room", 60.0)
+    leaving = play(leaving, [move], NOW + 100).job
+    assert leaving.state is JobState.RUNNING
+    head, small = waiting(2, priority=5), waiting(1)
+    found = look([leaving, stays, head, small], [house], _0=60)
+    assert waits(found[head.id]).blocked_by == (leaving.id,)
+    assert waits(found[head.id]).start_ms == NOW + 60_000
+    assert isinstance(found[small.id].outcome, Waits)
+    pausing = play(stays, [PauseAsked(StopRequest())], NOW + 100).job
+    assert waits(look([leaving, pausing, head], [house])[head.id]).blocked_by
+
+
+def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
+    big, little = node("big", slots=4), node("little", slots=2)
+    draining = big.model_copy(update={"drain": Drain(asked_ms=1)})
+    large, small = waiting(4), waiting(2)
+    found = look([large, small], [draining, little])
+    assert "draining: big" in waits(found[large.id]).reason
+    assert seated(found[small.id]) == "little"
+
+
+def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> None:
+    house = [node("a", slots=4), node("b", slots=4)]
+    runs, wide, small = on(house[0], 2), waiting(8), waiting(1)
+    found = look([runs, wide, small], house)
+    assert waits(found[wide.id]).blocked_by == (runs.id,)
+    assert waits(found[small.id]).blocked_by == (wide.id,)
+    short = look([runs, wide, small], house, _0=60, _2=30)
+    assert seated(short[small.id]) in {"a", "b"}
+    outcome = look([wide, small], house)[wide.id].outcome
+    assert isinstance(outcome, Seated)
+    assert len(outcome.nodes) == 2
+
+
+def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
+    house = [node("a", slots=2), node("b", slots=2)]
+    jobs = [on(house[0], 2), on(house[1], 2)]
+    wide = waiting(4, priority=1)
+    room = look([*jobs, wide], house)[wide.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert {victim.id for victim in room.victims} == {job.id for job in jobs}
