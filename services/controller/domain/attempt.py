@@ -54,7 +54,8 @@ class Attempt(Record):
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
     stopped in an orderly way. ``hang`` is what a node found before it killed ranks that made no
     progress; ``oom_kills`` counts the kernel's kills for want of memory. ``failed_ms``: when the
-    first rank exited, or a lost node was last heard of, where that is known.
+    first rank exited, or a lost node was last heard of, where that is known. ``corrupt_source`` is
+    the file by which the checkpoint that it was to load proved to be corrupt.
     """
 
     fence: int
@@ -72,6 +73,7 @@ class Attempt(Record):
     ended_nodes: tuple[NodeId, ...] = ()
     exits: tuple[NodeExit, ...] = ()
     refusal: str | None = None
+    corrupt_source: str | None = None
     lost: str | None = None
     lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False

@@ -21,6 +21,10 @@ from services.controller.domain.job import Job
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
 """The wait before each restart of a run; the last one for all that follow."""
 
+_NOTHING_LEFT: Final = (
+    "{what}, and no other committed checkpoint is left to go on from: restore its files and "
+    "verify it, or delete the corrupt ones to begin anew"
+)
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
@@ -86,6 +90,8 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
     """Whether ``job`` is tried again after ``attempt``, its newest, has failed so."""
+    if job.has_lost_its_checkpoints or attempt.corrupt_source is not None:
+        return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
     why = cause(attempt, failure)
@@ -96,9 +102,8 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
             return GiveUp(why, f"{what}{hopeless}")
     budget = job.spec.faults.max_restarts
     if job.restarts >= budget:
-        if budget == 0:
-            return GiveUp(why, f"{what}; faults.max_restarts is 0")
-        return GiveUp(ExitReason.RESTARTS_EXHAUSTED, f"{what}; all {budget} restarts are used up")
+        spent = f"all {budget} restarts are used up" if budget else "faults.max_restarts is 0"
+        return GiveUp(ExitReason.RESTARTS_EXHAUSTED if budget else why, f"{what}; {spent}")
     return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
 
 
@@ -132,6 +137,16 @@ def describe(failure: Failure | None) -> str:
     if failure.signal is not None:
         return f"{where} was ended by signal {failure.signal} after step {failure.step}"
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
+
+
+def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
+    if job.latest_checkpoint is not None:
+        # Each such attempt strikes one checkpoint out: this ends by itself.
+        return Restart(0, counts=False)
+    what = "every checkpoint is corrupt"
+    if attempt.corrupt_source is not None:
+        what = f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source})"
+    return GiveUp(ExitReason.CHECKPOINT_FAILED, _NOTHING_LEFT.format(what=what))
 
 
 def _hang(attempt: Attempt, found: Findings) -> Failure:
