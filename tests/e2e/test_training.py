@@ -13,7 +13,13 @@ import pytest
 from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
 from services.contract.queue import DrainRequest
-from services.contract.states import CheckpointState, ExitReason, JobState, NodeState
+from services.contract.states import (
+    CheckpointState,
+    ExitReason,
+    FailureClass,
+    JobState,
+    NodeState,
+)
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from services.controller.adapters.redis import redis_ports
 from tests.controller.replays import replay_all
@@ -152,6 +158,7 @@ def test_a_killed_agent_leaves_no_orphan_and_the_job_goes_on(
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     done = stack.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert stack.client.diagnosis(job_id).verdict is FailureClass.NODE_LOST
     assert stack.losses(job_id) == undisturbed
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId
 from services.contract.manifests import Manifest
-from services.contract.messages.base import OfAttempt
+from services.contract.messages.base import Address, OfAttempt
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 
@@ -15,12 +15,14 @@ class LaunchGang(OfAttempt):
     """Open the attempt in the commit chain, then start this node's ranks of it.
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
+    ``store`` is where rank 0 listens for the others; None for the node of rank 0, which opens it.
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
     spec: JobSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
+    store: Address | None = None
 
 
 class StopGang(OfAttempt):
@@ -40,6 +42,12 @@ class TakeCheckpoint(OfAttempt):
     """Take a checkpoint at the next step on which the ranks agree, and go on."""
 
     kind: Literal["take_checkpoint"] = "take_checkpoint"
+
+
+class DiagnoseGang(OfAttempt):
+    """Look into all ranks of the attempt on this node and tell; they go on."""
+
+    kind: Literal["diagnose_gang"] = "diagnose_gang"
 
 
 class CommitCheckpoint(OfAttempt):
@@ -66,7 +74,13 @@ class PurgeJob(OfAttempt):
 
 
 Command = Annotated[
-    LaunchGang | StopGang | TakeCheckpoint | CommitCheckpoint | RetireCheckpoint | PurgeJob,
+    LaunchGang
+    | StopGang
+    | TakeCheckpoint
+    | DiagnoseGang
+    | CommitCheckpoint
+    | RetireCheckpoint
+    | PurgeJob,
     Field(discriminator="kind"),
 ]
 

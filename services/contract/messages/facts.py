@@ -1,12 +1,17 @@
 """What an agent tells the controller: entries of the stream of facts."""
 
-from typing import Annotated, Literal
+from enum import IntEnum
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.base import Message, OfAttempt
+from services.contract.messages.base import Address, Message, OfAttempt
+from services.contract.messages.findings import Findings
+
+AGENT_DIED: Final = "the agent of its node died, and the rank with it"
+"""The error of an exit that only the boards can tell of."""
 
 
 class Device(Message):
@@ -60,10 +65,14 @@ class _GangFact(OfAttempt):
 
 
 class GangLaunched(_GangFact):
-    """All ranks of the attempt on this node are spawned: ``pids`` by rank."""
+    """All ranks of the attempt on this node are spawned: ``pids`` by rank.
+
+    ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: dict[int, int]
+    store: Address | None = None
 
 
 class LaunchRefused(_GangFact):
@@ -143,11 +152,26 @@ class Evaluated(_GangFact):
     baselines: dict[str, float] = Field(default_factory=dict)
 
 
+class ExitStanding(IntEnum):
+    """How an exit stands among the others of its gang; the lowest came first."""
+
+    OWN_FAILURE = 0
+    """An exception, an exit code, or a signal that was not ours."""
+    ECHO = 1
+    """An error that says that a peer was lost, or the abort that follows one."""
+    VICTIM = 2
+    """Killed by its agent while it was well."""
+    FINISHED = 3
+    """It had done all its work."""
+
+
 class RankExit(Message):
     """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
 
-    ``error`` and ``traceback`` are those of the exception that ended it, where there was one.
-    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``phase`` and
+    ``error`` and ``traceback`` are those of the exception that ended it, where there was one, and
+    ``error_types`` the qualified names of its class and of those that it inherits from.
+    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
+    compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
     """
 
@@ -156,17 +180,29 @@ class RankExit(Message):
     exit_code: int | None = None
     signal: int | None = None
     order: int = Field(ge=0)
+    standing: ExitStanding = ExitStanding.OWN_FAILURE
     step: int = Field(ge=0)
     phase: str
     finished: bool = False
     drained: bool = False
     error: str | None = None
+    error_types: tuple[str, ...] = ()
     traceback: str | None = None
+
+
+class GangDiagnosed(_GangFact):
+    """What the agent found when it was asked to look into its ranks."""
+
+    kind: Literal["gang_diagnosed"] = "gang_diagnosed"
+    findings: Findings
 
 
 class GangEnded(_GangFact):
     """No rank of the attempt lives on this node any more. Follows all other facts of it.
 
+    ``hang`` is what was found before the gang was killed because it made no progress.
+    ``oom_kills`` is how many processes the kernel killed for want of memory in the agent's control
+    group while the gang lived.
     ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
     clock; None if the agent did not see it.
     """
@@ -175,6 +211,8 @@ class GangEnded(_GangFact):
     first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
+    hang: Findings | None = None
+    oom_kills: int = Field(default=0, ge=0)
 
 
 Fact = Annotated[
@@ -190,6 +228,7 @@ Fact = Annotated[
     | CheckpointRetired
     | JobPurged
     | Evaluated
+    | GangDiagnosed
     | GangEnded,
     Field(discriminator="kind"),
 ]

@@ -11,6 +11,7 @@ from services.contract.messages.facts import (
     CheckpointRetired,
     CheckpointVoted,
     Evaluated,
+    GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -51,6 +52,11 @@ class ResumeAsked:
 @dataclass(frozen=True)
 class CheckpointAsked:
     """Take a checkpoint at the next agreed step."""
+
+
+@dataclass(frozen=True)
+class DiagnosisAsked:
+    """Look into the ranks and say what they are doing."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,7 @@ GangFact = (
     | CheckpointRetired
     | JobPurged
     | Evaluated
+    | GangDiagnosed
     | GangEnded
 )
 JobEvent = (
@@ -156,6 +163,7 @@ JobEvent = (
     | KillAsked
     | ResumeAsked
     | CheckpointAsked
+    | DiagnosisAsked
     | GangPlaced
     | PlacementDelayed
     | NodeLost

@@ -12,11 +12,15 @@ from services.contract.messages.facts import (
     FACT,
     CheckpointLinked,
     Fact,
+    GangDiagnosed,
+    GangEnded,
     JobPurged,
     NodeJoined,
     NodeLeft,
     RunningGang,
 )
+from services.contract.messages.findings import Findings
+from services.contract.messages.telemetry import RankStacks
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
@@ -78,15 +82,14 @@ def _addressee(told: Told) -> tuple[str, str]:
 
 
 async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
-    occurrences = [
-        Occurrence(told.fact, told.entry.time_ms)
-        for told in group
-        if isinstance(told.fact, GangFact)
-    ]
+    slim = [(_without_stacks(told.fact), told.entry.time_ms) for told in group]
+    occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
+        for told in group:
+            await ports.telemetry.keep_stacks(job_id, _stacks(told.fact))
         if any(isinstance(told.fact, CheckpointLinked) for told in group):
             await let_go_of_origin(ports, stored.job, epoch)
         for told in group:
@@ -99,6 +102,36 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
         _log.warning("fact_of_unreadable_job", job_id=job_id)
+
+
+def _findings(fact: Fact) -> Findings | None:
+    match fact:
+        case GangDiagnosed(findings=findings):
+            return findings
+        case GangEnded(hang=findings):
+            return findings
+    return None
+
+
+def _without_stacks(fact: Fact) -> Fact:
+    """Stacks are for reading and long: the job's record, which is written often, has none."""
+    found = _findings(fact)
+    if found is None:
+        return fact
+    bare = tuple(rank.model_copy(update={"stacks": None}) for rank in found.ranks)
+    name = "hang" if isinstance(fact, GangEnded) else "findings"
+    return fact.model_copy(update={name: found.model_copy(update={"ranks": bare})})
+
+
+def _stacks(fact: Fact) -> list[RankStacks]:
+    found = _findings(fact)
+    if found is None or not isinstance(fact, GangDiagnosed | GangEnded):
+        return []
+    return [
+        # Of a rank that did not answer nothing is kept, in place of what it answered before.
+        RankStacks(rank=rank.rank, fence=fact.fence, node_id=fact.node_id, text=rank.stacks or "")
+        for rank in found.ranks
+    ]
 
 
 async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_job_id
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
@@ -10,7 +11,8 @@ from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job, Origin
-from services.controller.domain.placement import Never, NotNow, Seated, place, stand
+from services.controller.domain.placement import Gang, Never, NotNow, Seated, place, stand
+from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
@@ -28,7 +30,18 @@ class Submission:
     dry_run: bool = False
 
 
-async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
+@dataclass(frozen=True)
+class Drafting:
+    """Whose a job will be, which entry points it may name, and what it begins with."""
+
+    owner: str
+    allowed: EntryPoints
+    origin: Origin | None = None
+
+
+async def submit(
+    ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints
+) -> JobView:
     """Queue a job; the same claim again answers the same job.
 
     With ``dry_run`` nothing is kept; the answer shows the plan that would be run now.
@@ -41,30 +54,30 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    job, outcome = await draft_job(ports, submission.spec)
+    drafting = Drafting(actor.name, allowed)
+    job, outcome = await draft_job(ports, submission.spec, drafting)
     if submission.dry_run:
         return foreseen(job, outcome)
     stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
     return job_view(stored.job, (), {})
 
 
-async def draft_job(
-    ports: Ports, spec: JobSpec, origin: Origin | None = None
-) -> tuple[Job, Seated | NotNow]:
+async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Seated | NotNow]:
     """A job as it would be queued now, and where it would be placed.
 
     Raises:
         InvalidRequestError: It can never run; all faults at once.
     """
-    outcome = await _foresee(ports, spec)
+    outcome = await _foresee(ports, spec, drafting.allowed)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
+        owner=drafting.owner,
         reason=_reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
-        origin=origin,
+        origin=drafting.origin,
     )
     return job, outcome
 
@@ -75,9 +88,9 @@ def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
     return job_view(job.model_copy(update={"plan": plan}), (), {})
 
 
-async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
+async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
-    faults = unsupported(spec)
+    faults = against_the_rules(spec, allowed) + unsupported(spec)
     try:
         planner.shard(spec)
     except InvalidRequestError as error:
@@ -85,7 +98,7 @@ async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
     active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place(spec.resources, stand(nodes, active, leases))
+    outcome = place(Gang.of(spec), stand(nodes, active, leases))
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):
@@ -96,4 +109,4 @@ async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
 def _reason(outcome: Seated | NotNow) -> str:
     if isinstance(outcome, NotNow):
         return outcome.reason
-    return f"queued; there is room on {outcome.node.id}"
+    return f"queued; there is room on {', '.join(outcome.incarnations)}"

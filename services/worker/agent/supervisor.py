@@ -12,6 +12,7 @@ from services.contract.commit_chain import ChainError
 from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
+    DiagnoseGang,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
@@ -28,7 +29,13 @@ from services.contract.messages.facts import (
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
 from services.worker.agent.folders import NodeFolder
-from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
+from services.worker.agent.gang import (
+    CheckpointAsked,
+    Condemned,
+    DiagnosisAsked,
+    Event,
+    StopAsked,
+)
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
 from services.worker.agent.storage import Storage, purge
@@ -89,6 +96,8 @@ class Supervisor:
                     self._happen(command, StopAsked(command))
                 case TakeCheckpoint():
                     self._happen(command, CheckpointAsked())
+                case DiagnoseGang():
+                    self._happen(command, DiagnosisAsked())
                 case CommitCheckpoint():
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
@@ -177,22 +186,18 @@ class Supervisor:
             crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
-            refusal = LaunchRefused(
-                job_id=command.job_id,
-                fence=command.fence,
-                node_id=self._node_id,
-                reason=str(error),
-            )
-            with contextlib.suppress(OSError):
-                folder.close(refusal)
-            self._tell(refusal)
+            self._tell(self._refuse(key, str(error)))
             return
         gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._tell(
             GangLaunched(
-                job_id=command.job_id, fence=command.fence, node_id=self._node_id, pids=crew.pids
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=self._node_id,
+                pids=crew.pids,
+                store=crew.store,
             )
         )
         gang.connect(crew.pipes)
@@ -200,15 +205,22 @@ class Supervisor:
             if pid in self._early:
                 self.rank_reaped(self._early.pop(pid))
 
-    def _happen(self, command: StopGang | TakeCheckpoint, event: Event) -> None:
+    def _happen(self, command: StopGang | TakeCheckpoint | DiagnoseGang, event: Event) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)
         if gang is not None:
             gang.happen(event)
             return
-        ended = self._ended(key)
-        if ended is not None and isinstance(command, StopGang):
-            self._tell(ended)
+        if isinstance(command, StopGang):
+            # Its launch would have come before: it was stopped too early, and must not come later.
+            self._tell(self._ended(key) or self._refuse(key, "it was stopped before its launch"))
+
+    def _refuse(self, key: GangKey, reason: str) -> LaunchRefused:
+        job_id, fence = key
+        refusal = LaunchRefused(job_id=job_id, fence=fence, node_id=self._node_id, reason=reason)
+        with contextlib.suppress(OSError):
+            self._folder.attempt(*key).close(refusal)
+        return refusal
 
     def _ended(self, key: GangKey) -> GangEnded | LaunchRefused | None:
         return self._unrecorded.get(key) or self._folder.attempt(*key).ended()

@@ -83,12 +83,13 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         DataMismatchError: The ranks see different data.
     """
     spec = seat.spec
-    if spec.train.global_batch % gang.world_size:
+    if spec.train.global_batch % gang.data_ranks:
         raise BatchError(
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
-            f"{gang.world_size} ranks of this attempt"
+            f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
-    make = functools.partial(registry.create, "model", spec.model)
+    grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    make = functools.partial(registry.create, "model", spec.model, grant=grant)
     model = sharded_model(
         _with_mark(make, registry.find("model", spec.model.factory)),
         seat.plan.sharding,
@@ -97,12 +98,14 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     )
     observe(model, watch)
     optimizer: torch.optim.Optimizer = registry.create(
-        "optimizer", spec.optimizer, list(model.named_parameters())
+        "optimizer", spec.optimizer, list(model.named_parameters()), grant=grant
     )
     schedule: Schedule = registry.create(
-        "schedule", spec.schedule, offered={"steps": spec.train.steps}
+        "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
-    data: DataSource = registry.create("data", spec.data, offered={"seed": spec.train.seed})
+    data: DataSource = registry.create(
+        "data", spec.data, offered={"seed": spec.train.seed}, grant=grant
+    )
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "
@@ -111,8 +114,9 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     if gang.rank == 0 and isinstance(data, HasManifest):
         (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
     length = data.batch(1, [0]).shape[1] - 1
-    # From here on the ranks differ: dropout must not drop the same places on all of them.
-    torch.manual_seed(derive(spec.train.seed, "rank", gang.rank))
+    # From here on the ranks differ: dropout must not drop the same places on all of them. Those
+    # of one tp group compute one thing together, so they must agree.
+    torch.manual_seed(derive(spec.train.seed, "rank", gang.data_rank))
     return Run(
         spec=spec,
         gang=gang,
@@ -123,7 +127,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         schedule=schedule,
         data=data,
         micro_batch=micro_batch(
-            spec.train.micro_batch, spec.train.global_batch // gang.world_size, length
+            spec.train.micro_batch, spec.train.global_batch // gang.data_ranks, length
         ),
         tokens_per_step=spec.train.global_batch * length,
         watch=watch,

@@ -78,26 +78,38 @@ def backwards_of_step(ctx: RankContext, cell: Cell, model: Any, step: int) -> li
 def train_alone(
     precision: Precision, weights: Weights, accumulate: Accumulate, data_ranks: int, device: str
 ) -> Trace:
-    """One process, no engine, on the batches of all ranks joined."""
+    """One process, no engine, on the batches of all ranks.
+
+    In fp32 they are joined. In bf16 they are passed one after the other: sums over a longer batch,
+    such as the gradient of an embedding, would be rounded more than those to be compared.
+    """
     microbatches = 1 if accumulate == "no" else 2
     model = net(weights).to(device)
     optimizer = sgd(model)
     trace = Trace()
     for step in range(STEPS):
         for micro in range(microbatches):
-            tokens = torch.cat([tokens_of(step, micro, rank) for rank in range(data_ranks)])
-            tokens = tokens.to(device)
-            params: dict[str, torch.Tensor] = dict(model.named_parameters())
-            if precision == "bf16":
-                params = {name: p.to(torch.bfloat16) for name, p in params.items()}
-            logits = torch.func.functional_call(model, params, (tokens,))
-            loss = loss_of(logits, tokens)
-            torch.autograd.backward(loss)
-            trace.losses.append(loss.item())
+            batches = [tokens_of(step, micro, rank).to(device) for rank in range(data_ranks)]
+            if precision == "fp32":
+                batches = [torch.cat(batches)]
+            losses = [_backward_alone(model, precision, tokens, len(batches)) for tokens in batches]
+            trace.losses.append(sum(losses))
         optimizer.step()
         optimizer.zero_grad()
     trace.whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     return trace
+
+
+def _backward_alone(
+    model: nn.Module, precision: Precision, tokens: torch.Tensor, parts: int
+) -> float:
+    """A batch's share in the loss and the gradients of ``parts`` equal ones."""
+    params: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if precision == "bf16":
+        params = {name: p.to(torch.bfloat16) for name, p in params.items()}
+    loss = loss_of(torch.func.functional_call(model, params, (tokens,)), tokens) / parts
+    torch.autograd.backward(loss)
+    return loss.item()
 
 
 def sharded_net(ctx: RankContext, cell: Cell, engine: Engine) -> Any:  # noqa: ANN401 - a class of either engine

@@ -249,6 +249,7 @@ class RedisJobs:
                     keys.job_ranks(job_id),
                     keys.job_steps(job_id),
                     keys.job_logs(job_id),
+                    keys.job_stacks(job_id),
                     keys.job_checkpoints(job_id),
                     keys.job_history(job_id),
                 ],
