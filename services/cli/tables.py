@@ -8,14 +8,17 @@ from rich.table import Table
 from rich.text import Text
 
 from services.contract.queue import CapacityView, QueueView
-from services.contract.states import CheckpointState, JobState, NodeState
+from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
+    CheckpointView,
+    DiagnosisView,
     EventPage,
     JobPage,
     JobView,
     NodeList,
     RankList,
+    RankView,
 )
 
 _STATE_STYLES: Final = {
@@ -83,8 +86,11 @@ def job_details(job: JobView) -> Table:
 
 
 def ranks_table(ranks: RankList) -> Table:
-    """One row a rank."""
-    table = _table("rank", "node", "device", "phase", "unit", "step", "step time", "memory", "seen")
+    """One row a rank; the one for which the others wait is marked."""
+    table = _table(
+        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
+        "loss", "tokens/s", "memory", "seen",
+    )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
             str(rank.rank),
@@ -94,15 +100,39 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.arrival_lag_s, "{:.4f} s"),
+            _waited_for(rank),
+            number(rank.loss, "{:.4f}"),
+            number(rank.tokens_per_s, "{:,.0f}"),
             humanize.naturalsize(rank.memory_bytes, binary=True),
             f"{age(rank.last_seen_at)} ago" if rank.last_seen_at else "never",
         )
     return table
 
 
+def diagnosis_table(diagnosis: DiagnosisView) -> Table:
+    """The verdict, what speaks for it, and what to do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    style = "green" if diagnosis.verdict is FailureClass.NONE else "bold red"
+    kind = "running" if diagnosis.live else "ended"
+    table.add_row("attempt", f"{diagnosis.attempt} ({kind}), {age(diagnosis.at)} ago")
+    table.add_row("verdict", Text(diagnosis.verdict, style=style))
+    if diagnosis.rank is not None:
+        table.add_row("first rank", f"{diagnosis.rank} on {diagnosis.node_id}")
+    table.add_row("what", diagnosis.summary)
+    for number, line in enumerate(diagnosis.evidence):
+        table.add_row("evidence" if number == 0 else "", Text(line))
+    table.add_row("advice", diagnosis.advice)
+    return table
+
+
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
-    table = _table("checkpoint", "state", "step", "loss", "size", "world", "age")
+    table = _table(
+        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+    )
     for checkpoint in checkpoints.items:
         table.add_row(
             checkpoint.id,
@@ -112,7 +142,33 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
+            _kept(checkpoint),
+            f"{age(checkpoint.verified_at)} ago" if checkpoint.verified_at else "",
         )
+    return table
+
+
+def checkpoint_details(checkpoint: CheckpointView) -> Table:
+    """What one wants to know of a checkpoint, as a list."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    rows: list[tuple[str, str | Text | None]] = [
+        ("checkpoint", checkpoint.id),
+        ("state", state_text(checkpoint.state)),
+        ("why", checkpoint.reason),
+        ("step", str(checkpoint.step)),
+        ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
+        ("kept", _kept(checkpoint) or None),
+        ("export", _export(checkpoint)),
+        (
+            "verified",
+            f"{checkpoint.verified_at:%Y-%m-%d %H:%M:%S} UTC" if checkpoint.verified_at else None,
+        ),
+    ]
+    for name, value in rows:
+        if value is not None:
+            table.add_row(name, value)
     return table
 
 
@@ -202,6 +258,26 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column in {"job", "checkpoint", "state"})
     return table
+
+
+def _waited_for(rank: RankView) -> Text:
+    share = number(rank.straggler_score, "{:.0%}")
+    return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
+
+
+def _kept(checkpoint: CheckpointView) -> str:
+    held = [f"for {job}" for job in checkpoint.held_by]
+    return ", ".join((["pinned"] if checkpoint.pinned else []) + held)
+
+
+def _export(checkpoint: CheckpointView) -> str | None:
+    export = checkpoint.export
+    if export is None:
+        return None
+    if export.state != "DONE":
+        return export.state + (f": {export.reason}" if export.reason else "")
+    files = ", ".join(export.files)
+    return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
 
 
 def _evaluation(job: JobView) -> str | None:

@@ -14,6 +14,7 @@ from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     GangEnded,
     GangProgressed,
+    JobFound,
     LaunchRefused,
     NodeJoined,
     NodeLeft,
@@ -129,9 +130,14 @@ def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_gang_whose_job_is_gone_is_killed(controller: Controller) -> None:
-    running(controller)
+def test_a_gang_whose_job_is_deleted_is_killed_and_one_whose_job_is_lost_trains_on(
+    controller: Controller,
+) -> None:
+    pids = running(controller).pids.values()
     controller.client.delete(redis_keys.job(JOB))
+    assert controller.fact(JobFound, lambda fact: fact.is_running).fence == 1
+    assert not any(is_gone(pid) for pid in pids)
+    controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
     until(lambda: controller.all_of(GangEnded), timeout_s=2)
 
 
@@ -162,9 +168,9 @@ def test_a_second_agent_of_one_folder_or_of_one_node_id_is_refused(
 ) -> None:
     same_folder = start_agent()
     same_node = start_agent(home=tmp_path / "elsewhere")
-    assert same_folder.process.wait(10) == 3
+    assert same_folder.process.wait(60) == 3
     assert "another agent works in" in same_folder.log.read_text()
-    assert same_node.process.wait(20) == 3
+    assert same_node.process.wait(60) == 3
     assert "in use by another agent" in same_node.log.read_text()
     assert agent.process.poll() is None
 

@@ -1,5 +1,6 @@
 """From REST to a trained, checkpointed and resumed model, and through what may go wrong."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,8 +12,17 @@ import pytest
 
 from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
-from services.contract.states import CheckpointState, ExitReason, JobState
+from services.contract.queue import DrainRequest
+from services.contract.states import (
+    CheckpointState,
+    ExitReason,
+    FailureClass,
+    JobState,
+    NodeState,
+)
 from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.controller.adapters.redis import redis_ports
+from tests.controller.replays import replay_all
 from tests.e2e.conftest import LONG, Stack
 from tests.waiting import until
 
@@ -94,6 +104,29 @@ def test_a_killed_controller_loses_nothing(
     assert stack.losses(job_id) == undisturbed
 
 
+def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_anything(
+    stack: Stack, undisturbed: dict[int, float | None]
+) -> None:
+    job_id = stack.submit(**LONG, faults={"max_restarts": 0}).id
+    stack.at_step(job_id, 20)
+    urgent = stack.submit(resources={"ranks": 4, "device": "cpu"}, priority=5)
+    assert stack.rested(urgent.id).state is JobState.SUCCEEDED
+    (node,) = stack.client.nodes().items
+    stack.at_step(job_id, 120)
+    assert stack.client.drain(node.id, DrainRequest()).state is NodeState.DRAINING
+    until(lambda: stack.job(job_id).state is JobState.RESTARTING)
+    (entry,) = until(lambda: stack.client.queue().items)
+    assert (entry.job_id, "draining" in entry.reason) == (job_id, True)
+    assert stack.client.undrain(node.id).state is NodeState.READY
+    done = stack.rested(job_id)
+    assert (done.state, done.restarts) == (JobState.SUCCEEDED, 0)
+    first, second, third = stack.client.attempts(job_id).items
+    assert (first.exit_reason, first.lost_steps) == (ExitReason.PREEMPTED, 0)
+    assert (second.exit_reason, second.lost_steps) == (ExitReason.NODE_DRAINED, 0)
+    assert third.exit_reason is ExitReason.COMPLETED
+    assert stack.losses(job_id) == undisturbed
+
+
 def test_a_killed_rank_is_named_and_the_job_goes_on_from_its_commit(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
@@ -125,6 +158,7 @@ def test_a_killed_agent_leaves_no_orphan_and_the_job_goes_on(
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     done = stack.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert stack.client.diagnosis(job_id).verdict is FailureClass.NODE_LOST
     assert stack.losses(job_id) == undisturbed
 
 
@@ -182,3 +216,13 @@ def _in_state(stack: Stack, job_id: str, state: JobState) -> JobView | None:
 def _with_reason(stack: Stack, job_id: str) -> JobView | None:
     job = stack.job(job_id)
     return job if job.reason and "slot" in job.reason else None
+
+
+def test_the_history_of_every_run_so_far_makes_its_record_again(stack: Stack) -> None:
+    url = stack.part("services.controller").environ()["MESHLOOM_REDIS_URL"]
+
+    async def replay() -> int:
+        async with redis_ports(url) as ports:
+            return len(await replay_all(ports))
+
+    assert asyncio.run(replay()) >= 1

@@ -1,13 +1,18 @@
 """What an agent tells the controller: entries of the stream of facts."""
 
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.job_cards import JobCard
+from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
+from services.contract.messages.findings import Findings
+
+AGENT_DIED: Final = "the agent of its node died, and the rank with it"
+"""The error of an exit that only the boards can tell of."""
 
 
 class Device(Message):
@@ -127,6 +132,73 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class CheckpointVerified(_GangFact):
+    """Every shard of a committed checkpoint was read and has the digest that was voted for."""
+
+    kind: Literal["checkpoint_verified"] = "checkpoint_verified"
+    checkpoint_id: CheckpointId
+    bytes: int = Field(ge=0)
+
+
+class CheckpointCorrupt(_GangFact):
+    """A committed checkpoint is not what was committed.
+
+    ``file`` is the first one that is missing or differs, below the job's folder.
+    """
+
+    kind: Literal["checkpoint_corrupt"] = "checkpoint_corrupt"
+    checkpoint_id: CheckpointId
+    file: str
+    reason: str
+
+
+class CheckpointUnread(_GangFact):
+    """A checkpoint could not be looked at from this node, which says nothing about it."""
+
+    kind: Literal["checkpoint_unread"] = "checkpoint_unread"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class CheckpointExported(_GangFact):
+    """The model of a checkpoint lies in ``files``, below ``<job>/exports/<checkpoint>``."""
+
+    kind: Literal["checkpoint_exported"] = "checkpoint_exported"
+    checkpoint_id: CheckpointId
+    files: tuple[str, ...]
+    bytes: int = Field(ge=0)
+
+
+class ExportFailed(_GangFact):
+    """A checkpoint could not be exported."""
+
+    kind: Literal["export_failed"] = "export_failed"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class ChainDamaged(_GangFact):
+    """Records of the job's commit chain cannot be read; the others hold."""
+
+    kind: Literal["chain_damaged"] = "chain_damaged"
+    records: tuple[DamagedRecord, ...]
+
+
+class JobFound(_GangFact):
+    """Storage holds a job of which Redis knows nothing. ``fence`` is the highest of its chain.
+
+    ``manifests`` are its committed checkpoints by their number in the chain. ``is_running``: the
+    ranks of that attempt live on this node, and ``last_step`` is the last that their boards show.
+    """
+
+    kind: Literal["job_found"] = "job_found"
+    card: JobCard
+    manifests: dict[int, Manifest]
+    damaged: tuple[DamagedRecord, ...] = ()
+    is_running: bool = False
+    last_step: int = Field(default=0, ge=0)
+
+
 class JobPurged(_GangFact):
     """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
 
@@ -164,7 +236,8 @@ class ExitStanding(IntEnum):
 class RankExit(Message):
     """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
 
-    ``error`` and ``traceback`` are those of the exception that ended it, where there was one.
+    ``error`` and ``traceback`` are those of the exception that ended it, where there was one, and
+    ``error_types`` the qualified names of its class and of those that it inherits from.
     ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
     compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
@@ -181,12 +254,23 @@ class RankExit(Message):
     finished: bool = False
     drained: bool = False
     error: str | None = None
+    error_types: tuple[str, ...] = ()
     traceback: str | None = None
+
+
+class GangDiagnosed(_GangFact):
+    """What the agent found when it was asked to look into its ranks."""
+
+    kind: Literal["gang_diagnosed"] = "gang_diagnosed"
+    findings: Findings
 
 
 class GangEnded(_GangFact):
     """No rank of the attempt lives on this node any more. Follows all other facts of it.
 
+    ``hang`` is what was found before the gang was killed because it made no progress.
+    ``oom_kills`` is how many processes the kernel killed for want of memory in the agent's control
+    group while the gang lived.
     ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
     clock; None if the agent did not see it.
     """
@@ -195,6 +279,8 @@ class GangEnded(_GangFact):
     first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
+    hang: Findings | None = None
+    oom_kills: int = Field(default=0, ge=0)
 
 
 Fact = Annotated[
@@ -208,8 +294,16 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | CheckpointVerified
+    | CheckpointCorrupt
+    | CheckpointUnread
+    | CheckpointExported
+    | ExportFailed
+    | ChainDamaged
+    | JobFound
     | JobPurged
     | Evaluated
+    | GangDiagnosed
     | GangEnded,
     Field(discriminator="kind"),
 ]

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.worker.agent.devices import take_inventory
+from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.inbox import Inbox
 from services.worker.agent.launch import Launcher
@@ -22,6 +23,7 @@ from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage import Storage
+from services.worker.agent.storage_rounds import Holdings, StorageRounds
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.warm_keeper import WarmKeeper
 
@@ -43,8 +45,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
-            writing_client(settings.redis_url) as writing,
-            waiting_client(settings.redis_url) as waiting,
+            writing_client(settings.redis_address) as writing,
+            waiting_client(settings.redis_address) as waiting,
         ):
             agent = Agent(settings, folder, inventory, network, writing, waiting)
             try:
@@ -77,19 +79,39 @@ class Agent:
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
         self._warm = WarmKeeper(
-            rank_environment(settings.user_path, mark, network.interface),
+            rank_environment(settings, mark, network.interface),
             settings.trainer,
             folder,
         )
+        storage = Storage(settings.checkpoint_root, node_id)
         self._supervisor = Supervisor(
             node_id,
             folder,
-            Storage(settings.checkpoint_root, node_id),
-            Launcher(node_id, network.address, settings.checkpoint_root, self._warm),
+            storage,
+            Exporter(
+                settings.checkpoint_root,
+                node_id,
+                rank_environment(settings, mark, network.interface),
+            ),
+            Launcher(
+                node_id,
+                network.address,
+                settings.checkpoint_root,
+                self._warm,
+                settings.admission,
+            ),
             self._outbox.tell,
         )
         self._session = Session(
-            writing, node_id, self._incarnation, inventory, self._supervisor, self._outbox.tell
+            writing,
+            node_id,
+            self._incarnation,
+            inventory,
+            self._supervisor,
+            self._outbox.tell,
+        )
+        self._rounds = StorageRounds(
+            writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
         )
         self._inbox = Inbox(waiting, node_id, self._supervisor.handle, self._outbox.acknowledge)
 
@@ -113,6 +135,7 @@ class Agent:
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
                     group.create_task(self._supervisor.run()),
+                    group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping

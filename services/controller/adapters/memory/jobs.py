@@ -4,6 +4,7 @@ from services.contract.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
+from services.controller.domain.history import HistoryEntry, creation
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import (
     Actor,
@@ -33,7 +34,7 @@ class MemoryJobs:
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
             self._server.claims[claim.key] = (claim, stored)
-        self._log(decision.job, event_records(decision, actor))
+        self._log(decision.job, event_records(decision, actor), (creation(decision.job),))
         await self._server.wake()
         return stored
 
@@ -45,6 +46,21 @@ class MemoryJobs:
         if known[0].digest != claim.digest:
             raise KeyReusedError(f"Idempotency-Key {claim.key!r} was used for another request")
         return known[1]
+
+    async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
+        """See ``JobStore.restore``."""
+        self._server.refuse_deposed(epoch)
+        job = decision.job
+        if job.id in self._server.jobs or job.id in self._server.deleted:
+            return False
+        self._server.jobs[job.id] = Stored(job, 1)
+        self._log(job, event_records(decision, actor), (creation(job),))
+        await self._server.wake()
+        return True
+
+    async def was_deleted(self, job_id: str) -> bool:
+        """See ``JobStore.was_deleted``."""
+        return job_id in self._server.deleted
 
     async def load(self, job_id: str) -> Stored:
         """See ``JobStore.load``."""
@@ -61,7 +77,7 @@ class MemoryJobs:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
         stored = Stored(job, known.version + 1)
         self._server.jobs[job.id] = stored
-        self._log(job, change.events)
+        self._log(job, change.events, change.history)
         self._server.deliver(change.decision.sends)
         await self._server.wake()
         return stored
@@ -84,10 +100,12 @@ class MemoryJobs:
         """See ``JobStore.delete_unread``."""
         await self.load(job_id)
         del self._server.jobs[job_id]
+        self._server.deleted.add(job_id)
         for log in Log:
             self._server.logs.pop((job_id, log), None)
         self._server.samples.pop(job_id, None)
         self._server.steps.pop(job_id, None)
+        self._server.stacks.pop(job_id, None)
 
     async def active(self) -> list[Stored]:
         """See ``JobStore.active``."""
@@ -107,7 +125,10 @@ class MemoryJobs:
             totals[stored.job.state] += 1
         return totals
 
-    def _log(self, job: Job, events: tuple[EventRecord, ...]) -> None:
-        for event in events:
-            entry = self._server.entry(event.model_dump_json())
-            self._server.logs[job.id, Log.EVENTS].append(entry)
+    def _log(
+        self, job: Job, events: tuple[EventRecord, ...], history: tuple[HistoryEntry, ...]
+    ) -> None:
+        for log, records in ((Log.EVENTS, events), (Log.HISTORY, history)):
+            self._server.logs[job.id, log] += [
+                self._server.entry(record.model_dump_json()) for record in records
+            ]

@@ -1,6 +1,7 @@
 """Jobs in Redis. Every write is one Lua script: all of a decision, or nothing of it."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -20,12 +21,13 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
     StaleWriteError,
 )
+from services.controller.domain.history import creation
 from services.controller.domain.job import Job
+from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,
     Change,
     Claim,
-    EventRecord,
     Place,
     Stored,
     event_records,
@@ -52,6 +54,7 @@ class RedisJobs:
         self._clients = clients
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
+        self._restore = clients.writes.register_script(scripts.RESTORE)
         self._delete = clients.writes.register_script(scripts.DELETE)
         self._send = clients.writes.register_script(scripts.SEND)
         self._unreadable: dict[str, int] = {}
@@ -68,6 +71,7 @@ class RedisJobs:
                     keys.ACTIVE_JOBS,
                     keys.job_events(job.id),
                     keys.idempotency(claim_key),
+                    keys.job_history(job.id),
                 ],
                 args=[
                     job.id,
@@ -79,11 +83,51 @@ class RedisJobs:
                     "" if claim is None else claim.digest,
                     keys.IDEMPOTENCY_TTL_S,
                     *_listed(_bodies(event_records(decision, actor))),
+                    *_listed(_bodies((creation(job),))),
                 ],
             )
         if status == "ok" or claim is None:
             return Stored(job, 1)
         return _claimed(claim, claimed)
+
+    async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
+        """See ``JobStore.restore``."""
+        job = decision.job
+        puts = [t for c in job.checkpoints.values() for t in (c.id, c.model_dump_json())]
+        with answering():
+            status = await self._restore(
+                keys=[
+                    keys.job(job.id),
+                    keys.JOBS,
+                    keys.ACTIVE_JOBS,
+                    keys.EPOCH,
+                    keys.job_events(job.id),
+                    keys.job_checkpoints(job.id),
+                    keys.DELETED_JOBS,
+                    keys.job_history(job.id),
+                ],
+                args=[
+                    epoch,
+                    job.id,
+                    keys.WAKE,
+                    keys.MESSAGE_FIELD,
+                    job.model_dump_json(),
+                    job.fence,
+                    job.state,
+                    int(job.is_active),
+                    job.created_ms,
+                    *_listed(_bodies(event_records(decision, actor))),
+                    *_listed(puts),
+                    *_listed(_bodies((creation(job),))),
+                ],
+            )
+        _refuse(status, job.id)
+        return bool(status == "ok")
+
+    async def was_deleted(self, job_id: str) -> bool:
+        """See ``JobStore.was_deleted``."""
+        with answering():
+            return bool(await self._clients.reads.sismember(keys.DELETED_JOBS, job_id))
 
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
@@ -117,6 +161,7 @@ class RedisJobs:
                     keys.EPOCH,
                     keys.job_events(job.id),
                     keys.job_checkpoints(job.id),
+                    keys.job_history(job.id),
                     *inboxes,
                 ],
                 args=[
@@ -134,6 +179,8 @@ class RedisJobs:
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),
                     *_listed(outgoing),
+                    keys.HISTORY_KEPT,
+                    *_listed(_bodies(change.history)),
                 ],
             )
         _refuse(status, job.id)
@@ -238,11 +285,14 @@ class RedisJobs:
                     keys.job(job_id),
                     keys.JOBS,
                     keys.ACTIVE_JOBS,
+                    keys.DELETED_JOBS,
                     keys.job_events(job_id),
                     keys.job_ranks(job_id),
                     keys.job_steps(job_id),
                     keys.job_logs(job_id),
+                    keys.job_stacks(job_id),
                     keys.job_checkpoints(job_id),
+                    keys.job_history(job_id),
                 ],
                 args=[version, job_id],
             )
@@ -280,8 +330,8 @@ def _json(send: Send) -> str:
     return COMMAND.dump_json(send.command).decode()
 
 
-def _bodies(events: tuple[EventRecord, ...]) -> list[str]:
-    return [event.model_dump_json() for event in events]
+def _bodies(records: Sequence[Record]) -> list[str]:
+    return [record.model_dump_json() for record in records]
 
 
 def _listed(texts: list[str]) -> list[str]:

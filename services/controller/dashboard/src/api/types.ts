@@ -26,7 +26,25 @@ export type ExitReason =
   | "checkpoint_failed"
   | "restarts_exhausted"
   | "preempted"
-  | "node_drained";
+  | "node_drained"
+  | "hang"
+  | "nan";
+
+export type FailureClass =
+  | "crash"
+  | "out_of_memory"
+  | "frozen"
+  | "gil_held"
+  | "collective_mismatch"
+  | "data_stall"
+  | "nan"
+  | "node_lost"
+  | "killed_by_operator"
+  | "user_error"
+  | "hang"
+  | "launch_failed"
+  | "checkpoint_failed"
+  | "none";
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
@@ -150,9 +168,26 @@ export interface MeshPlan {
   tp: number;
 }
 
+export interface ShardDim {
+  parameter: string;
+  dim: number;
+}
+
 export interface UnitPlan {
   modules: string[];
-  reshard_after_forward: boolean | null;
+  reshard_after_forward: boolean | number | null;
+  param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  offload: boolean;
+  shard_dims: ShardDim[];
+  prefetch: number | null;
+  recompute: boolean;
+  compile: boolean;
+}
+
+export interface TensorParallelPlan {
+  modules: string[];
+  style: "colwise" | "rowwise" | "colwise_gather";
 }
 
 export interface ShardingPlan {
@@ -161,6 +196,7 @@ export interface ShardingPlan {
   param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   output_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  tensor_parallel: TensorParallelPlan[];
   version: number;
 }
 
@@ -216,7 +252,10 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
-  arrival_lag: number;
+  arrival_lag_s: number | null;
+  straggler_score: number | null;
+  is_straggler: boolean;
+  collectives_behind: number;
   loss: number | null;
   tokens_per_s: number | null;
   memory_bytes: number;
@@ -229,6 +268,27 @@ export interface RankView {
 export interface RankList {
   attempt: number;
   items: RankView[];
+}
+
+export interface RankStacks {
+  rank: number;
+  fence: number;
+  node_id: string;
+  text: string;
+}
+
+export interface DiagnosisView {
+  job_id: string;
+  attempt: number;
+  at: string;
+  live: boolean;
+  verdict: FailureClass;
+  rank: number | null;
+  node_id: string | null;
+  summary: string;
+  evidence: string[];
+  advice: string;
+  stacks: RankStacks[];
 }
 
 export interface EventView {
@@ -285,6 +345,14 @@ export interface ShardView {
   sha256: string;
 }
 
+export interface ExportView {
+  state: "RUNNING" | "DONE" | "FAILED";
+  folder: string;
+  files: string[];
+  bytes: number;
+  reason: string | null;
+}
+
 export interface CheckpointView {
   id: string;
   job_id: string;
@@ -299,6 +367,12 @@ export interface CheckpointView {
   shards: ShardView[];
   created_at: string;
   committed_at: string | null;
+  verified_at: string | null;
+  checked_at: string | null;
+  corrupt_file: string | null;
+  pinned: boolean;
+  held_by: string[];
+  export: ExportView | null;
 }
 
 export interface CheckpointList {

@@ -1,0 +1,1 @@
+"""Figures that the documents state: each module is a command that measures one of them."""
