@@ -90,7 +90,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         return _diagnosis(
             FailureClass.KILLED_BY_OPERATOR, "the job was killed on request", advice="As asked."
         )
-    if attempt.hang is not None:
+    if attempt.hang is not None and attempt.lost is None:
         return of_findings(attempt.hang, attempt.hung_node)
     kind = classify(attempt, failure)
     evidence = [_told_by(failure)] if failure is not None and failure.rank is not None else []

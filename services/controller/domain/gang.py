@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from services.contract.ids import NodeId
 from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
 from services.contract.messages.facts import (
     Evaluated,
@@ -16,6 +17,7 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
+from services.contract.messages.findings import Findings
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
 from services.controller.domain import diagnose
@@ -123,12 +125,13 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    hang = _together(attempt.hang, fact.hang)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
         exits=attempt.exits + exits,
         last_step=max(attempt.last_step, fact.last_step),
-        hang=attempt.hang or fact.hang,
-        hung_node=attempt.hung_node or (fact.node_id if fact.hang is not None else None),
+        hang=hang,
+        hung_node=None if hang is None else _hung_node(draft.job, hang, fact.node_id),
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
@@ -265,6 +268,21 @@ def _launch(draft: Draft, nodes: Sequence[str]) -> None:
             created_ms=job.created_ms,
         )
         draft.send(command, [node])
+
+
+def _together(known: Findings | None, more: Findings | None) -> Findings | None:
+    """What all nodes found so far: ranks that wait on one hang because of a rank on another."""
+    if known is None or more is None:
+        return known or more
+    still_s = max(known.still_s, more.still_s)
+    return known.model_copy(update={"still_s": still_s, "ranks": known.ranks + more.ranks})
+
+
+def _hung_node(job: Job, hang: Findings, reporter: NodeId) -> NodeId:
+    """The node of the rank that is to blame; where that is no single one, the node that told."""
+    blamed = diagnose.of_findings(hang, None).rank
+    seats = () if job.plan is None else job.plan.ranks
+    return next((seat.node_id for seat in seats if seat.rank == blamed), reporter)
 
 
 def _kill_rest(draft: Draft) -> None:

@@ -67,7 +67,7 @@ def first_failure(attempt: Attempt) -> Failure | None:
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
         key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
-    if attempt.hang is not None:
+    if attempt.hang is not None and attempt.lost is None:
         return _hang(attempt, attempt.hang)
     if attempt.refusal is not None:
         return Failure(error=attempt.refusal)
