@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 PIP_OPTIONS ?=
 # Further options for pytest, such as PYTEST_OPTIONS='-k oracle --device cuda'.
 PYTEST_OPTIONS ?=
+# Options of the chaos program; its --help names them.
+CHAOS ?= --seed 7 --minutes 20 --kill-every 60
 # Tests mostly wait for processes: two at a time, those of one file together (they share servers).
 WORKERS ?= 2
 EXAMPLE ?= examples/stdlib-gpt.yaml
@@ -19,7 +21,7 @@ RUNNABLE := .venv/.runnable-$(CHOICE)
 TESTABLE := .venv/.testable-$(CHOICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types floors tests format dashboard clean
+.PHONY: help run up install test test-full lint types floors tests chaos format dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +51,9 @@ floors: $(TESTABLE) ## Who may import whom
 
 tests: $(TESTABLE) ## The tests alone
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
+
+chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 format: $(TESTABLE) ## Put the code into its style
 	$(BIN)/ruff check --fix-only --quiet .

@@ -1,5 +1,10 @@
-"""What the chaos tests share: their jobs, and the check after each of them."""
+"""What the chaos tests share: their jobs, and the check after each of them.
 
+How long things took is not asserted, for the machine may be busy: it is written into
+``latencies.jsonl`` in the cluster's folder, one line a job.
+"""
+
+import json
 from collections.abc import Callable
 
 import redis
@@ -7,10 +12,10 @@ import redis
 from services.contract.states import JobState
 from services.contract.views import JobView
 from tests.chaos import invariants
+from tests.chaos.invariants import Losses
 from tests.cluster import PATIENCE_S, Cluster
 from tests.waiting import until
 
-Losses = dict[int, float | None]
 STEPS = 300
 LONG = {
     "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
@@ -23,8 +28,10 @@ def finish(cluster: Cluster, job_id: str, undisturbed: Losses) -> JobView:
     """See the job to its end; whatever was done to it, nothing may be lost or done twice."""
     done = cluster.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
-    assert cluster.losses(job_id) == undisturbed
+    attempts = cluster.client.attempts(job_id).items
+    invariants.check_losses(cluster.losses(job_id), undisturbed, attempts, len(undisturbed))
     check(cluster, job_id)
+    _record(cluster, job_id)
     return done
 
 
@@ -36,6 +43,14 @@ def check(cluster: Cluster, job_id: str) -> None:
     invariants.check_attempts(attempts)
     invariants.check_events(cluster.client.events(job_id).items)
     invariants.check_chain(cluster.chain(job_id), job_id)
+
+
+def _record(cluster: Cluster, job_id: str) -> None:
+    times = {"exit_reason", "time_to_detect_s", "time_to_restart_s", "time_to_first_step_s"}
+    attempts = cluster.client.attempts(job_id).items
+    line = {"job": job_id, "attempts": [a.model_dump(mode="json", include=times) for a in attempts]}
+    with (cluster.folder / "latencies.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def eventually(condition: Callable[[], object]) -> None:

@@ -12,8 +12,10 @@ from services.contract import redis_keys
 from services.contract.commit_chain import CommitChain
 from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest
 from services.contract.messages.telemetry import StepRecord
+from services.contract.states import ExitReason
 from services.contract.views import AttemptView, EventView
 
+Losses = dict[int, float | None]
 _ONCE = ("job.placing", "attempt.ended", "checkpoint.committed", "checkpoint.sealed")
 
 
@@ -67,6 +69,30 @@ def check_attempts(attempts: Sequence[AttemptView]) -> None:
     for before, after in itertools.pairwise(attempts):
         if before.ended_at is None or before.ended_at > after.started_at:
             raise ViolationError(f"attempts {before.fence} and {after.fence} lived at one time")
+
+
+def check_losses(
+    losses: Losses, undisturbed: Losses, attempts: Sequence[AttemptView], last_step: int
+) -> None:
+    """The losses are those of the undisturbed run, bit for bit.
+
+    A node that was lost takes the last steps of its loss curve with it, those that no beat had
+    brought to Redis: they may be missing right before the commit from which the next attempt began.
+
+    Raises:
+        ViolationError: They are not.
+    """
+    wrong = [step for step, loss in losses.items() if loss != undisturbed[step]]
+    if wrong:
+        raise ViolationError(f"the losses of steps {wrong} are not those of the undisturbed run")
+    missing = set(range(1, last_step + 1)) - losses.keys()
+    for before, after in itertools.pairwise(attempts):
+        step = (after.first_step or 1) - 1
+        while before.exit_reason is ExitReason.NODE_LOST and step in missing:
+            missing.remove(step)
+            step -= 1
+    if missing:
+        raise ViolationError(f"the losses of steps {sorted(missing)} are missing")
 
 
 def check_events(events: Iterable[EventView]) -> None:

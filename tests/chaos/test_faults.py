@@ -11,7 +11,8 @@ from services.contract import redis_keys
 from services.contract.queue import DrainRequest
 from services.contract.states import JobState, NodeState
 from services.contract.views import JobView
-from tests.chaos.conftest import LONG, STEPS, Losses, check, eventually, finish
+from tests.chaos.conftest import LONG, STEPS, check, eventually, finish
+from tests.chaos.invariants import Losses
 from tests.chaos.proxy import Mode
 from tests.cluster import Cluster, gone
 

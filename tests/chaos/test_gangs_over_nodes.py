@@ -8,7 +8,8 @@ import pytest
 from services.contract.queue import DrainRequest
 from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import JobView, ResumeRequest, StopRequest
-from tests.chaos.conftest import LONG, Losses, check, eventually, finish
+from tests.chaos.conftest import LONG, check, eventually, finish
+from tests.chaos.invariants import Losses
 from tests.cluster import Cluster, gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]

@@ -1,0 +1,134 @@
+"""How long until the first step, and until the next one after a rank was killed.
+
+    python -m benchmarks.first_step [--rounds 7]
+
+Ours (a controller, an agent and Redis that run already, as they do) against
+``torchrun --standalone`` with torch's own ``fully_shard``: the same decoder on two CPU ranks, in
+turns on the same machine. Ours is counted from the POST, torchrun from its command; in each run
+one rank is then killed with SIGKILL. Each figure is the median of the rounds with the lowest and
+highest; a run without another step within ``--patience`` seconds is counted apart.
+"""
+
+import argparse
+import contextlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from tests.cluster import ROOT, Cluster
+from tests.waiting import until
+
+_FIRST_WITHIN_S = 120.0
+_SIZES = {"dim": 192, "layers": 6, "heads": 6}
+_CLEAR_AFTER = 20
+Round = tuple[float, float | None]
+
+
+def main() -> None:
+    """Measures in turns."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--patience", type=float, default=30.0)
+    wanted = parser.parse_args()
+    ours: list[Round] = []
+    theirs: list[Round] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="meshloom-first-step-") as folder,
+        Cluster(Path(folder), {"loom-1": 2}) as cluster,
+    ):
+        _ours(cluster, wanted.patience)  # the first one also waits for the warm process
+        for number in range(wanted.rounds):
+            ours.append(_ours(cluster, wanted.patience))
+            theirs.append(_torchrun(Path(folder) / f"steps-{number}", wanted.patience))
+    sys.stdout.write(_line("Meshloom", ours) + _line("torchrun", theirs))
+
+
+def _ours(cluster: Cluster, patience_s: float) -> Round:
+    job = cluster.submit(
+        model={"factory": "decoder", "args": _SIZES},
+        data={"factory": "stdlib_bytes", "args": {"seq_len": 128}},
+        train={"steps": 100_000, "global_batch": 4},
+        checkpoint={"every_steps": 5},
+    )
+    running = cluster.job_when(job.id, lambda job: job.progress.step >= _CLEAR_AFTER)
+    (first,) = cluster.client.attempts(job.id).items
+    victim = cluster.rank_pid(job.id, 1, attempt=1)
+    killed_at = datetime.now(UTC)
+    victim.kill()
+
+    def restarted() -> float | None:
+        attempts = cluster.client.attempts(job.id).items
+        again = attempts[-1].first_step_at
+        return (again - killed_at).total_seconds() if len(attempts) > 1 and again else None
+
+    next_s = None
+    with contextlib.suppress(Exception):
+        next_s = until(restarted, timeout_s=patience_s, every_s=0.1)
+    cluster.client.kill(job.id)
+    cluster.rested(job.id)
+    began_at = first.first_step_at or datetime.now(UTC)
+    return (began_at - running.created_at).total_seconds(), next_s
+
+
+def _torchrun(steps: Path, patience_s: float) -> Round:
+    began = time.time()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = ["--max-restarts=3", "-m", "benchmarks.torchrun_script", str(steps)]
+    with subprocess.Popen(  # noqa: S603 our own script
+        [*command, *script], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            until(lambda: _times(steps, 0)[_CLEAR_AFTER:], timeout_s=_FIRST_WITHIN_S, every_s=0.02)
+            first_s = _times(steps, 0)[0] - began
+            victim = next(p for p in psutil.Process(process.pid).children() if _is_rank(p, "1"))
+            killed_at = time.time()
+            victim.kill()
+            next_s = None
+            with contextlib.suppress(Exception):
+                next_s = until(lambda: _times(steps, 1), timeout_s=patience_s)[0] - killed_at
+            return first_s, next_s
+        finally:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.send_signal(signal.SIGKILL)
+
+
+def _is_rank(process: psutil.Process, rank: str) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("RANK") == rank
+    return False
+
+
+def _times(steps: Path, restart: int) -> list[float]:
+    """The moments of the steps of rank 0 after so many restarts."""
+    try:
+        lines = [line.split() for line in steps.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    return [float(at) for number, at in lines if int(number) == restart]
+
+
+def _line(name: str, rounds: list[Round]) -> str:
+    again = [next_s for _, next_s in rounds if next_s is not None]
+    return (
+        f"{name}: first step {_spread([first for first, _ in rounds])}; after kill -9 of a rank, "
+        f"next first step {_spread(again)}, in {len(again)} of {len(rounds)} runs\n"
+    )
+
+
+def _spread(seconds: list[float]) -> str:
+    if not seconds:
+        return "never"
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+if __name__ == "__main__":
+    main()
