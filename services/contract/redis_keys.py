@@ -44,7 +44,8 @@ TOKENS: Final = "ml:tokens"
 AUDIT: Final = "ml:audit"
 WAKE: Final = "ml:wake"
 MESSAGE_FIELD: Final = "m"
-NODE_LEASE_MS: Final = 6_000
+# With the look that the reconciler takes each second, a silent node is fenced within six seconds.
+NODE_LEASE_MS: Final = 5_000
 LEADER_LEASE_MS: Final = 4_000
 IDEMPOTENCY_TTL_S: Final = 86_400
 LOGS_KEPT: Final = 20_000

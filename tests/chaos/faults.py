@@ -81,6 +81,12 @@ def _rank_killed(scene: Scene) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _rank_frozen(scene: Scene) -> Iterator[None]:
+    scene.victim.suspend()
+    yield
+
+
 def _ordered(word: str) -> Callable[[Scene], AbstractContextManager[None]]:
     @contextmanager
     def happen(scene: Scene) -> Iterator[None]:
@@ -142,6 +148,8 @@ FAULTS: Final = (
         away_s=(0, 0),
         happen=_ordered("run out of memory"),
     ),
+    Fault("rank frozen", ends_attempt=True, away_s=(0, 0), happen=_rank_frozen),
+    Fault("rank holds the GIL", ends_attempt=True, away_s=(0, 0), happen=_ordered("hold the GIL")),
     Fault("agent killed", ends_attempt=True, away_s=(0, 2), happen=_agent_killed),
     Fault("node frozen", ends_attempt=True, away_s=(12, 20), happen=_node_frozen),
     Fault("node cut off", ends_attempt=True, away_s=(12, 20), happen=_node_cut_off),

@@ -254,3 +254,12 @@ def test_a_gang_that_waits_for_a_silent_node_says_so_though_others_have_room_tog
     outcome = place(ask(4), [*small, Standing(node("large"), has_lease=False)])
     assert isinstance(outcome, NotNow)
     assert "silent: large" in outcome.reason
+
+
+def test_a_gang_goes_elsewhere_than_to_a_node_that_it_just_lost_where_it_can() -> None:
+    lost, other = Standing(node("a", slots=2)), Standing(node("b", slots=8))
+    gang = Gang(2, last_resort=("a",))
+    for standings, expected in (([lost, other], "b"), ([lost], "a")):
+        outcome = place(gang, standings)
+        assert isinstance(outcome, Seated)
+        assert {seat.node_id for seat in outcome.ranks} == {expected}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from services.contract.ids import NodeId
 from services.contract.plans import RankPlacement
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState
@@ -58,12 +59,14 @@ class Gang:
     """What is asked for: ``ranks`` on a kind of device, ``together`` of them always on one node.
 
     ``close``: so many are on one node wherever they can be; a multiple of ``together``.
+    ``last_resort``: nodes that were just lost. One that is back already is cold, or sick.
     """
 
     ranks: int
     device: Literal["auto", "cpu", "cuda"] = "auto"
     together: int = 1
     close: int = 1
+    last_resort: tuple[NodeId, ...] = ()
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Gang":
@@ -165,7 +168,15 @@ def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
     fitting = [r for r in rooms(gang, here, device) if r.free(device, gang.together) >= gang.ranks]
     if not fitting:
         return _why_not_now(gang, device, standings)
-    best = min(fitting, key=lambda room: (room.free(device, gang.together), room.name))
+    shunned = set(gang.last_resort)
+    best = min(
+        fitting,
+        key=lambda room: (
+            any(standing.node.id in shunned for standing in room.standings),
+            room.free(device, gang.together),
+            room.name,
+        ),
+    )
     return _seat(best, gang, device)
 
 

@@ -117,7 +117,7 @@ class _Hall:
         self._seated: dict[str, Seated] = {}
 
     def turn(self, job: Job) -> Turn:
-        outcome = place(Gang.of(job.spec), self._standings)
+        outcome = place(_gang(job), self._standings)
         if isinstance(outcome, Seated):
             head = self._heads.get(outcome.device)
             if head is not None:
@@ -139,7 +139,7 @@ class _Hall:
 
     def _behind(self, job: Job, device: DeviceType, head: _Head) -> Turn:
         harmless = [s for s in self._standings if self._is_harmless(job, s, device, head)]
-        gang = replace(Gang.of(job.spec), device=device)
+        gang = replace(_gang(job), device=device)
         outcome = place(gang, harmless) if harmless else None
         if isinstance(outcome, Seated):
             return self._seat(job, outcome)
@@ -265,6 +265,12 @@ class _Hall:
         remaining = self._remaining_ms.get(job.id)
         end_ms = None if remaining is None else self._now_ms + remaining
         return _Holder(job, len(on_device), end_ms)
+
+
+def _gang(job: Job) -> Gang:
+    """The job's gang; it rather does without the nodes that its last attempt lost."""
+    lost = job.attempts[-1].lost_nodes if job.attempts else ()
+    return replace(Gang.of(job.spec), last_resort=lost)
 
 
 def smallest_sufficient(holders: Sequence[_Holder], need: int) -> tuple[_Holder, ...]:
