@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import torch_private
 from fsdp_core.extensions import full_precision
 from fsdp_core.layout import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class ShardEntry:
     tensor: torch.Tensor
 
 
-def local_shards(state: Mapping[str, torch.Tensor]) -> list[ShardEntry]:
+def local_shards(
+    state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
+) -> list[ShardEntry]:
     """Lists what this rank has to save so that all ranks together save `state` once.
 
     Of a DTensor it is this rank's elements, without padding, if there are any and no rank
@@ -42,6 +48,8 @@ def local_shards(state: Mapping[str, torch.Tensor]) -> list[ShardEntry]:
 
     Args:
         state: Name to tensor, the same names on all ranks.
+        mesh: All ranks, with names for its axes. A DTensor that lies on some of these axes only
+            is the same along the others. Without it every DTensor lies on all ranks.
 
     Returns:
         Entries in the order of `state`. Their tensors are live: copy or write them before the
@@ -50,7 +58,7 @@ def local_shards(state: Mapping[str, torch.Tensor]) -> list[ShardEntry]:
     entries = []
     for fqn, tensor in state.items():
         box, local = local_part(tensor)
-        if box.volume and _saves(tensor):
+        if box.volume and _saves(tensor, mesh):
             entries.append(
                 ShardEntry(
                     fqn,
@@ -76,14 +84,24 @@ def dtype_word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _saves(tensor: torch.Tensor) -> bool:
+def _saves(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    return all(
+    return _is_first_elsewhere(tensor, mesh) and all(
         place == 0
         for place, placement in zip(coordinate, tensor.placements, strict=True)
         if placement.is_replicate()
     )
+
+
+def _is_first_elsewhere(tensor: DTensor, mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the first along the axes of `mesh` on which `tensor` does not lie."""
+    if mesh is None or mesh.mesh_dim_names is None or mesh.ndim == 1:
+        return True
+    own = tensor.device_mesh.mesh_dim_names or ()
+    coordinate = mesh.get_coordinate() or ()
+    places = zip(mesh.mesh_dim_names, coordinate, strict=False)
+    return all(place == 0 for name, place in places if name not in own)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.errors import PlanError, UnsupportedError
-from fsdp_core.plan.model import Precision, ShardingPlan, UnitPlan, is_pattern, matches
-from fsdp_core.policy import MixedPrecisionPolicy
-from fsdp_core.runtime import fully_shard
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.model import (
+    MeshPlan,
+    Precision,
+    ShardDim,
+    ShardingPlan,
+    UnitPlan,
+    matches,
+)
+from fsdp_core.plan.resolve import ResolvedUnit, resolve_units
+from fsdp_core.plan.tensor_parallel import split
+from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.runtime import FSDPModule, fully_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,99 +38,140 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True)
-class ResolvedUnit:
-    """One call of `fully_shard`: module names and the option given with them."""
-
-    names: tuple[str, ...]
-    reshard_after_forward: bool | None
-
-
 def apply_plan(model: M, plan: ShardingPlan, mesh: DeviceMesh) -> M:
-    """Applies `fully_shard` to the units of `plan`, innermost first, and to the root last.
+    """Splits matrices over the `tp` axis, then applies `fully_shard` to the units of `plan`.
+
+    Units are sharded innermost first, the root last.
 
     Args:
         model: Not yet sharded; on any device, meta included.
         plan: See `fsdp_core.plan.model`.
-        mesh: Of one axis with `plan.mesh.dp_shard` ranks.
+        mesh: Its axes are named as in `MeshPlan`, in that order; those of one rank may be
+            missing, apart from `dp_shard`. A mesh of one axis needs no name.
 
     Returns:
         `model` itself.
 
     Raises:
-        PlanError: A pattern matches nothing, two units claim one module, or the mesh has
-            another size than the plan.
-        UnsupportedError: The plan replicates or uses tensor parallelism.
+        PlanError: A pattern matches nothing, two units claim one module, an option does not suit
+            its module, or the mesh is not the plan's.
     """
-    _check_mesh(plan, mesh)
+    _check_mesh(plan.mesh, mesh)
     modules = dict(model.named_modules())
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(plan.param_dtype), reduce_dtype=_dtype(plan.reduce_dtype)
-    )
-    for unit in resolve_units(plan, list(modules)):
-        targets = [modules[name] for name in unit.names]
-        is_root = unit.names == ("",)
-        fully_shard(
-            targets[0] if len(targets) == 1 else targets,
-            mesh=mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=replace(policy, output_dtype=_dtype(plan.output_dtype))
-            if is_root
-            else policy,
-        )
+    units = resolve_units(plan, list(modules))
+    if plan.mesh.tp > 1:
+        split(model, plan.tensor_parallel, mesh["tp"])
+    for unit in units:
+        for name in unit.names:
+            _wrap_forward(modules[name], unit.plan)
+    data_mesh = _data_mesh(plan.mesh, mesh)
+    for unit in units:
+        _shard(unit, modules, plan, data_mesh)
+    _set_prefetch(units, modules)
     return model
 
 
-def resolve_units(plan: ShardingPlan, names: Sequence[str]) -> list[ResolvedUnit]:
-    """The calls of `fully_shard` that `plan` means for a model, in order; the root last.
-
-    Args:
-        plan: The plan.
-        names: Names of all modules of the model, "" included, in the model's order.
-
-    Raises:
-        PlanError: A pattern matches nothing, or two units claim one module.
-    """
-    units = [resolved for unit in plan.units for resolved in _resolve(unit, names)]
-    if not any(unit.names == ("",) for unit in units):
-        units.append(ResolvedUnit(("",), None))
-    claimed: set[str] = set()
-    for name in (name for unit in units for name in unit.names):
-        if name in claimed:
-            raise PlanError(f"Module {name!r} is claimed by two units of the plan.")
-        claimed.add(name)
-    return sorted(units, key=lambda unit: -max(_depth(name) for name in unit.names))
+def _shard(
+    unit: ResolvedUnit, modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: DeviceMesh
+) -> None:
+    targets = [modules[name] for name in unit.names]
+    output_dtype = plan.output_dtype if unit.is_root else None
+    fully_shard(
+        targets[0] if len(targets) == 1 else targets,
+        mesh=mesh,
+        reshard_after_forward=unit.plan.reshard_after_forward,
+        shard_placement_fn=_placement(unit, modules) if unit.plan.shard_dims else None,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=_dtype(unit.plan.param_dtype or plan.param_dtype),
+            reduce_dtype=_dtype(unit.plan.reduce_dtype or plan.reduce_dtype),
+            output_dtype=_dtype(output_dtype),
+        ),
+        offload_policy=CPUOffloadPolicy() if unit.plan.offload else OffloadPolicy(),
+    )
 
 
-def _resolve(unit: UnitPlan, names: Sequence[str]) -> list[ResolvedUnit]:
-    found: list[str] = []
-    for pattern in unit.modules:
-        hits = [name for name in names if matches(pattern, name)]
-        if not hits:
+def _placement(
+    unit: ResolvedUnit, modules: Mapping[str, nn.Module]
+) -> Callable[[nn.Parameter], Shard | None]:
+    """Which dim each named parameter is sharded along; the others along dim 0."""
+    dims: dict[nn.Parameter, int] = {}
+    for wish in unit.plan.shard_dims:
+        found = list(_named(wish, [modules[name] for name in unit.names]))
+        if not found:
             raise PlanError(
-                f"Pattern {pattern!r} of the plan matches no module. The model's top-level "
-                f"modules are {sorted({name.split('.')[0] for name in names if name})}."
+                f"shard_dims: {wish.parameter!r} is no parameter of the unit {list(unit.names)}."
             )
-        found += hits
-    if is_pattern(unit.modules[0]):
-        return [ResolvedUnit((name,), unit.reshard_after_forward) for name in found]
-    return [ResolvedUnit(tuple(found), unit.reshard_after_forward)]
+        for name, parameter in found:
+            if not -parameter.ndim <= wish.dim < parameter.ndim:
+                raise PlanError(
+                    f"shard_dims: {name!r} has {parameter.ndim} dims, so there is no dim "
+                    f"{wish.dim}."
+                )
+            dims[parameter] = wish.dim
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dims[parameter]) if parameter in dims else None
+
+    return place
 
 
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
+def _named(wish: ShardDim, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if matches(wish.parameter, name)
+    ]
 
 
-def _check_mesh(plan: ShardingPlan, mesh: DeviceMesh) -> None:
-    if plan.mesh.dp_replicate > 1 or plan.mesh.tp > 1:
-        raise UnsupportedError(
-            f"{plan.mesh} replicates or splits tensors, which is not supported yet. "
-            "Use dp_shard alone."
+def _wrap_forward(module: nn.Module, unit: UnitPlan) -> None:
+    """Recomputation and compilation go around the plain forward, inside of the unit's hooks."""
+    forward = module.forward
+    if unit.compile:
+        forward = torch.compile(forward)
+    if unit.recompute:
+        forward = partial(checkpoint, forward, use_reentrant=False)
+    if unit.compile or unit.recompute:
+        module.forward = forward
+
+
+def _set_prefetch(units: Sequence[ResolvedUnit], modules: Mapping[str, nn.Module]) -> None:
+    """Units run in the order of the model's modules, as far as anybody can tell before."""
+    order = {name: place for place, name in enumerate(modules)}
+    line = sorted(
+        (unit for unit in units if not unit.is_root), key=lambda unit: order[unit.names[0]]
+    )
+    heads = [cast("FSDPModule", modules[unit.names[0]]) for unit in line]
+    for place, (unit, head) in enumerate(zip(line, heads, strict=True)):
+        depth = unit.plan.prefetch
+        if depth is not None:
+            head.set_modules_to_forward_prefetch(heads[place + 1 : place + 1 + depth])
+            head.set_modules_to_backward_prefetch(heads[max(place - depth, 0) : place][::-1])
+
+
+def _data_mesh(sizes: MeshPlan, mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    return mesh["dp_replicate", "dp_shard"] if sizes.dp_replicate > 1 else mesh["dp_shard"]
+
+
+def _check_mesh(sizes: MeshPlan, mesh: DeviceMesh) -> None:
+    wanted = {
+        axis: size
+        for axis, size in (
+            ("dp_replicate", sizes.dp_replicate),
+            ("dp_shard", sizes.dp_shard),
+            ("tp", sizes.tp),
         )
-    if mesh.size() != plan.mesh.ranks:
-        raise PlanError(
-            f"The plan is for {plan.mesh.ranks} ranks, and the mesh has {mesh.size()}: {mesh}."
-        )
+        if size > 1 or axis == "dp_shard"
+    }
+    names = mesh.mesh_dim_names or tuple(wanted)[: mesh.ndim]
+    given = dict(zip(names, mesh.mesh.shape, strict=False))
+    present = {axis: size for axis, size in given.items() if size > 1 or axis in wanted}
+    if mesh.ndim == 1 and len(wanted) == 1:  # one axis is dp_shard, whatever it is called
+        present = {"dp_shard": mesh.size()}
+    if list(present.items()) != list(wanted.items()):
+        raise PlanError(f"The plan is for a mesh of {wanted}, and this one has {given}: {mesh}.")
 
 
 def _dtype(word: Precision | None) -> torch.dtype | None:

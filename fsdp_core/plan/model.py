@@ -14,6 +14,7 @@ from fsdp_core.errors import PlanError
 PLAN_VERSION = 1
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather"]
 
 ANY = "*"
 
@@ -42,6 +43,41 @@ class MeshPlan:
         """Ranks of the whole mesh."""
         return self.dp_replicate * self.dp_shard * self.tp
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that train on different data: those of one tp group see the same."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class ShardDim:
+    """A parameter of a unit and the dim along which it is sharded.
+
+    Attributes:
+        parameter: Its name below the unit's module, segments joined by dots; a segment may be
+            ``*``.
+        dim: From 0; negative counts from the end.
+    """
+
+    parameter: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """Linear and embedding modules whose weights are split over the `tp` axis.
+
+    Attributes:
+        modules: Patterns as of a unit; each match is split by itself.
+        style: ``colwise`` splits what comes out: each rank computes its part of the outputs from
+            whole inputs. ``rowwise`` splits what goes in: each rank computes a summand of whole
+            outputs from its part of the inputs. ``colwise_gather`` is ``colwise``, with the
+            outputs gathered afterwards. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+    """
+
+    modules: tuple[str, ...]
+    style: TensorParallelStyle
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -56,13 +92,31 @@ class UnitPlan:
 
     Attributes:
         modules: Patterns, at least one.
-        reshard_after_forward: None means yes, except for the root.
+        reshard_after_forward: None means yes, except for the root. A number reshards to groups
+            of so many ranks; it divides `dp_shard`.
+        param_dtype: Of computation and gathers; None means the plan's.
+        reduce_dtype: Of gradient reduction; None means the plan's.
+        offload: Whether slices, gradients and optimizer state live in host memory.
+        shard_dims: Parameters that are sharded along another dim than 0.
+        prefetch: How many units after it are gathered while it computes, and how many before
+            it in backward. None leaves the order to the engine.
+        recompute: Whether its activations are computed again in backward instead of being kept.
+        compile: Whether its forward goes through `torch.compile`.
     """
 
     modules: tuple[str, ...]
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
+    param_dtype: Precision | None = None
+    reduce_dtype: Precision | None = None
+    offload: bool = False
+    shard_dims: tuple[ShardDim, ...] = ()
+    prefetch: int | None = None
+    recompute: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        if self.prefetch is not None and self.prefetch < 0:
+            raise PlanError(f"prefetch is {self.prefetch}; it counts units, so it is 0 or more.")
         if not self.modules:
             raise PlanError("A unit needs at least one module pattern.")
         if len(self.modules) > 1 and any(is_pattern(name) for name in self.modules):
@@ -87,6 +141,8 @@ class ShardingPlan:
         param_dtype: Of computation and gathers; None means each parameter's own.
         reduce_dtype: Of gradient reduction; None means `param_dtype`.
         output_dtype: To which the root's floating-point outputs are cast; None leaves them.
+        tensor_parallel: What is split over the `tp` axis; everything else is whole on each of
+            its ranks.
         version: Of this schema.
     """
 
@@ -95,6 +151,7 @@ class ShardingPlan:
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
     output_dtype: Precision | None = None
+    tensor_parallel: tuple[TensorParallelPlan, ...] = ()
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:

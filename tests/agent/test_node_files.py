@@ -79,13 +79,13 @@ def test_what_looks_like_a_credential_is_kept_from_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert name not in rank_environment((), "mark")
+    assert name not in rank_environment((), "mark", None)
 
 
 def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    environment = rank_environment((Path("/models"),), "mark")
+    environment = rank_environment((Path("/models"),), "mark", "eth7")
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert environment["PYTHONPATH"] == "/theirs:/models"
     assert environment[NODE_MARK] == "mark"

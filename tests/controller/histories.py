@@ -24,7 +24,7 @@ from services.controller.domain.effects import Decision
 from services.controller.domain.events import GangPlaced, JobEvent
 from services.controller.domain.job import Job
 from services.controller.domain.node import Node
-from services.controller.domain.placement import Seated, Standing, place
+from services.controller.domain.placement import Gang, Seated, Standing, place
 
 NOW = 1_000_000
 NODE = "loom-1"
@@ -60,7 +60,7 @@ def node(
 
 
 def placed(job: Job, incarnation: str = "life-1") -> GangPlaced:
-    seated = place(job.spec.resources, [Standing(node(slots=64))])
+    seated = place(Gang.of(job.spec), [Standing(node(slots=64))])
     assert isinstance(seated, Seated)
     return GangPlaced(planner.gang(job.spec, seated), {NODE: incarnation})
 

@@ -58,9 +58,10 @@ def test_faults_between_fields_point_at_the_field_to_change(quiet_house: House) 
 
 
 def test_a_plan_or_mesh_that_cannot_be_is_refused(quiet_house: House) -> None:
-    answer = quiet_house.client.post("/v1/jobs", json=job_body(mesh={"tp": 2}, plan={"unit": []}))
+    body = job_body(model={"factory": "a.b:c"}, mesh={"tp": 2}, plan={"unit": []})
+    answer = quiet_house.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
-    assert set(faults(answer)) == {"/mesh/tp", "/plan/unit"}
+    assert set(faults(answer)) == {"/plan/tensor_parallel", "/plan/unit"}
 
 
 def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House) -> None:
@@ -92,7 +93,7 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
 
 
 def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(house: House) -> None:
-    body = job_body(resources={"ranks": 8}, mesh={"dp_replicate": 2, "dp_shard": 4})
+    body = job_body(resources={"ranks": 8}, plan={"unit": []})
     waits = house.client.post("/v1/jobs", json=job_body(resources={"ranks": 8}))
     assert waits.status_code == 201
     assert waits.json()["reason"] == "no node has joined yet"
@@ -100,8 +101,8 @@ def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(house
     until(lambda: house.get("/v1/nodes")["items"])
     answer = house.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
-    assert "largest known node has 4" in faults(answer)["/resources"]
-    assert "/mesh/dp_replicate" in faults(answer)
+    assert "all known nodes together have 4" in faults(answer)["/resources"]
+    assert "/plan/unit" in faults(answer)
 
 
 def test_the_same_key_and_body_get_the_same_answer(house: House) -> None:

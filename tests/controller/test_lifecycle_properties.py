@@ -339,8 +339,7 @@ class Lifecycle(RuleBasedStateMachine):
             match turn.outcome:
                 case Seated() as seated:
                     plan = planner.gang(turn.job.spec, seated)
-                    lives = {seated.node.id: seated.node.incarnation}
-                    self._happen(turn.job.id, GangPlaced(plan, lives))
+                    self._happen(turn.job.id, GangPlaced(plan, seated.incarnations))
                 case MakeRoom(victims=victims):
                     for victim in victims:
                         assert victim.spec.priority < turn.job.spec.priority

@@ -1,15 +1,17 @@
 """Gang placement, planning, and the judgement on nodes."""
 
+from typing import Literal
+
 import pytest
 
 from services.contract.messages.facts import NodeJoined, NodeLeft
 from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.specs import ResourceSpec
 from services.contract.states import NodeState
 from services.controller.domain import planner
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.node import Lease, join, judge, leave
 from services.controller.domain.placement import (
+    Gang,
     Never,
     NotNow,
     Seated,
@@ -21,8 +23,13 @@ from services.controller.domain.placement import (
 from tests.controller.histories import NODE, finished, node, play, running, spec
 
 
-def ask(ranks: int, device: str = "auto") -> ResourceSpec:
-    return ResourceSpec.model_validate({"ranks": ranks, "device": device})
+def ask(
+    ranks: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    together: int = 1,
+    close: int | None = None,
+) -> Gang:
+    return Gang(ranks, device, together, close or together)
 
 
 def test_a_gang_sits_on_one_node_which_it_fills_best() -> None:
@@ -60,10 +67,10 @@ def test_no_node_yet_is_not_never() -> None:
     assert isinstance(place(ask(2), []), NotNow)
 
 
-def test_more_ranks_than_any_node_has_can_never_be() -> None:
-    outcome = place(ask(9), [Standing(node(slots=4), cpu_taken=4)])
+def test_more_ranks_than_all_nodes_have_can_never_be() -> None:
+    outcome = place(ask(9), [Standing(node(slots=4), cpu_taken=4), Standing(node("b", slots=4))])
     assert isinstance(outcome, Never)
-    assert "largest known node has 4" in outcome.reason
+    assert "all known nodes together have 8" in outcome.reason
     no_gpu = place(ask(1, "cuda"), [Standing(node())])
     assert isinstance(no_gpu, Never)
     assert "no known node has a GPU" in no_gpu.reason
@@ -120,16 +127,36 @@ def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
     assert mixed.units[0].modules == ("layers.*",)
 
 
+def test_a_built_in_model_is_split_over_tp_ranks_and_any_other_as_its_plan_says() -> None:
+    built_in = planner.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
+    assert {entry.style for entry in built_in.tensor_parallel} == {"colwise", "rowwise"}
+    assert planner.shard(spec()).tensor_parallel == ()
+    wide = {"resources": {"ranks": 2}, "mesh": {"tp": 2}, "model": {"factory": "a.b:c"}}
+    with pytest.raises(InvalidRequestError, match="names no modules to split"):
+        planner.shard(spec(**wide))
+    split = [{"modules": ["up"], "style": "colwise"}]
+    own = planner.shard(spec(**wide, plan={"tensor_parallel": split}))
+    assert own.tensor_parallel[0].modules == ("up",)
+    with pytest.raises(InvalidRequestError, match="nothing to split over"):
+        planner.shard(spec(plan={"tensor_parallel": split}))
+
+
 def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
     bad = spec(
         resources={"ranks": 4},
         mesh={"dp_replicate": 2, "tp": 2},
-        plan={"units": [{"modules": [], "shard": 1}], "param_dtype": "int4", "colour": "red"},
+        plan={
+            "units": [{"modules": [], "shard": 1}],
+            "tensor_parallel": [{"modules": ["head"], "style": "colwise", "bias": True}],
+            "param_dtype": "int4",
+            "colour": "red",
+        },
     )
     with pytest.raises(InvalidRequestError) as refused:
         planner.shard(bad)
     pointers = {fault.pointer for fault in refused.value.faults}
-    assert {"/mesh/dp_replicate", "/mesh/tp", "/plan/colour", "/plan/units/0/shard"} <= pointers
+    unknown = {"/plan/colour", "/plan/units/0/shard", "/plan/tensor_parallel/0/bias"}
+    assert unknown <= pointers
     assert any(pointer.startswith("/plan/units/0") for pointer in pointers)
     assert any(pointer.startswith("/plan/param_dtype") for pointer in pointers)
 
@@ -153,3 +180,61 @@ def test_an_old_join_or_leave_told_again_is_void() -> None:
     assert leave(second, NodeLeft(node_id=NODE, incarnation="life-1"), "60-0") == second
     left = leave(second, NodeLeft(node_id=NODE, incarnation="life-2"), "60-0")
     assert left.state is NodeState.LOST
+
+
+def test_a_gang_that_no_node_can_take_alone_sits_on_the_fewest() -> None:
+    nodes = [
+        Standing(node("a", slots=2)),
+        Standing(node("b", slots=4)),
+        Standing(node("c", slots=3)),
+    ]
+    outcome = place(ask(6), nodes)
+    assert isinstance(outcome, Seated)
+    assert [(s.rank, s.node_id, s.local_rank) for s in outcome.ranks] == [
+        (0, "b", 0),
+        (1, "b", 1),
+        (2, "b", 2),
+        (3, "b", 3),
+        (4, "c", 0),
+        (5, "c", 1),
+    ]
+    assert outcome.incarnations == {"b": "life-1", "c": "life-1"}
+    after = occupy(nodes, outcome, "job")
+    assert [standing.cpu_taken for standing in after] == [0, 4, 2]
+
+
+def test_a_gang_that_one_node_could_take_waits_for_it_rather_than_be_parted() -> None:
+    nodes = [Standing(node("a", slots=4), cpu_taken=2), Standing(node("b", slots=2))]
+    outcome = place(ask(4), nodes)
+    assert isinstance(outcome, NotNow)
+    assert outcome.blocks
+    assert "4 CPU slots on one node are needed, at most 2 are free" in outcome.reason
+
+
+def test_all_ranks_of_a_wide_gang_find_room_or_none() -> None:
+    nodes = [Standing(node("a", slots=4), cpu_taken=1), Standing(node("b", slots=4))]
+    outcome = place(ask(8), nodes)
+    assert isinstance(outcome, NotNow)
+    assert "8 CPU slots on a, b are needed, at most 7 are free" in outcome.reason
+
+
+def test_ranks_that_share_a_multiplication_are_never_parted() -> None:
+    nodes = [Standing(node("a", slots=3)), Standing(node("b", slots=3))]
+    assert isinstance(place(ask(6, together=2), nodes), Never)
+    outcome = place(ask(4, together=2), nodes)
+    assert isinstance(outcome, Seated)
+    assert [seat.node_id for seat in outcome.ranks] == ["a", "a", "b", "b"]
+
+
+def test_a_copy_of_the_parameters_stays_on_a_node_where_one_has_room_for_it() -> None:
+    nodes = [
+        Standing(node("a", slots=5)),
+        Standing(node("b", slots=6)),
+        Standing(node("c", slots=4)),
+    ]
+    outcome = place(ask(12, close=4), nodes)
+    assert isinstance(outcome, Seated)
+    assert [seat.node_id for seat in outcome.ranks] == ["b"] * 4 + ["a"] * 4 + ["c"] * 4
+    parted = place(ask(8, close=4), [Standing(node("a", slots=6)), Standing(node("b", slots=2))])
+    assert isinstance(parted, Seated)
+    assert [seat.node_id for seat in parted.ranks] == ["a"] * 6 + ["b"] * 2

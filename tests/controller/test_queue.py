@@ -46,7 +46,8 @@ def look(jobs: list[Job], nodes: list[Node], **remaining_s: float) -> dict[str, 
 
 def seated(turn: Turn) -> str:
     assert isinstance(turn.outcome, Seated), turn.outcome
-    return turn.outcome.node.id
+    (where,) = turn.outcome.nodes
+    return where.id
 
 
 def waits(turn: Turn) -> Waits:
@@ -178,3 +179,25 @@ def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
     found = look([large, small], [draining, little])
     assert "draining: big" in waits(found[large.id]).reason
     assert seated(found[small.id]) == "little"
+
+
+def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> None:
+    house = [node("a", slots=4), node("b", slots=4)]
+    runs, wide, small = on(house[0], 2), waiting(8), waiting(1)
+    found = look([runs, wide, small], house)
+    assert waits(found[wide.id]).blocked_by == (runs.id,)
+    assert waits(found[small.id]).blocked_by == (wide.id,)
+    short = look([runs, wide, small], house, _0=60, _2=30)
+    assert seated(short[small.id]) in {"a", "b"}
+    outcome = look([wide, small], house)[wide.id].outcome
+    assert isinstance(outcome, Seated)
+    assert len(outcome.nodes) == 2
+
+
+def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
+    house = [node("a", slots=2), node("b", slots=2)]
+    jobs = [on(house[0], 2), on(house[1], 2)]
+    wide = waiting(4, priority=1)
+    room = look([*jobs, wide], house)[wide.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert {victim.id for victim in room.victims} == {job.id for job in jobs}

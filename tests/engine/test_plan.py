@@ -10,9 +10,10 @@ import torch
 from pydantic import TypeAdapter
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.errors import PlanError, UnsupportedError
-from fsdp_core.plan.apply import apply_plan, resolve_units
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan, matches
+from fsdp_core.plan.resolve import resolve_units
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import BLOCKS, decoder
 from tests.engine.sharded import backward_once, states
@@ -110,7 +111,7 @@ def check_applied(ctx: RankContext) -> None:
     backward_once(ctx, model)
     assert model.embed.weight.dtype == torch.float32
     assert found[0].params[0].compute_dtype == torch.bfloat16
-    with pytest.raises(PlanError, match="for 3 ranks, and the mesh has 2"):
+    with pytest.raises(PlanError, match=r"a mesh of \{'dp_shard': 3\}, and this one has .* 2"):
         apply_plan(decoder(), plan(ranks=3), ctx.mesh)
-    with pytest.raises(UnsupportedError, match="not supported yet"):
+    with pytest.raises(PlanError, match=r"a mesh of \{'dp_replicate': 2, 'dp_shard': 1\}"):
         apply_plan(decoder(), ShardingPlan(MeshPlan(dp_replicate=2)), ctx.mesh)

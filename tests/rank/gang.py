@@ -31,6 +31,7 @@ from services.contract.messages.rank_pipe import (
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
+from services.controller.domain import planner
 from services.worker.rank.seat import take_seat
 
 M = TypeVar("M")
@@ -204,18 +205,18 @@ class Ranks:
         units: tuple[UnitPlan, ...] = (UnitPlan(("blocks.*",)),),
         param_dtype: Precision = "fp32",
     ) -> Attempt:
-        """Launches an attempt of ``world`` ranks."""
+        """Launches an attempt of ``world`` ranks, or of those of the spec's mesh."""
+        sharding = ShardingPlan(
+            MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
+        )
+        if spec.mesh != "auto":
+            sharding = planner.shard(spec)
+            world = sharding.mesh.ranks
         placements = tuple(
             RankPlacement(rank=rank, node_id="here", local_rank=rank, device="cpu")
             for rank in range(world)
         )
-        plan = GangPlan(
-            device_type="cpu",
-            sharding=ShardingPlan(
-                MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
-            ),
-            ranks=placements,
-        )
+        plan = GangPlan(device_type="cpu", sharding=sharding, ranks=placements)
         processes = []
         ours = []
         with socket.create_server(("127.0.0.1", 0)) as listener:

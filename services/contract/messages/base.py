@@ -11,6 +11,13 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Address(Message):
+    """A host and a port that other nodes can reach."""
+
+    host: str
+    port: int = Field(ge=1, le=65_535)
+
+
 class OfAttempt(Message):
     """Speaks of one attempt of a job; ``fence`` is the attempt's number."""
 

@@ -6,7 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId
 from services.contract.manifests import Manifest
-from services.contract.messages.base import OfAttempt
+from services.contract.messages.base import Address, OfAttempt
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 
@@ -15,12 +15,14 @@ class LaunchGang(OfAttempt):
     """Open the attempt in the commit chain, then start this node's ranks of it.
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
+    ``store`` is where rank 0 listens for the others; None for the node of rank 0, which opens it.
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
     spec: JobSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
+    store: Address | None = None
 
 
 class StopGang(OfAttempt):

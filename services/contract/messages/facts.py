@@ -1,12 +1,13 @@
 """What an agent tells the controller: entries of the stream of facts."""
 
+from enum import IntEnum
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.base import Message, OfAttempt
+from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
@@ -64,10 +65,14 @@ class _GangFact(OfAttempt):
 
 
 class GangLaunched(_GangFact):
-    """All ranks of the attempt on this node are spawned: ``pids`` by rank."""
+    """All ranks of the attempt on this node are spawned: ``pids`` by rank.
+
+    ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: dict[int, int]
+    store: Address | None = None
 
 
 class LaunchRefused(_GangFact):
@@ -147,12 +152,26 @@ class Evaluated(_GangFact):
     baselines: dict[str, float] = Field(default_factory=dict)
 
 
+class ExitStanding(IntEnum):
+    """How an exit stands among the others of its gang; the lowest came first."""
+
+    OWN_FAILURE = 0
+    """An exception, an exit code, or a signal that was not ours."""
+    ECHO = 1
+    """An error that says that a peer was lost, or the abort that follows one."""
+    VICTIM = 2
+    """Killed by its agent while it was well."""
+    FINISHED = 3
+    """It had done all its work."""
+
+
 class RankExit(Message):
     """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
 
     ``error`` and ``traceback`` are those of the exception that ended it, where there was one, and
     ``error_types`` the qualified names of its class and of those that it inherits from.
-    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``phase`` and
+    ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
+    compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
     """
 
@@ -161,6 +180,7 @@ class RankExit(Message):
     exit_code: int | None = None
     signal: int | None = None
     order: int = Field(ge=0)
+    standing: ExitStanding = ExitStanding.OWN_FAILURE
     step: int = Field(ge=0)
     phase: str
     finished: bool = False

@@ -2,6 +2,7 @@
 
 from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
+from services.contract.messages.base import Address
 from services.contract.messages.facts import RankExit
 from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason, FailureClass
@@ -38,6 +39,13 @@ class Diagnosis(Record):
     at_ms: int = 0
 
 
+class NodeFindings(Record):
+    """What the agent of a node found when it looked into its ranks."""
+
+    node_id: NodeId
+    findings: Findings
+
+
 class NodeExit(Record):
     """How a rank on a node ended."""
 
@@ -49,11 +57,12 @@ class Attempt(Record):
     """A try. Times in milliseconds of Redis's clock.
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
-    life of that agent no rank of this attempt can be alive. ``lost`` says why a node of it is gone;
-    ``farewell``: because its agent was stopped in an orderly way. ``hang`` is what a node found
-    before it killed ranks that made no progress; ``oom_kills`` counts the kernel's kills for want
-    of memory. ``failed_ms``: when the first rank exited, or a lost node was last heard of, where
-    that is known.
+    life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
+    ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
+    stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
+    progress, ``looks`` what they found when somebody asked last; ``oom_kills`` counts the kernel's
+    kills for want of memory. ``failed_ms``: when the first rank exited, or a lost node was last
+    heard of, where that is known.
     """
 
     fence: int
@@ -63,6 +72,7 @@ class Attempt(Record):
     resumed_from: CheckpointId | None = None
     resumed_step: int = 0
     started_ms: int
+    store: Address | None = None
     launched: tuple[NodeId, ...] = ()
     first_step: int | None = None
     first_step_ms: int | None = None
@@ -71,9 +81,10 @@ class Attempt(Record):
     exits: tuple[NodeExit, ...] = ()
     refusal: str | None = None
     lost: str | None = None
+    lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False
-    hang: Findings | None = None
-    hung_node: NodeId | None = None
+    hang: tuple[NodeFindings, ...] = ()
+    looks: tuple[NodeFindings, ...] = ()
     oom_kills: int = 0
     diagnosis: Diagnosis | None = None
     failed_ms: int | None = None
@@ -85,14 +96,24 @@ class Attempt(Record):
     @property
     def live_nodes(self) -> tuple[NodeId, ...]:
         """The nodes on which ranks of it may live."""
-        if self.ended_ms is not None or self.lost is not None:
+        if self.ended_ms is not None:
             return ()
-        return tuple(node for node in self.incarnations if node not in self.ended_nodes)
+        gone = {*self.ended_nodes, *self.lost_nodes}
+        return tuple(node for node in self.incarnations if node not in gone)
 
     @property
     def is_over(self) -> bool:
         """No rank lives any more (its outcome may still hang on a commit)."""
         return not self.live_nodes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part of it is gone, so that the rest can only be ended."""
+        return (
+            self.lost is not None
+            or self.refusal is not None
+            or any(not (entry.exit.finished or entry.exit.drained) for entry in self.exits)
+        )
 
     def has_trained(self, steps: int) -> bool:
         """Whether all ranks finished all ``steps`` of the job."""

@@ -4,6 +4,7 @@ A fact of an older attempt is void, and so is a repeated one: handlers change no
 """
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
@@ -18,7 +19,7 @@ from services.contract.messages.facts import (
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
 from services.controller.domain import diagnose
-from services.controller.domain.attempt import Attempt, NodeExit
+from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -59,14 +60,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         f"{source.words}",
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
-    launch = LaunchGang(
-        job_id=job.id,
-        fence=fence,
-        spec=job.spec,
-        plan=event.plan,
-        resume_from=attempt.resumed_from,
-    )
-    draft.send(launch, attempt.incarnations)
+    _launch(draft, [event.plan.ranks[0].node_id])
 
 
 def on_delayed(event: PlacementDelayed, draft: Draft) -> None:
@@ -77,12 +71,17 @@ def on_delayed(event: PlacementDelayed, draft: Draft) -> None:
 
 
 def on_launched(fact: GangLaunched, draft: Draft) -> None:
-    """Its ranks live; once they do on all nodes, the attempt is starting."""
+    """Its ranks live; once they do on all nodes, the attempt is starting.
+
+    The node of rank 0 comes first: the others are told where it listens.
+    """
     attempt = draft.job.attempt
     if attempt is None or fact.node_id in attempt.launched or attempt.is_over:
         return
     launched = (*attempt.launched, fact.node_id)
-    draft.change_attempt(launched=launched)
+    draft.change_attempt(launched=launched, store=attempt.store or fact.store)
+    if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
+        _launch(draft, [n for n in attempt.live_nodes if n not in launched])
     if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
         draft.move(JobState.STARTING, f"attempt {attempt.fence}: all ranks are launched")
 
@@ -121,12 +120,12 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
         exits=attempt.exits + exits,
         last_step=max(attempt.last_step, fact.last_step),
-        hang=attempt.hang or fact.hang,
-        hung_node=attempt.hung_node or (fact.node_id if fact.hang is not None else None),
+        hang=attempt.hang + hang,
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
@@ -141,13 +140,15 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None:
         return
-    found = diagnose.of_findings(fact.findings, fact.node_id)
-    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
-    known = attempt.diagnosis
-    if known is not None and found.model_copy(update={"at_ms": known.at_ms}) == known:
+    look = NodeFindings(node_id=fact.node_id, findings=fact.findings)
+    if look in attempt.looks:
         return
-    draft.change_attempt(diagnosis=found)
-    draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
+    looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
+    found = diagnose.of_findings(looks, attempt.world_size)
+    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
+    draft.change_attempt(diagnosis=found, looks=looks)
+    if len(looks) == len(attempt.live_nodes):
+        draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
 
 
 def on_node_lost(event: NodeLost, draft: Draft) -> None:
@@ -161,8 +162,9 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
     # Sent to the lost node too: should it only have been cut off, this is the first it hears.
     _kill(draft, attempt.live_nodes)
     draft.change_attempt(
-        lost=event.reason,
-        farewell=event.farewell,
+        lost=attempt.lost or event.reason,
+        lost_nodes=(*attempt.lost_nodes, event.node_id),
+        farewell=event.farewell if attempt.lost is None else attempt.farewell,
         failed_ms=event.seen_ms if attempt.failed_ms is None else attempt.failed_ms,
         last_step=max(attempt.last_step, event.last_step),
     )
@@ -193,15 +195,12 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
     job, attempt = draft.job, draft.job.attempt
     if attempt is None:
         return
-    if job.state == JobState.PLACING and job.plan is not None:
-        launch = LaunchGang(
-            job_id=job.id,
-            fence=attempt.fence,
-            spec=job.spec,
-            plan=job.plan,
-            resume_from=attempt.resumed_from,
-        )
-        draft.send(launch, [n for n in attempt.live_nodes if n not in attempt.launched])
+    if attempt.has_failed:
+        _kill(draft, attempt.live_nodes)
+    elif job.state == JobState.PLACING and job.plan is not None:
+        head = job.plan.ranks[0].node_id
+        nodes = attempt.live_nodes if attempt.store is not None else (head,)
+        _launch(draft, [n for n in nodes if n not in attempt.launched])
     if job.stop is not None and attempt.live_nodes:
         draft.send(stop_command(job, attempt, draft.now_ms), attempt.live_nodes)
     for sealed in job.checkpoints.values():
@@ -219,7 +218,8 @@ def is_overdue(job: Job, now_ms: int) -> bool:
         for c in job.checkpoints.values()
     )
     grace_ms = int(job.stop.grace_s * 1000) if job.stop is not None else 0
-    awaits_answer = awaits_commit or job.state == JobState.PLACING or job.stop is not None
+    awaits_end = job.stop is not None or (attempt.has_failed and bool(attempt.live_nodes))
+    awaits_answer = awaits_commit or job.state == JobState.PLACING or awaits_end
     return awaits_answer and now_ms - job.commanded_ms > ANSWER_DUE_MS + grace_ms
 
 
@@ -244,6 +244,24 @@ def stop_command(job: Job, attempt: Attempt, now_ms: int) -> StopGang:
         checkpoint=stop.checkpoint,
         grace_s=left,
     )
+
+
+def _launch(draft: Draft, nodes: Sequence[str]) -> None:
+    """Command these nodes to launch their ranks of the newest attempt."""
+    job, attempt = draft.job, draft.job.attempts[-1]
+    if job.plan is None or not nodes:
+        return
+    head = job.plan.ranks[0].node_id
+    for node in nodes:
+        command = LaunchGang(
+            job_id=job.id,
+            fence=attempt.fence,
+            spec=job.spec,
+            plan=job.plan,
+            resume_from=attempt.resumed_from,
+            store=None if node == head else attempt.store,
+        )
+        draft.send(command, [node])
 
 
 def _kill_rest(draft: Draft) -> None:

@@ -1,19 +1,24 @@
-"""Gang placement: all ranks of an attempt on one node, or none.
+"""Gang placement: seats for all ranks of an attempt, or for none.
+
+A gang sits on one node if any is large enough, for nothing is as fast between nodes; else on as few
+as possible. Ranks that share a matrix multiplication (tp) are never parted, and those that share
+one copy of the parameters (dp_shard) only where no node has room for a copy.
 
 Three outcomes: there is room; there is none now, and why; there can never be any, and why.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from services.contract.plans import RankPlacement
-from services.contract.specs import ResourceSpec
+from services.contract.specs import JobSpec
 from services.contract.states import NodeState
 from services.controller.domain.job import Job
 from services.controller.domain.node import Lease, Node
 
 DeviceType = Literal["cpu", "cuda"]
+_WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,69 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class Gang:
+    """What is asked for: ``ranks`` on a kind of device, ``together`` of them always on one node.
+
+    ``close``: so many are on one node wherever they can be; a multiple of ``together``.
+    """
+
+    ranks: int
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    together: int = 1
+    close: int = 1
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> "Gang":
+        """The gang of a job."""
+        wanted, mesh = spec.resources, spec.mesh
+        if mesh == "auto":
+            return cls(wanted.ranks, wanted.device)
+        copy = mesh.dp_shard * mesh.tp if mesh.dp_replicate > 1 else mesh.tp
+        return cls(wanted.ranks, wanted.device, mesh.tp, copy)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Nodes on which a gang can sit: one, or several where no single one is large enough."""
+
+    standings: tuple[Standing, ...]
+
+    @property
+    def name(self) -> str:
+        """Its nodes."""
+        return ", ".join(standing.node.id for standing in self.standings)
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """Who is there."""
+        return tuple(dict.fromkeys(job for s in self.standings for job in s.jobs))
+
+    def capacity(self, device: DeviceType, together: int) -> int:
+        """How many ranks it takes when idle."""
+        return sum(s.capacity(device) // together * together for s in self.standings)
+
+    def free(self, device: DeviceType, together: int) -> int:
+        """How many ranks it takes now."""
+        return sum(s.free(device) // together * together for s in self.standings)
+
+
+@dataclass(frozen=True)
 class Seated:
-    """There is room: one seat a rank."""
+    """There is room: one seat a rank, on ``nodes`` in the order of their ranks."""
 
     device: DeviceType
     ranks: tuple[RankPlacement, ...]
-    node: Node
+    nodes: tuple[Node, ...]
+
+    @property
+    def incarnations(self) -> dict[str, str]:
+        """The lives of the agents that are to launch it, by node."""
+        return {node.id: node.incarnation for node in self.nodes}
 
 
 @dataclass(frozen=True)
 class NotNow:
-    """There is no room now. ``blocks``: idle, a node that is ready would have it."""
+    """There is no room now. ``blocks``: idle, nodes that are ready would have it."""
 
     device: DeviceType
     reason: str
@@ -91,53 +148,84 @@ def stand(
     return tuple(standings[name] for name in sorted(standings))
 
 
-def place(resources: ResourceSpec, standings: Sequence[Standing]) -> Seated | NotNow | Never:
-    """Seats for a gang: on the node that it fills best.
+def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
+    """Seats for a gang: on the node that it fills best, or on as few nodes as possible.
 
-    ``device: auto`` means GPUs where a node has enough of them for the gang, else CPUs; it waits
+    ``device: auto`` means GPUs where there are enough of them for the gang, else CPUs; it waits
     for busy GPUs rather than train on CPUs by surprise.
     """
-    ranks = resources.ranks
     if not standings:
-        device: DeviceType = "cuda" if resources.device == "cuda" else "cpu"
+        device: DeviceType = "cuda" if gang.device == "cuda" else "cpu"
         return NotNow(device, "no node has joined yet", blocks=False)
-    device = _device(resources, standings)
-    largest = max(standing.capacity(device) for standing in standings)
-    if largest < ranks:
-        return Never(_why_never(device, ranks, largest))
-    fitting = [standing for standing in standings if standing.free(device) >= ranks]
+    device = _device(gang, standings)
+    if not rooms(gang, standings, device):
+        return Never(_why_never(gang, device, standings))
+    # A node that is silent may come back in a moment; one that is lost is not waited for.
+    here = [s for s in standings if s.node.state == NodeState.READY]
+    fitting = [r for r in rooms(gang, here, device) if r.free(device, gang.together) >= gang.ranks]
     if not fitting:
-        return _why_not_now(device, ranks, standings)
-    best = min(fitting, key=lambda s: (s.free(device) - ranks, s.node.id))
-    return Seated(device, _seats(best, device, ranks), best.node)
+        return _why_not_now(gang, device, standings)
+    best = min(fitting, key=lambda room: (room.free(device, gang.together), room.name))
+    return _seat(best, gang, device)
+
+
+def rooms(gang: Gang, standings: Sequence[Standing], device: DeviceType) -> tuple[Room, ...]:
+    """Where the gang could sit if nobody else did: each single node, or else all together."""
+    single = tuple(
+        room
+        for room in (Room((standing,)) for standing in standings)
+        if room.capacity(device, gang.together) >= gang.ranks
+    )
+    pool = Room(tuple(standings))
+    return single or ((pool,) if pool.capacity(device, gang.together) >= gang.ranks else ())
 
 
 def occupy(standings: Sequence[Standing], seated: Seated, job_id: str) -> tuple[Standing, ...]:
     """The standings once the gang sits."""
-    return tuple(
-        _take(standing, seated.ranks, job_id) if standing.node.id == seated.node.id else standing
-        for standing in standings
-    )
+    after = []
+    for standing in standings:
+        seats = [seat for seat in seated.ranks if seat.node_id == standing.node.id]
+        after.append(_take(standing, seats, job_id) if seats else standing)
+    return tuple(after)
 
 
-def _device(resources: ResourceSpec, standings: Sequence[Standing]) -> DeviceType:
-    if resources.device != "auto":
-        return resources.device
+def _device(gang: Gang, standings: Sequence[Standing]) -> DeviceType:
+    if gang.device != "auto":
+        return gang.device
     ready = [s for s in standings if s.node.state == NodeState.READY]
-    has_room = any(s.capacity("cuda") >= resources.ranks for s in ready or standings)
-    return "cuda" if has_room else "cpu"
+    return "cuda" if rooms(gang, ready or standings, "cuda") else "cpu"
 
 
-def _seats(standing: Standing, device: DeviceType, ranks: int) -> tuple[RankPlacement, ...]:
+def _seat(room: Room, gang: Gang, device: DeviceType) -> Seated:
+    """Rank after rank on the nodes with most room; whole groups of ``close`` ranks first."""
+    left = gang.ranks
+    shares: dict[str, int] = {}
+    for size in (gang.close, gang.together):
+        for standing in sorted(room.standings, key=lambda s: (-s.free(device), s.node.id)):
+            taken = shares.get(standing.node.id, 0)
+            more = min((standing.free(device) - taken) // size * size, left // size * size)
+            if more:
+                shares[standing.node.id] = taken + more
+                left -= more
+    chosen = [s for name in shares for s in room.standings if s.node.id == name]
+    seats: list[RankPlacement] = []
+    for standing in chosen:
+        seats += _seats(standing, device, len(seats), shares[standing.node.id])
+    return Seated(device, tuple(seats), tuple(standing.node for standing in chosen))
+
+
+def _seats(
+    standing: Standing, device: DeviceType, first: int, count: int
+) -> tuple[RankPlacement, ...]:
     if device == "cuda":
         indices = [a.index for a in standing.node.inventory.accelerators]
         free = [index for index in indices if index not in standing.accelerators_taken]
-        names = [f"cuda:{index}" for index in free[:ranks]]
+        names = [f"cuda:{index}" for index in free[:count]]
     else:
-        names = ["cpu"] * ranks
+        names = ["cpu"] * count
     return tuple(
-        RankPlacement(rank=rank, node_id=standing.node.id, local_rank=rank, device=name)
-        for rank, name in enumerate(names)
+        RankPlacement(rank=first + place, node_id=standing.node.id, local_rank=place, device=name)
+        for place, name in enumerate(names)
     )
 
 
@@ -155,33 +243,38 @@ def _take(standing: Standing, seats: Sequence[RankPlacement], job_id: str) -> St
     )
 
 
-def _why_never(device: DeviceType, ranks: int, largest: int) -> str:
-    if device == "cuda" and largest == 0:
-        return f"{ranks} CUDA ranks are asked for, but no known node has a GPU"
-    word = "GPUs" if device == "cuda" else "CPU slots"
+def _why_never(gang: Gang, device: DeviceType, standings: Sequence[Standing]) -> str:
+    total = Room(tuple(standings)).capacity(device, gang.together)
+    if device == "cuda" and total == 0:
+        return f"{gang.ranks} CUDA ranks are asked for, but no known node has a GPU"
+    parted = f" in groups of {gang.together} on one node" if gang.together > 1 else ""
     return (
-        f"{ranks} ranks need {ranks} {word} on one node, but the largest known node has {largest}"
+        f"{gang.ranks} ranks need {gang.ranks} {_WORDS[device]}{parted}, but all known nodes "
+        f"together have {total}"
     )
 
 
-def _why_not_now(device: DeviceType, ranks: int, standings: Sequence[Standing]) -> NotNow:
-    ready = [s for s in standings if s.is_open]
-    word = "GPUs" if device == "cuda" else "CPU slots"
-    able = [s for s in standings if s.capacity(device) >= ranks]
-    if not any(s.is_open for s in able):
-        return NotNow(device, _why_closed(ranks, able), blocks=False)
-    free = max(s.free(device) for s in ready)
-    busy = ", ".join(sorted({job for s in ready for job in s.jobs})) or "nothing"
+def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) -> NotNow:
+    able = rooms(gang, standings, device)
+    ready = rooms(gang, [s for s in standings if s.is_open], device)
+    if not ready:
+        reason = _why_closed(gang.ranks, [s for room in able for s in room.standings])
+        return NotNow(device, reason, blocks=False)
+    free = max(room.free(device, gang.together) for room in ready)
+    where = "on one node" if len(ready[0].standings) == 1 else f"on {ready[0].name}"
+    busy = ", ".join(sorted({job for room in ready for job in room.jobs})) or "nothing"
     return NotNow(
         device,
-        f"{ranks} {word} on one node are needed, at most {free} are free; running: {busy}",
+        f"{gang.ranks} {_WORDS[device]} {where} are needed, at most {free} are free; "
+        f"running: {busy}",
         blocks=True,
     )
 
 
 def _why_closed(ranks: int, able: Sequence[Standing]) -> str:
-    draining = [s.node.id for s in able if s.node.shown_state == NodeState.DRAINING]
-    absent = [s.node.id for s in able if s.node.id not in draining]
+    closed = [s for s in able if not s.is_open]
+    draining = [s.node.id for s in closed if s.node.shown_state == NodeState.DRAINING]
+    absent = [s.node.id for s in closed if s.node.id not in draining]
     why = [
         f"{words}: {', '.join(names)}"
         for words, names in (("lost or silent", absent), ("draining", draining))

@@ -1,7 +1,7 @@
 """From a spec to a sharding plan, without building the model.
 
-The units of built-in models are known. A user's model is one unit unless the spec's plan names
-others, because only a rank can see how it is built.
+Units and matrices to split are known of built-in models. A user's model is one unit unless the
+spec's plan names others, because only a rank can see how it is built.
 """
 
 import dataclasses
@@ -10,7 +10,13 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from fsdp_core.plan.model import MeshPlan, Precision, ShardingPlan, UnitPlan
+from fsdp_core.plan.model import (
+    MeshPlan,
+    Precision,
+    ShardingPlan,
+    TensorParallelPlan,
+    UnitPlan,
+)
 from services.contract.plans import SHARDING_PLAN, GangPlan
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
@@ -18,9 +24,29 @@ from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.placement import Seated
 
 _BUILT_IN_UNITS: Final = {"decoder": (UnitPlan(modules=("blocks.*",)),)}
+_BUILT_IN_SPLITS: Final = {
+    "decoder": (
+        TensorParallelPlan(
+            modules=(
+                "blocks.*.attention.query",
+                "blocks.*.attention.key",
+                "blocks.*.attention.value",
+                "blocks.*.feed_forward.gate",
+                "blocks.*.feed_forward.up",
+            ),
+            style="colwise",
+        ),
+        TensorParallelPlan(
+            modules=("blocks.*.attention.out", "blocks.*.feed_forward.down"), style="rowwise"
+        ),
+    )
+}
 _PLAN_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(ShardingPlan))
 _MESH_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(MeshPlan))
-_UNIT_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(UnitPlan))
+_LISTS: Final = {
+    "units": frozenset(field.name for field in dataclasses.fields(UnitPlan)),
+    "tensor_parallel": frozenset(field.name for field in dataclasses.fields(TensorParallelPlan)),
+}
 
 
 def shard(spec: JobSpec) -> ShardingPlan:
@@ -30,9 +56,8 @@ def shard(spec: JobSpec) -> ShardingPlan:
         InvalidRequestError: The plan or the mesh cannot be; it names every fault.
     """
     mesh = _mesh(spec)
-    faults = _mesh_faults(mesh)
     asked: dict[str, Any] = {} if spec.plan == "auto" else dict(spec.plan)
-    faults += _unknown_fields(asked)
+    faults = _unknown_fields(asked)
     try:
         plan = _merge(asked, mesh, spec)
     except ValidationError as error:
@@ -46,6 +71,7 @@ def shard(spec: JobSpec) -> ShardingPlan:
                 code="mesh_mismatch",
             )
         )
+    faults += _split_faults(plan)
     if faults:
         raise InvalidRequestError(faults)
     return plan
@@ -64,19 +90,17 @@ def _mesh(spec: JobSpec) -> MeshPlan:
     )
 
 
-def _mesh_faults(mesh: MeshPlan) -> list[Fault]:
-    return [
-        Fault(
-            pointer=f"/mesh/{axis}",
-            detail=f"mesh.{axis} is {size}, but this version {cannot}; use dp_shard alone",
-            code="unsupported_mesh",
-        )
-        for axis, size, cannot in (
-            ("dp_replicate", mesh.dp_replicate, "does not replicate sharded models (HSDP)"),
-            ("tp", mesh.tp, "has no tensor parallelism"),
-        )
-        if size > 1
-    ]
+def _split_faults(plan: ShardingPlan) -> list[Fault]:
+    tp, splits = plan.mesh.tp, plan.tensor_parallel
+    if (tp > 1) == bool(splits):
+        return []
+    detail = (
+        f"mesh.tp is {tp}, but the plan names no modules to split over these ranks: list them, "
+        "such as [{modules: [blocks.*.up], style: colwise}]"
+        if tp > 1
+        else "mesh.tp is 1: there is nothing to split over; leave it out, or give mesh.tp ranks"
+    )
+    return [Fault(pointer="/plan/tensor_parallel", detail=detail, code="tensor_parallel_mismatch")]
 
 
 def _merge(asked: dict[str, Any], mesh: MeshPlan, spec: JobSpec) -> ShardingPlan:
@@ -86,7 +110,10 @@ def _merge(asked: dict[str, Any], mesh: MeshPlan, spec: JobSpec) -> ShardingPlan
     # Parameters are kept in fp32: to gather them in fp32 is not to cast them.
     param: Precision | None = None if precision.params == "fp32" else precision.params
     reduce: Precision | None = None if precision.reduce == precision.params else precision.reduce
-    chosen = ShardingPlan(mesh=mesh, units=units, param_dtype=param, reduce_dtype=reduce)
+    splits = _BUILT_IN_SPLITS.get(spec.model.factory, ()) if mesh.tp > 1 else ()
+    chosen = ShardingPlan(
+        mesh=mesh, units=units, param_dtype=param, reduce_dtype=reduce, tensor_parallel=splits
+    )
     known = {key: value for key, value in asked.items() if key in _PLAN_FIELDS}
     return SHARDING_PLAN.validate_python(dataclasses.asdict(chosen) | known)
 
@@ -96,14 +123,15 @@ def _unknown_fields(asked: dict[str, Any]) -> list[Fault]:
     mesh = asked.get("mesh")
     if isinstance(mesh, dict):
         places += [(f"/plan/mesh/{key}", key in _MESH_FIELDS) for key in mesh]
-    units = asked.get("units")
-    if isinstance(units, Sequence) and not isinstance(units, str):
-        places += [
-            (f"/plan/units/{index}/{key}", key in _UNIT_FIELDS)
-            for index, unit in enumerate(units)
-            if isinstance(unit, dict)
-            for key in unit
-        ]
+    for name, fields in _LISTS.items():
+        entries = asked.get(name)
+        if isinstance(entries, Sequence) and not isinstance(entries, str):
+            places += [
+                (f"/plan/{name}/{index}/{key}", key in fields)
+                for index, entry in enumerate(entries)
+                if isinstance(entry, dict)
+                for key in entry
+            ]
     return [
         Fault(pointer=place, detail="there is no such field in a plan", code="extra_forbidden")
         for place, is_known in places

@@ -9,7 +9,7 @@ sufficient set of them drained.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
@@ -17,12 +17,15 @@ from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.placement import (
     DeviceType,
+    Gang,
     Never,
     NotNow,
+    Room,
     Seated,
     Standing,
     occupy,
     place,
+    rooms,
 )
 
 PREEMPTION_GRACE_S: Final = 60.0
@@ -39,9 +42,9 @@ class Waits:
 
 @dataclass(frozen=True)
 class MakeRoom:
-    """Have ``victims`` drained on ``node_id``: then there is room."""
+    """Have ``victims`` drained: then there is room on ``nodes``."""
 
-    node_id: str
+    nodes: str
     victims: tuple[Job, ...]
     reason: str
 
@@ -56,7 +59,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A job on a node, its seats of one kind of device, and when it is expected to end."""
+    """A job in a room, its seats of one kind of device, and when it is expected to end."""
 
     job: Job
     seats: int
@@ -68,7 +71,7 @@ class _Head:
     """The first that waits for a kind of device, and where and when it is to have room."""
 
     job: Job
-    node_id: str | None
+    room: str | None
     start_ms: int | None
 
 
@@ -114,7 +117,7 @@ class _Hall:
         self._seated: dict[str, Seated] = {}
 
     def turn(self, job: Job) -> Turn:
-        outcome = place(job.spec.resources, self._standings)
+        outcome = place(Gang.of(job.spec), self._standings)
         if isinstance(outcome, Seated):
             head = self._heads.get(outcome.device)
             if head is not None:
@@ -136,115 +139,128 @@ class _Hall:
 
     def _behind(self, job: Job, device: DeviceType, head: _Head) -> Turn:
         harmless = [s for s in self._standings if self._is_harmless(job, s, device, head)]
-        resources = job.spec.resources.model_copy(update={"device": device})
-        outcome = place(resources, harmless) if harmless else None
+        gang = replace(Gang.of(job.spec), device=device)
+        outcome = place(gang, harmless) if harmless else None
         if isinstance(outcome, Seated):
             return self._seat(job, outcome)
         return Turn(job, Waits(f"waiting behind {head.job.id}, which goes first", (head.job.id,)))
 
     def _is_harmless(self, job: Job, standing: Standing, device: DeviceType, head: _Head) -> bool:
         """Whether the head starts no later if ``job`` sits there."""
-        wanted, seats = head.job.spec.resources.ranks, job.spec.resources.ranks
-        capacity = standing.capacity(device)
-        if capacity < wanted:
-            return True
-        holders = self._holders(standing, device)
+        wishes = Gang.of(head.job.spec)
+        return all(
+            self._is_harmless_in(job, room, wishes, device, head)
+            for room in self._rooms(wishes, device)
+            if standing in room.standings
+        )
+
+    def _is_harmless_in(
+        self, job: Job, room: Room, wishes: Gang, device: DeviceType, head: _Head
+    ) -> bool:
+        seats = job.spec.resources.ranks
+        capacity = room.capacity(device, wishes.together)
+        holders = self._holders(room, device)
         if head.start_ms is None:
-            spare = capacity - wanted
+            spare = capacity - wishes.ranks
             return seats <= spare - _largest_sum([h.seats for h in holders], spare)
-        if standing.node.id != head.node_id:
+        if room.name != head.room:
             return True
         remaining = self._remaining_ms.get(job.id)
         if remaining is not None and self._now_ms + remaining <= head.start_ms:
             return True
         staying = sum(h.seats for h in holders if h.end_ms is None or h.end_ms > head.start_ms)
-        return seats <= capacity - staying - wanted
+        return seats <= capacity - staying - wishes.ranks
+
+    def _rooms(self, gang: Gang, device: DeviceType) -> tuple[Room, ...]:
+        return rooms(gang, [s for s in self._standings if s.is_open], device)
 
     def _lead(self, job: Job, outcome: NotNow) -> Turn:
-        device, wanted = outcome.device, job.spec.resources.ranks
-        rooms = [s for s in self._standings if s.is_open and s.capacity(device) >= wanted]
-        leaving = self._leaving(rooms, device, wanted)
+        device, gang = outcome.device, Gang.of(job.spec)
+        able = self._rooms(gang, device)
+        leaving = self._leaving(able, device, gang)
         if leaving is not None:
             return self._wait_for_leaving(job, device, *leaving)
-        chosen = self._victims(job, rooms, device)
+        chosen = self._victims(job, able, device, gang)
         if chosen is not None:
-            node_id, victims = chosen
+            nodes, victims = chosen
             start_ms = self._now_ms + int(PREEMPTION_GRACE_S * 1000)
-            self._heads[device] = _Head(job, node_id, start_ms)
+            self._heads[device] = _Head(job, nodes, start_ms)
             names = ", ".join(v.id for v in victims)
-            reason = f"waiting until {names}, of lower priority, made room on {node_id}"
-            return Turn(job, MakeRoom(node_id, victims, reason))
+            reason = f"waiting until {names}, of lower priority, made room on {nodes}"
+            return Turn(job, MakeRoom(nodes, victims, reason))
         starts = [
-            (at, s.node.id) for s in rooms if (at := self._start(s, device, wanted)) is not None
+            (at, room.name) for room in able if (at := self._start(room, device, gang)) is not None
         ]
         expected = min(starts)[0] if starts else None
         self._heads[device] = _Head(job, min(starts)[1] if starts else None, expected)
-        in_the_way = {h.job.id for s in rooms for h in self._holders(s, device)}
+        in_the_way = {h.job.id for room in able for h in self._holders(room, device)}
         return Turn(job, Waits(outcome.reason, tuple(sorted(in_the_way)), expected))
 
     def _leaving(
-        self, rooms: Sequence[Standing], device: DeviceType, wanted: int
-    ) -> tuple[Standing, tuple[_Holder, ...]] | None:
-        """A node on which there is room once those have ended that are stopping anyway."""
-        for standing in rooms:
-            stopping = tuple(h for h in self._holders(standing, device) if h.job.stop is not None)
-            if stopping and standing.free(device) + sum(h.seats for h in stopping) >= wanted:
-                return standing, stopping
+        self, able: Sequence[Room], device: DeviceType, gang: Gang
+    ) -> tuple[Room, tuple[_Holder, ...]] | None:
+        """Where there are seats once those have ended that are stopping anyway."""
+        for room in able:
+            stopping = tuple(h for h in self._holders(room, device) if h.job.stop is not None)
+            free = room.free(device, gang.together)
+            if stopping and free + sum(h.seats for h in stopping) >= gang.ranks:
+                return room, stopping
         return None
 
     def _wait_for_leaving(
-        self, job: Job, device: DeviceType, standing: Standing, stopping: tuple[_Holder, ...]
+        self, job: Job, device: DeviceType, room: Room, stopping: tuple[_Holder, ...]
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
-        self._heads[device] = _Head(job, standing.node.id, start_ms)
+        self._heads[device] = _Head(job, room.name, start_ms)
         names = tuple(sorted(h.job.id for h in stopping))
-        reason = f"waiting until {', '.join(names)} ended on {standing.node.id}"
+        reason = f"waiting until {', '.join(names)} ended on {room.name}"
         return Turn(job, Waits(reason, names, start_ms))
 
     def _victims(
-        self, job: Job, rooms: Sequence[Standing], device: DeviceType
+        self, job: Job, able: Sequence[Room], device: DeviceType, gang: Gang
     ) -> tuple[str, tuple[Job, ...]] | None:
         """Where the fewest jobs of lower priority have to go, and which."""
         found = []
-        for standing in rooms:
-            holders = self._holders(standing, device)
+        for room in able:
+            holders = self._holders(room, device)
             stopping = sum(h.seats for h in holders if h.job.stop is not None)
-            need = job.spec.resources.ranks - standing.free(device) - stopping
+            need = gang.ranks - room.free(device, gang.together) - stopping
             weaker = [
                 h for h in holders if h.job.spec.priority < job.spec.priority and is_movable(h.job)
             ]
             chosen = smallest_sufficient(weaker, need)
             if chosen:
                 priorities = sorted((h.job.spec.priority for h in chosen), reverse=True)
-                found.append((len(chosen), priorities, standing.node.id, chosen))
+                found.append((len(chosen), priorities, room.name, chosen))
         if not found:
             return None
-        _, _, node_id, chosen = min(found, key=lambda f: f[:3])
-        return node_id, tuple(h.job for h in chosen)
+        _, _, nodes, chosen = min(found, key=lambda f: f[:3])
+        return nodes, tuple(h.job for h in chosen)
 
-    def _start(self, standing: Standing, device: DeviceType, wanted: int) -> int | None:
+    def _start(self, room: Room, device: DeviceType, gang: Gang) -> int | None:
         """When so many seats are expected to be free there; None: nobody can say."""
         ends = sorted(
-            (h.end_ms, h.seats) for h in self._holders(standing, device) if h.end_ms is not None
+            (h.end_ms, h.seats) for h in self._holders(room, device) if h.end_ms is not None
         )
-        free = standing.free(device)
+        free = room.free(device, gang.together)
         for (end_ms, _), freed in zip(ends, accumulate(seats for _, seats in ends), strict=True):
-            if free + freed >= wanted:
+            if free + freed >= gang.ranks:
                 return max(end_ms, self._now_ms)
         return None
 
-    def _holders(self, standing: Standing, device: DeviceType) -> tuple[_Holder, ...]:
+    def _holders(self, room: Room, device: DeviceType) -> tuple[_Holder, ...]:
         return tuple(
             holder
-            for name in standing.jobs
-            if (holder := self._holder(self._jobs[name], standing, device)).seats
+            for name in room.jobs
+            if (holder := self._holder(self._jobs[name], room, device)).seats
         )
 
-    def _holder(self, job: Job, standing: Standing, device: DeviceType) -> _Holder:
+    def _holder(self, job: Job, room: Room, device: DeviceType) -> _Holder:
         seated = self._seated.get(job.id)
         ranks = seated.ranks if seated is not None else job.plan.ranks if job.plan else ()
-        seats = [r for r in ranks if r.node_id == standing.node.id]
+        nodes = {standing.node.id for standing in room.standings}
+        seats = [r for r in ranks if r.node_id in nodes]
         on_device = [r for r in seats if (r.device == "cpu") == (device == "cpu")]
         remaining = self._remaining_ms.get(job.id)
         end_ms = None if remaining is None else self._now_ms + remaining

@@ -24,7 +24,7 @@ def settle(draft: Draft) -> None:
         _end_attempt(draft, ExitReason.KILLED)
         _cancel(draft, ExitReason.KILLED, "killed on request")
         return
-    _abort_open(draft, attempt, sealed_too=attempt.lost is not None)
+    _abort_open(draft, attempt, sealed_too=draft.job.head_node in attempt.lost_nodes)
     pending = _pending_commit(draft.job, attempt)
     if pending is not None:
         reason = f"waiting until the checkpoint of step {pending.step} is committed"
@@ -182,7 +182,8 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         failure=failure,
         last_step=last_step,
         lost_steps=max(last_step - saved, 0),
-        hang=None,
+        hang=(),
+        looks=(),
         diagnosis=attempt.diagnosis
         if diagnosis is None
         else diagnosis.model_copy(update={"at_ms": draft.now_ms}),

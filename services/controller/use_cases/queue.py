@@ -76,7 +76,7 @@ def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
         case Turn(outcome=Waits() as waits):
             reason, blocked_by, start_ms = waits.reason, waits.blocked_by, waits.start_ms
         case Turn(outcome=Seated() as seated):
-            reason = f"there is room on {seated.node.id}: it is placed next"
+            reason = f"there is room on {', '.join(seated.incarnations)}: it is placed next"
         case Turn(outcome=MakeRoom() as room):
             reason, blocked_by = room.reason, tuple(v.id for v in room.victims)
     return QueueEntry(

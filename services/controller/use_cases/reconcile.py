@@ -153,7 +153,7 @@ def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")
-    return GangPlaced(plan, {seated.node.id: seated.node.incarnation})
+    return GangPlaced(plan, seated.incarnations)
 
 
 def _preempted(job: Job, victim: Job) -> MoveAsked:

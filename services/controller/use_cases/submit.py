@@ -10,7 +10,7 @@ from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job, Origin
-from services.controller.domain.placement import Never, NotNow, Seated, place, stand
+from services.controller.domain.placement import Gang, Never, NotNow, Seated, place, stand
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
@@ -85,7 +85,7 @@ async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
     active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place(spec.resources, stand(nodes, active, leases))
+    outcome = place(Gang.of(spec), stand(nodes, active, leases))
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):
@@ -96,4 +96,4 @@ async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
 def _reason(outcome: Seated | NotNow) -> str:
     if isinstance(outcome, NotNow):
         return outcome.reason
-    return f"queued; there is room on {outcome.node.id}"
+    return f"queued; there is room on {', '.join(outcome.incarnations)}"

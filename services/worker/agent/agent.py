@@ -14,6 +14,7 @@ from services.worker.agent.folders import NodeFolder
 from services.worker.agent.inbox import Inbox
 from services.worker.agent.launch import Launcher
 from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
+from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
 from services.worker.agent.processes import sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
@@ -40,11 +41,12 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
     with folder.locked():
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+        network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
             writing_client(settings.redis_url) as writing,
             waiting_client(settings.redis_url) as waiting,
         ):
-            agent = Agent(settings, folder, inventory, writing, waiting)
+            agent = Agent(settings, folder, inventory, network, writing, waiting)
             try:
                 await agent.serve(leftovers, stop)
             except* LeaseTakenError as taken:
@@ -63,6 +65,7 @@ class Agent:
         settings: AgentSettings,
         folder: NodeFolder,
         inventory: Inventory,
+        network: Network,
         writing: Redis,
         waiting: Redis,
     ) -> None:
@@ -74,7 +77,7 @@ class Agent:
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
         self._warm = WarmKeeper(
-            rank_environment(settings.user_path, mark),
+            rank_environment(settings.user_path, mark, network.interface),
             settings.trainer,
             folder,
         )
@@ -82,7 +85,7 @@ class Agent:
             node_id,
             folder,
             Storage(settings.checkpoint_root, node_id),
-            Launcher(node_id, settings.checkpoint_root, self._warm),
+            Launcher(node_id, network.address, settings.checkpoint_root, self._warm),
             self._outbox.tell,
         )
         self._session = Session(

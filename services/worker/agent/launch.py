@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import psutil
 
+from services.contract.messages.base import Address
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import RankPlacement
@@ -19,6 +20,7 @@ from services.worker.agent.warm_keeper import WarmKeeper
 from services.worker.agent.warm_link import ForkRefusedError, WarmGoneError, WarmLink
 
 _LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 4096  # every rank of the gang connects at about the same moment
 
 
 class LaunchError(Exception):
@@ -27,9 +29,10 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Crew:
-    """The live ranks of a gang on this node, by rank."""
+    """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens."""
 
     seats: Mapping[int, RankSeat]
+    store: Address | None
     pids: dict[int, int]
     pipes: Mapping[int, socket.socket]
 
@@ -39,12 +42,14 @@ class Launcher:
 
     Args:
         node_id: This node.
+        address: Where other nodes reach this one.
         storage_root: Where ranks keep checkpoints.
         warm: What forks.
     """
 
-    def __init__(self, node_id: str, storage_root: Path, warm: WarmKeeper) -> None:
+    def __init__(self, node_id: str, address: str, storage_root: Path, warm: WarmKeeper) -> None:
         self._node_id = node_id
+        self._address = address
         self._storage_root = storage_root
         self._warm = warm
 
@@ -62,28 +67,41 @@ class Launcher:
             raise LaunchError(f"no rank can be forked: {error}") from error
         if not folder.open(placements):
             raise LaunchError("an earlier agent of this node had launched the attempt")
-        with socket.create_server((_LOOPBACK, 0)) as listening:
-            port = listening.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            listening = None
+            store = command.store
+            if store is None:
+                listening = stack.enter_context(self._listen(command))
+                host, port = listening.getsockname()[:2]
+                store = Address(host=host, port=port)
             seats = {
-                placement.rank: self._seat(command, placement, folder, port, len(placements))
+                placement.rank: self._seat(command, placement, folder, store, len(placements))
                 for placement in placements
             }
-            return await _fork_all(warm, seats, listening)
+            crew = await _fork_all(warm, seats, listening)
+            return crew if listening is None else replace(crew, store=store)
 
     def _placements_here(self, command: LaunchGang) -> tuple[RankPlacement, ...]:
         here = tuple(p for p in command.plan.ranks if p.node_id == self._node_id)
         if not here:
             raise LaunchError(f"the plan places no rank on node {self._node_id}")
-        if len(here) < command.plan.world_size:
-            raise LaunchError("gangs over several nodes are not supported by this agent")
+        if command.store is None and all(p.rank != 0 for p in here):
+            raise LaunchError(f"node {self._node_id} was not told where rank 0 listens")
         return here
+
+    def _listen(self, command: LaunchGang) -> socket.socket:
+        """The socket of the store, which nobody outside can reach unless ranks are there."""
+        is_alone = {p.node_id for p in command.plan.ranks} == {self._node_id}
+        host = _LOOPBACK if is_alone else self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
 
     def _seat(
         self,
         command: LaunchGang,
         placement: RankPlacement,
         folder: AttemptFolder,
-        port: int,
+        store: Address,
         count: int,
     ) -> RankSeat:
         return RankSeat(
@@ -98,14 +116,14 @@ class Launcher:
             storage_root=str(self._storage_root),
             board_path=str(folder.board(placement.rank)),
             log_folder=str(folder.path),
-            store_host=_LOOPBACK,
-            store_port=port,
+            store_host=store.host,
+            store_port=store.port,
             threads=max(1, (psutil.cpu_count() or 1) // count),
         )
 
 
 async def _fork_all(
-    warm: WarmLink, seats: Mapping[int, RankSeat], listening: socket.socket
+    warm: WarmLink, seats: Mapping[int, RankSeat], listening: socket.socket | None
 ) -> Crew:
     pairs = {rank: socket.socketpair() for rank in seats}
     ours = {rank: pair[0] for rank, pair in pairs.items()}
@@ -129,8 +147,12 @@ async def _fork_all(
         if isinstance(failures[0], WarmGoneError | ForkRefusedError):
             raise LaunchError(str(failures[0])) from failures[0]
         raise failures[0]
-    return Crew(seats=seats, pids=forked, pipes=ours)
+    return Crew(seats=seats, store=None, pids=forked, pipes=ours)
 
 
-def _descriptors(rank: int, pipe: socket.socket, listening: socket.socket) -> tuple[int, ...]:
-    return (pipe.fileno(), listening.fileno()) if rank == 0 else (pipe.fileno(),)
+def _descriptors(
+    rank: int, pipe: socket.socket, listening: socket.socket | None
+) -> tuple[int, ...]:
+    if rank == 0 and listening is not None:
+        return (pipe.fileno(), listening.fileno())
+    return (pipe.fileno(),)

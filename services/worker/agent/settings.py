@@ -13,6 +13,7 @@ from services.contract.ids import NodeId
 from services.worker.agent.processes import NODE_MARK
 
 _OURS: Final = "MESHLOOM_"
+_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CREDENTIAL_NAME: Final = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|(API|ACCESS|ACCOUNT|SSH|SIGNING)_?KEY|^KEY$"
 )
@@ -30,6 +31,7 @@ class AgentSettings(BaseSettings):
     ``home`` holds the node's files (logs of ranks, records of attempts). ``checkpoint_root`` is
     the storage of all jobs' checkpoints, shared by all nodes. ``cpu_slots`` is how many CPU ranks
     the node takes at a time. ``user_path`` (separated like PATH) is where user models are found.
+    ``address`` is where other nodes reach this one; by default the one from which it reaches Redis.
     """
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
@@ -39,6 +41,7 @@ class AgentSettings(BaseSettings):
     home: Path = Path(".meshloom")
     checkpoint_root: Path = Path()
     cpu_slots: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=0)
+    address: str | None = None
     user_path: Annotated[tuple[Path, ...], NoDecode] = (Path(),)
     trainer: str = "services.worker.rank.trainer:train"
 
@@ -70,11 +73,14 @@ def sentinel_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _is_private(name, value)}
 
 
-def rank_environment(user_path: tuple[Path, ...], mark: str) -> dict[str, str]:
+def rank_environment(
+    user_path: tuple[Path, ...], mark: str, interface: str | None
+) -> dict[str, str]:
     """The environment of the warm process and so of all ranks and whatever they start.
 
     Nothing of ours is in it but ``mark``, by which processes of this node are found again, and
-    nothing that looks like a credential: ranks run what a user wrote.
+    nothing that looks like a credential: ranks run what a user wrote. Their collectives use the
+    network ``interface``, unless the environment names another.
     """
     kept = {name: value for name, value in os.environ.items() if not _is_private(name, value)}
     path = [str(entry) for entry in user_path]
@@ -83,7 +89,9 @@ def rank_environment(user_path: tuple[Path, ...], mark: str) -> dict[str, str]:
     # Libraries that start their threads when they are loaded would make the forks unsafe; each
     # rank sets the number that its seat allows.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {**kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
+    # Left alone, gloo takes what the host's name resolves to, which others may not reach.
+    network = {} if interface is None else dict.fromkeys(_INTERFACE_NAMES, interface)
+    return {**network, **kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
 
 
 def _is_private(name: str, value: str) -> bool:

@@ -186,22 +186,18 @@ class Supervisor:
             crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
-            refusal = LaunchRefused(
-                job_id=command.job_id,
-                fence=command.fence,
-                node_id=self._node_id,
-                reason=str(error),
-            )
-            with contextlib.suppress(OSError):
-                folder.close(refusal)
-            self._tell(refusal)
+            self._tell(self._refuse(key, str(error)))
             return
         gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._tell(
             GangLaunched(
-                job_id=command.job_id, fence=command.fence, node_id=self._node_id, pids=crew.pids
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=self._node_id,
+                pids=crew.pids,
+                store=crew.store,
             )
         )
         gang.connect(crew.pipes)
@@ -215,9 +211,16 @@ class Supervisor:
         if gang is not None:
             gang.happen(event)
             return
-        ended = self._ended(key)
-        if ended is not None and isinstance(command, StopGang):
-            self._tell(ended)
+        if isinstance(command, StopGang):
+            # Its launch would have come before: it was stopped too early, and must not come later.
+            self._tell(self._ended(key) or self._refuse(key, "it was stopped before its launch"))
+
+    def _refuse(self, key: GangKey, reason: str) -> LaunchRefused:
+        job_id, fence = key
+        refusal = LaunchRefused(job_id=job_id, fence=fence, node_id=self._node_id, reason=reason)
+        with contextlib.suppress(OSError):
+            self._folder.attempt(*key).close(refusal)
+        return refusal
 
     def _ended(self, key: GangKey) -> GangEnded | LaunchRefused | None:
         return self._unrecorded.get(key) or self._folder.attempt(*key).ended()

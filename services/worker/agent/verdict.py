@@ -7,23 +7,9 @@ break before the kernel tells the parent. So failures are ordered by kind, then 
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 
-from services.contract.messages.facts import RankExit
+from services.contract.messages.facts import ExitStanding, RankExit
 from services.worker.agent.gang import GangState, RankState
-
-
-class Standing(IntEnum):
-    """How an exit stands among the others of its gang; the lowest came first."""
-
-    OWN_FAILURE = 0
-    """An exception, an exit code, or a signal that was not ours."""
-    ECHO = 1
-    """An error that says that a peer was lost, or the abort that follows one."""
-    VICTIM = 2
-    """Killed by us while it was well."""
-    FINISHED = 3
-    """It had done all its work."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +26,13 @@ def exits(state: GangState, boards: Mapping[int, LastSeen]) -> tuple[RankExit, .
     return tuple(_exit(state, rank, boards[rank.rank], order) for order, rank in enumerate(ordered))
 
 
-def standing(rank: RankState) -> Standing:
+def standing(rank: RankState) -> ExitStanding:
     """How the exit of an ended rank stands."""
     if rank.finished is not None:
-        return Standing.FINISHED
+        return ExitStanding.FINISHED
     if rank.failed is None and rank.killed and rank.signal == signal.SIGKILL:
-        return Standing.VICTIM
-    return Standing.ECHO if rank.echoes else Standing.OWN_FAILURE
+        return ExitStanding.VICTIM
+    return ExitStanding.ECHO if rank.echoes else ExitStanding.OWN_FAILURE
 
 
 def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> RankExit:
@@ -57,6 +43,7 @@ def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> Rank
         exit_code=rank.exit_code,
         signal=rank.signal,
         order=order,
+        standing=standing(rank),
         step=max(seen.step, 0),
         phase=seen.phase,
         finished=finished is not None,
@@ -69,9 +56,9 @@ def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> Rank
 
 def _explanation(state: GangState, rank: RankState) -> str | None:
     match standing(rank):
-        case Standing.FINISHED:
+        case ExitStanding.FINISHED:
             return None
-        case Standing.VICTIM:
+        case ExitStanding.VICTIM:
             return f"killed: {state.stopped or 'another rank of the gang failed'}"
         case _ if rank.signal is not None:
             return f"ended by {_signal_name(rank.signal)}"

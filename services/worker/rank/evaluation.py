@@ -28,7 +28,7 @@ def evaluate(run: Run) -> Evaluation | None:
     if not batches:
         return None
     run.watch.enter(RankPhase.EVAL)
-    world, rank = run.gang.world_size, run.gang.rank
+    world, rank = run.gang.data_ranks, run.gang.data_rank
     sums = torch.zeros(2, dtype=torch.float64)
     was_training = run.model.training
     run.model.eval()
@@ -43,4 +43,5 @@ def evaluate(run: Run) -> Evaluation | None:
     # The root stays gathered after a forward pass: nobody needs it whole until the next one.
     cast("FSDPModule", run.model).reshard()
     total, tokens_seen = run.gang.control.all_reduce(sums).wait().tolist()
-    return Evaluation(total / tokens_seen, int(tokens_seen))
+    # The ranks of one tp group have seen the same tokens.
+    return Evaluation(total / tokens_seen, int(tokens_seen) // (run.gang.world_size // world))

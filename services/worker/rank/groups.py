@@ -10,15 +10,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_core.plan.model import MeshPlan
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank.control import CollectiveListener, ControlChannel
 
-SHARD_AXIS: Final = "dp_shard"
 _MEETING_TIME: Final = timedelta(minutes=2)
 
 
 class MeshError(ValueError):
     """The plan's mesh cannot be built over the gang."""
+
+
+def mesh_axes(sizes: MeshPlan) -> dict[str, int]:
+    """The axes of a gang's mesh and their sizes, outermost first.
+
+    Ranks of one tp group are neighbours, so that they share a node; those that replicate are
+    furthest apart. ``dp_shard`` is always there, the others where they have several ranks.
+    """
+    axes = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    return {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}
 
 
 @dataclass(frozen=True)
@@ -28,13 +38,17 @@ class Gang:
     Attributes:
         rank: This one.
         world_size: How many there are.
+        data_rank: Its place among those that train on different data.
+        data_ranks: How many of these there are.
         device: Where this rank computes.
-        mesh: 1D over all ranks, axis ``dp_shard``; the engine's collectives run on it.
+        mesh: Over all ranks, with the axes of ``mesh_axes``; the engine's collectives run on it.
         control: For small CPU tensors beside the engine's collectives.
     """
 
     rank: int
     world_size: int
+    data_rank: int
+    data_ranks: int
     device: torch.device
     mesh: DeviceMesh
     control: ControlChannel
@@ -54,16 +68,15 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
         listener: Told of the collectives on the control channel.
 
     Raises:
-        MeshError: The plan's mesh is not 1D over this gang.
+        MeshError: The plan's mesh has not as many ranks as this gang.
         torch.distributed.DistError: The others did not come within two minutes.
     """
     sizes = seat.plan.sharding.mesh
     world_size = seat.plan.world_size
-    if sizes.dp_shard != world_size or sizes.ranks != world_size:
+    if sizes.ranks != world_size:
         raise MeshError(
             f"plan.mesh: dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} x "
-            f"tp {sizes.tp} over {world_size} ranks: this version shards over all ranks; "
-            f"say dp_shard: {world_size}"
+            f"tp {sizes.tp} is {sizes.ranks} ranks, and the gang has {world_size}"
         )
     device = torch.device(seat.device)
     if device.type == "cuda":
@@ -85,9 +98,11 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
         world_size=world_size,
         device_id=device if device.type == "cuda" else None,
     )
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
+    axes = mesh_axes(sizes)
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = ControlChannel(dist.new_group(backend="gloo"), listener)
-    yield Gang(seat.rank, world_size, device, mesh, control)
+    data_rank = seat.rank // sizes.tp
+    yield Gang(seat.rank, world_size, data_rank, sizes.data_ranks, device, mesh, control)
     _part(control)
 
 

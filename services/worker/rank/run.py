@@ -83,10 +83,10 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         DataMismatchError: The ranks see different data.
     """
     spec = seat.spec
-    if spec.train.global_batch % gang.world_size:
+    if spec.train.global_batch % gang.data_ranks:
         raise BatchError(
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
-            f"{gang.world_size} ranks of this attempt"
+            f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
     make = functools.partial(registry.create, "model", spec.model)
     model = sharded_model(
@@ -111,8 +111,9 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     if gang.rank == 0 and isinstance(data, HasManifest):
         (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
     length = data.batch(1, [0]).shape[1] - 1
-    # From here on the ranks differ: dropout must not drop the same places on all of them.
-    torch.manual_seed(derive(spec.train.seed, "rank", gang.rank))
+    # From here on the ranks differ: dropout must not drop the same places on all of them. Those
+    # of one tp group compute one thing together, so they must agree.
+    torch.manual_seed(derive(spec.train.seed, "rank", gang.data_rank))
     return Run(
         spec=spec,
         gang=gang,
@@ -123,7 +124,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         schedule=schedule,
         data=data,
         micro_batch=micro_batch(
-            spec.train.micro_batch, spec.train.global_batch // gang.world_size, length
+            spec.train.micro_batch, spec.train.global_batch // gang.data_ranks, length
         ),
         tokens_per_step=spec.train.global_batch * length,
         watch=watch,

@@ -61,8 +61,8 @@ def train_step(run: Run, step: int) -> StepFigures:
 
 
 def _own_share(run: Run, step: int) -> Sequence[torch.Tensor]:
-    per_rank = run.spec.train.global_batch // run.gang.world_size
-    first = run.gang.rank * per_rank
+    per_rank = run.spec.train.global_batch // run.gang.data_ranks
+    first = run.gang.data_rank * per_rank
     tokens = run.data.batch(step, range(first, first + per_rank))
     return torch.split(tokens.to(run.gang.device), run.micro_batch)
 

@@ -26,12 +26,10 @@ from services.worker.rank.checkpoint_loading import resume
 from services.worker.rank.checkpoint_writer import CheckpointWriter
 from services.worker.rank.control import CONTROL_GROUP
 from services.worker.rank.evaluation import evaluate
-from services.worker.rank.groups import SHARD_AXIS, joined
+from services.worker.rank.groups import joined, mesh_axes
 from services.worker.rank.run import Run, build
 from services.worker.rank.step import train_step
 from services.worker.rank.training_state import capture
-
-_GROUPS = (SHARD_AXIS, CONTROL_GROUP)
 
 
 class Pipe(Protocol):
@@ -59,7 +57,8 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         Exception: Whatever ends the rank early, the user's own exceptions included.
     """
     torch.set_num_threads(seat.threads)
-    watch = BoardWatch(board, _GROUPS, torch.device(seat.device))
+    groups = (*mesh_axes(seat.plan.sharding.mesh), CONTROL_GROUP)
+    watch = BoardWatch(board, groups, torch.device(seat.device))
     watch.enter(RankPhase.RENDEZVOUS)
     with joined(seat, listen_fd, watch) as gang:
         watch.enter(RankPhase.BUILD)
@@ -74,7 +73,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
             data_digest=run.data.digest,
             resumed_step=resumed,
         )
-        pipe.send(_ready(run))
+        pipe.send(_ready(run, groups))
         narration.ready(run, resumed)
         last, drained = _loop(run, pipe, writer, resumed)
         watch.enter(RankPhase.CHECKPOINT)
@@ -139,10 +138,10 @@ def _report_evaluation(run: Run, pipe: Pipe, step: int) -> None:
     narration.evaluated(step, evaluation.loss, baselines)
 
 
-def _ready(run: Run) -> RankReady:
+def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
     return RankReady(
         units=run.units,
-        groups=_GROUPS,
+        groups=groups,
         parameters=sum(p.numel() for p in run.model.parameters()),
         data_digest=run.data.digest,
     )

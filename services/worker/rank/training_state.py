@@ -60,7 +60,8 @@ class TrainingState:
 
 def capture(run: Run, step: int, loss: float | None) -> TrainingState:
     """The state of ``run`` after ``step`` steps on this rank."""
-    entries = local_shards({**model_state(run.model), **optimizer_state(run.model, run.optimizer)})
+    state = {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
+    entries = local_shards(state, run.gang.mesh)
     tensors = {entry.fqn: entry.tensor.cpu() for entry in entries}
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
     if run.gang.device.type == "cuda":
@@ -70,6 +71,7 @@ def capture(run: Run, step: int, loss: float | None) -> TrainingState:
         "step": step,
         "rank": run.gang.rank,
         "world_size": run.gang.world_size,
+        "mesh": _axes(run),
         "data_digest": run.data.digest,
         "boxes": {
             entry.fqn: {
@@ -104,12 +106,17 @@ def restore(run: Run, readers: Iterable[ShardReader]) -> None:
     load_optimizer_state(run.model, run.optimizer, shards)
     step = abouts[0][1]["step"]
     for reader, about in abouts:
-        if (about["rank"], about["world_size"]) == (run.gang.rank, run.gang.world_size):
+        if (about["rank"], about["mesh"]) == (run.gang.rank, _axes(run)):
             _restore_random(run, reader, about)
             return
-    # At another world size no saved rank is this one. A seed of its own is as good as any, and
-    # the same whenever the same checkpoint is resumed at this size.
-    torch.manual_seed(derive(run.spec.train.seed, "rank", run.gang.rank, "resumed at", step))
+    # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
+    # whenever the same checkpoint is resumed on this mesh.
+    torch.manual_seed(derive(run.spec.train.seed, "rank", run.gang.data_rank, "resumed at", step))
+
+
+def _axes(run: Run) -> dict[str, int]:
+    mesh = run.gang.mesh
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _about(reader: ShardReader) -> dict[str, Any]:

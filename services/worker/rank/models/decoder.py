@@ -16,7 +16,7 @@ BYTES = 256
 _HIDDEN_MULTIPLE = 32
 
 
-class Projection(nn.Module):
+class Projection(nn.Linear):
     """A linear map without bias, ``[..., inputs]`` to ``[..., outputs]``.
 
     Args:
@@ -26,35 +26,12 @@ class Projection(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
-        super().__init__()
         self.std = std
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.reset_parameters()
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         """Draws the weight anew."""
         nn.init.normal_(self.weight, std=self.std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps the last dim."""
-        return functional.linear(x, self.weight)
-
-
-class Embedding(nn.Module):
-    """A table of vectors: int64 ``[B, T]`` to ``[B, T, D]``."""
-
-    def __init__(self, vocab: int, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the table anew, with the unit variance that the first norm would give it."""
-        nn.init.normal_(self.weight)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Looks every token up."""
-        return functional.embedding(tokens, self.weight)
 
 
 class Rotary(nn.Module):
@@ -88,25 +65,42 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over ``[B, T, D]``."""
+    """Causal self-attention over ``[B, T, D]``.
+
+    Under tensor parallelism each rank has the projections of some heads and computes only these.
+    """
 
     def __init__(self, dim: int, heads: int, *, rope_base: float, out_std: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = Projection(dim, 3 * dim, std=dim**-0.5)
-        self.rotary = Rotary(dim // heads, rope_base)
+        self.head_dim = dim // heads
+        self.query = Projection(dim, dim, std=dim**-0.5)
+        self.key = Projection(dim, dim, std=dim**-0.5)
+        self.value = Projection(dim, dim, std=dim**-0.5)
+        self.rotary = Rotary(self.head_dim, rope_base)
         self.out = Projection(dim, dim, std=out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Mixes every token with those before it."""
-        batch, length, dim = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (self._heads(project(x)) for project in self._projections)
         mixed = functional.scaled_dot_product_attention(
             self.rotary(query), self.rotary(key), value, is_causal=True
         )
-        joined: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        joined: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return joined
+
+    @property
+    def _projections(self) -> tuple[Projection, Projection, Projection]:
+        return self.query, self.key, self.value
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """``[B, T, D]`` of this rank's heads as ``[B, H, T, D / H]``."""
+        if projected.shape[-1] % self.head_dim:
+            raise ValueError(
+                f"decoder: tp leaves each rank a width of {projected.shape[-1]}, which is no whole "
+                f"number of heads of {self.head_dim}; choose a tp that divides heads"
+            )
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -114,13 +108,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, out_std: float) -> None:
         super().__init__()
-        self.gate_up = Projection(dim, 2 * hidden, std=dim**-0.5)
+        self.gate = Projection(dim, hidden, std=dim**-0.5)
+        self.up = Projection(dim, hidden, std=dim**-0.5)
         self.down = Projection(hidden, dim, std=out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transforms each token by itself."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        transformed: torch.Tensor = self.down(functional.silu(gate) * up)
+        transformed: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return transformed
 
 
@@ -182,7 +176,7 @@ class Decoder(nn.Module):
             hidden = -(-8 * dim // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
         # Each block adds two terms to the stream: its variance stays that of the embedding.
         scale = (2 * layers) ** -0.5
-        self.embedding = Embedding(vocab, dim)
+        self.embedding = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(
             Block(dim, heads, hidden, rope_base=rope_base, residual_scale=scale)
             for _ in range(layers)

@@ -1,0 +1,166 @@
+"""A gang on several nodes starts, stops and fails as one."""
+
+from services.contract.messages.base import Address
+from services.contract.messages.commands import LaunchGang, StopGang
+from services.contract.messages.facts import (
+    ExitStanding,
+    GangEnded,
+    GangLaunched,
+    LaunchRefused,
+    RankExit,
+)
+from services.contract.plans import GangPlan, RankPlacement
+from services.contract.states import ExitReason, JobState
+from services.contract.views import StopRequest
+from services.controller.domain import planner
+from services.controller.domain.decide import decide
+from services.controller.domain.effects import Decision, Send
+from services.controller.domain.events import (
+    AnswerOverdue,
+    GangPlaced,
+    JobEvent,
+    NodeLost,
+    PauseAsked,
+)
+from services.controller.domain.gang import ANSWER_DUE_MS, is_overdue
+from services.controller.domain.job import Job
+from tests.controller.histories import NOW, new_job, play
+
+HEAD, OTHER = "loom-1", "loom-2"
+STORE = Address(host="10.0.0.1", port=4711)
+
+
+def placed_on_two(job: Job) -> GangPlaced:
+    """Ranks 0 and 1 on the head node, 2 and 3 on the other one."""
+    seats = tuple(
+        RankPlacement(
+            rank=rank, node_id=HEAD if rank < 2 else OTHER, local_rank=rank % 2, device="cpu"
+        )
+        for rank in range(4)
+    )
+    plan = GangPlan(device_type="cpu", sharding=planner.shard(job.spec), ranks=seats)
+    return GangPlaced(plan, {HEAD: "life-1", OTHER: "life-1"})
+
+
+def launched(job: Job, node: str) -> GangLaunched:
+    ranks = (0, 1) if node == HEAD else (2, 3)
+    return GangLaunched(
+        job_id=job.id,
+        fence=1,
+        node_id=node,
+        pids={rank: 100 + rank for rank in ranks},
+        store=STORE if node == HEAD else None,
+    )
+
+
+def ended(job: Job, node: str, **how: object) -> GangEnded:
+    exits = tuple(
+        RankExit.model_validate(
+            {"rank": rank, "pid": 100 + rank, "order": order, "step": 5, "phase": "FORWARD"} | how
+        )
+        for order, rank in enumerate((0, 1) if node == HEAD else (2, 3))
+    )
+    return GangEnded(job_id=job.id, fence=1, node_id=node, exits=exits, last_step=5)
+
+
+def wide_job() -> Job:
+    return new_job(resources={"ranks": 4})
+
+
+def starting() -> Job:
+    job = wide_job()
+    return play(job, [placed_on_two(job), launched(job, HEAD), launched(job, OTHER)]).job
+
+
+def sent(decision: Decision, kind: type[LaunchGang | StopGang]) -> list[Send]:
+    return [send for send in decision.sends if isinstance(send.command, kind)]
+
+
+def test_the_node_of_rank_0_launches_first_and_the_others_are_told_where_it_listens() -> None:
+    job = wide_job()
+    first = decide(job, placed_on_two(job), NOW)
+    assert [send.node_id for send in first.sends] == [HEAD]
+    second = decide(first.job, launched(job, HEAD), NOW)
+    (told,) = sent(second, LaunchGang)
+    assert told.node_id == OTHER
+    assert isinstance(told.command, LaunchGang)
+    assert told.command.store == STORE
+    assert second.job.state is JobState.PLACING
+    third = decide(second.job, launched(job, OTHER), NOW)
+    assert third.job.state is JobState.STARTING
+
+
+def test_the_head_node_is_told_once_however_often_it_answers() -> None:
+    job = wide_job()
+    events: list[JobEvent] = [placed_on_two(job), launched(job, HEAD), launched(job, HEAD)]
+    assert [send.node_id for send in play(job, events).sends] == [HEAD, OTHER]
+
+
+def test_an_overdue_launch_is_repeated_only_where_it_can_be_carried_out() -> None:
+    job = wide_job()
+    alone = play(job, [placed_on_two(job), AnswerOverdue()])
+    assert [send.node_id for send in alone.sends] == [HEAD, HEAD]
+    late = decide(play(job, [placed_on_two(job), launched(job, HEAD)]).job, AnswerOverdue(), NOW)
+    (again,) = late.sends
+    assert again.node_id == OTHER
+    assert isinstance(again.command, LaunchGang)
+    assert again.command.store == STORE
+
+
+def test_a_stop_before_the_others_were_launched_launches_them_no_more() -> None:
+    job = wide_job()
+    pause = PauseAsked(StopRequest(checkpoint="none"))
+    decision = play(job, [placed_on_two(job), pause, launched(job, HEAD)])
+    assert [send.node_id for send in sent(decision, LaunchGang)] == [HEAD]
+    refused = LaunchRefused(
+        job_id=job.id, fence=1, node_id=OTHER, reason="it was stopped before its launch"
+    )
+    over = play(decision.job, [refused, ended(job, HEAD, signal=9, standing=ExitStanding.VICTIM)])
+    assert over.job.state is JobState.PAUSED
+
+
+def test_a_refusal_of_one_node_ends_the_others_and_the_attempt() -> None:
+    job = play(wide_job(), []).job
+    begun = play(job, [placed_on_two(job), launched(job, HEAD)]).job
+    refused = LaunchRefused(job_id=job.id, fence=1, node_id=OTHER, reason="no room")
+    decision = decide(begun, refused, NOW)
+    assert [send.node_id for send in sent(decision, StopGang)] == [HEAD]
+    assert decision.job.attempt is not None
+    assert not decision.job.attempt.is_over
+    over = decide(decision.job, ended(job, HEAD, signal=9, standing=ExitStanding.VICTIM), NOW).job
+    assert over.state is JobState.RESTARTING
+    assert over.attempts[0].exit_reason is ExitReason.LAUNCH_FAILED
+
+
+def test_a_lost_node_ends_the_others_and_their_seats_are_taken_until_they_are_gone() -> None:
+    job = starting()
+    lost = decide(job, NodeLost(OTHER, "loom-2 is lost"), NOW)
+    assert {send.node_id for send in sent(lost, StopGang)} == {HEAD, OTHER}
+    assert lost.job.attempt is not None
+    assert lost.job.attempt.live_nodes == (HEAD,)
+    assert lost.job.state is JobState.STARTING
+    over = decide(lost.job, ended(job, HEAD, signal=9, standing=ExitStanding.VICTIM), NOW).job
+    assert over.state is JobState.RESTARTING
+    assert over.attempts[0].exit_reason is ExitReason.NODE_LOST
+    assert over.attempts[0].failure is not None
+    assert over.attempts[0].failure.error == "loom-2 is lost"
+
+
+def test_a_kill_that_nobody_answered_is_repeated() -> None:
+    job = decide(starting(), NodeLost(OTHER, "loom-2 is lost"), NOW).job
+    assert not is_overdue(job, NOW + ANSWER_DUE_MS)
+    assert is_overdue(job, NOW + ANSWER_DUE_MS + 1)
+    again = decide(job, AnswerOverdue(), NOW)
+    assert [send.node_id for send in sent(again, StopGang)] == [HEAD]
+
+
+def test_the_rank_that_failed_by_itself_is_named_whichever_node_reports_first() -> None:
+    job = starting()
+    echo = ended(
+        job, HEAD, exit_code=1, standing=ExitStanding.ECHO, error="Connection closed by peer"
+    )
+    own = ended(job, OTHER, exit_code=7, standing=ExitStanding.OWN_FAILURE)
+    for events in ([echo, own], [own, echo]):
+        failure = play(job, events).job.attempts[0].failure
+        assert failure is not None
+        assert (failure.rank, failure.exit_code) == (2, 7)
