@@ -1,17 +1,18 @@
 """The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 
 from services.cli import tables
+from services.cli.access import audit, tokens
 from services.cli.client import Client
+from services.cli.connect import PATIENCE_S as _PATIENCE_S
+from services.cli.connect import connect as _connect
+from services.cli.connect import console
 from services.cli.diagnosing import looked_into
 from services.cli.doctor import examine
 from services.cli.errors import CliError
@@ -27,7 +28,6 @@ from services.contract.views import JobView, ResumeRequest, StopRequest
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
 _JOBS_LOOKED_AT: Final = 200
-_PATIENCE_S: Final = 1.0
 _WATCHING_PATIENCE_S: Final = 120.0
 
 _LIVE_STATES: Final = frozenset(
@@ -49,7 +49,8 @@ app = typer.Typer(
     epilog="The controller is found by MESHLOOM_URL (else 127.0.0.1 and MESHLOOM_PORT, 8400); "
     "MESHLOOM_TOKEN is sent where it is set. JOB is a job's id, or 'last' for the newest.",
 )
-console = Console(highlight=False)
+app.add_typer(tokens, name="tokens")
+app.command()(audit)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
@@ -60,13 +61,6 @@ Keep = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are killed.", min=0)]
-
-
-@contextmanager
-def _connect(patience_s: float = _PATIENCE_S) -> Iterator[Client]:
-    settings = CliSettings()
-    with Client(settings.base_url, settings.token, patience_s=patience_s) as client:
-        yield client
 
 
 @app.command()

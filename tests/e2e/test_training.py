@@ -1,5 +1,6 @@
 """From REST to a trained, checkpointed and resumed model, and through what may go wrong."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
 from services.contract.states import CheckpointState, ExitReason, FailureClass, JobState
 from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.controller.adapters.redis import redis_ports
+from tests.controller.replays import replay_all
 from tests.e2e.conftest import LONG, Stack
 from tests.waiting import until
 
@@ -183,3 +186,13 @@ def _in_state(stack: Stack, job_id: str, state: JobState) -> JobView | None:
 def _with_reason(stack: Stack, job_id: str) -> JobView | None:
     job = stack.job(job_id)
     return job if job.reason and "slot" in job.reason else None
+
+
+def test_the_history_of_every_run_so_far_makes_its_record_again(stack: Stack) -> None:
+    url = stack.part("services.controller").environ()["MESHLOOM_REDIS_URL"]
+
+    async def replay() -> int:
+        async with redis_ports(url) as ports:
+            return len(await replay_all(ports))
+
+    assert asyncio.run(replay()) >= 1

@@ -211,7 +211,9 @@ def test_a_plan_that_names_no_module_is_refused(ranks: Ranks, spec: Spec) -> Non
 def test_a_batch_that_the_ranks_cannot_share_is_refused(ranks: Ranks, spec: Spec) -> None:
     attempt = ranks.start(spec(train={"global_batch": 5}))
     assert attempt.ended() == [1, 1]
-    assert "5 does not divide by the 2 ranks" in attempt.of_kind(0, RankFailed)[0].error
+    assert (
+        "5 does not divide by the 2 data-parallel ranks" in attempt.of_kind(0, RankFailed)[0].error
+    )
 
 
 def test_half_precision_trains_with_whole_precision_sums(ranks: Ranks, spec: Spec) -> None:

@@ -73,6 +73,9 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointRetired: commits.on_retired,
 }
 
+EVENTS: Final = tuple(_HANDLERS)
+"""All kinds of events."""
+
 # What storage holds is true whichever attempt put it there.
 _TRUE_AT_ANY_FENCE: Final = (CheckpointLinked, CheckpointLost, CheckpointRetired)
 

@@ -47,7 +47,13 @@ class Entry:
     @property
     def time_ms(self) -> int:
         """When it was appended, by the store's clock."""
-        return int(self.id.partition("-")[0])
+        return self.place[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands: later entries have greater places."""
+        time_ms, _, number = self.id.partition("-")
+        return int(time_ms), int(number or 0)
 
 
 class FactQueue(Protocol):
@@ -71,9 +77,10 @@ class FactQueue(Protocol):
 
 
 class Log(StrEnum):
-    """The two logs that a job has."""
+    """The logs that a job has."""
 
     EVENTS = "events"
+    HISTORY = "history"
     OUTPUT = "logs"
 
 

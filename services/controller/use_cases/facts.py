@@ -26,12 +26,13 @@ from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
+from services.controller.domain.history import Occurrence
 from services.controller.domain.node import Node
 from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import let_go_of_origin, release_origin
 from services.controller.use_cases.telling import last_told
 

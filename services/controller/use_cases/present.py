@@ -82,7 +82,7 @@ def failure_view(failure: Failure | None) -> FailureView | None:
 
 def attempt_views(job: Job) -> tuple[AttemptView, ...]:
     """A job's attempts, oldest first."""
-    following = [*job.attempts[1:], None]
+    following = (*job.attempts, None)[1:]
     return tuple(_attempt_view(a, b) for a, b in zip(job.attempts, following, strict=True))
 
 

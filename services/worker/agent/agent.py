@@ -43,8 +43,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
-            writing_client(settings.redis_url) as writing,
-            waiting_client(settings.redis_url) as waiting,
+            writing_client(settings.redis_address) as writing,
+            waiting_client(settings.redis_address) as waiting,
         ):
             agent = Agent(settings, folder, inventory, network, writing, waiting)
             try:
@@ -77,7 +77,7 @@ class Agent:
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
         self._warm = WarmKeeper(
-            rank_environment(settings.user_path, mark, network.interface),
+            rank_environment(settings, mark, network.interface),
             settings.trainer,
             folder,
         )
@@ -85,7 +85,13 @@ class Agent:
             node_id,
             folder,
             Storage(settings.checkpoint_root, node_id),
-            Launcher(node_id, network.address, settings.checkpoint_root, self._warm),
+            Launcher(
+                node_id,
+                network.address,
+                settings.checkpoint_root,
+                self._warm,
+                settings.admission,
+            ),
             self._outbox.tell,
         )
         self._session = Session(

@@ -31,6 +31,7 @@ from services.worker.agent.gang import (
     Ticked,
     decide,
 )
+from services.worker.agent.mask import Mask
 from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import is_dying, kill_group, sweep_sessions
 from services.worker.agent.rank_link import RankLink
@@ -77,6 +78,7 @@ class GangRuntime:
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
             hang_timeout_s=None if asked == "auto" else asked,
         )
+        self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(seats, pids, node_id, folder)
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
@@ -102,7 +104,7 @@ class GangRuntime:
     def connect(self, pipes: Mapping[int, socket.socket]) -> None:
         """Hear the ranks on these ends of their pipes, owned from now on."""
         for rank, channel in pipes.items():
-            self._links[rank] = RankLink(channel, self._hearing(rank))
+            self._links[rank] = RankLink(channel, self._hearing(rank), self._mask)
         for link in self._links.values():
             link.listen()
 

@@ -21,6 +21,7 @@ from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.hang import Mark
 from services.worker.agent.log_tail import LogTail
+from services.worker.agent.mask import Mask
 from services.worker.agent.processes import process_state
 from services.worker.agent.stacks import Stacks
 from services.worker.agent.verdict import LastSeen
@@ -67,8 +68,8 @@ class GangTelemetry:
         self._folder = folder
         self._readers: dict[int, BoardReader] = {}
         self._tails = {
-            (rank, stream): LogTail(folder.log(rank, stream))
-            for rank in seats
+            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
+            for rank, seat in seats.items()
             for stream in _STREAMS
         }
         self._seen: dict[int, BoardSnapshot] = {}

@@ -4,6 +4,7 @@ from services.contract.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
+from services.controller.domain.history import HistoryEntry, creation
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import (
     Actor,
@@ -33,7 +34,7 @@ class MemoryJobs:
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
             self._server.claims[claim.key] = (claim, stored)
-        self._log(decision.job, event_records(decision, actor))
+        self._log(decision.job, event_records(decision, actor), (creation(decision.job),))
         await self._server.wake()
         return stored
 
@@ -61,7 +62,7 @@ class MemoryJobs:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
         stored = Stored(job, known.version + 1)
         self._server.jobs[job.id] = stored
-        self._log(job, change.events)
+        self._log(job, change.events, change.history)
         self._server.deliver(change.decision.sends)
         await self._server.wake()
         return stored
@@ -108,7 +109,10 @@ class MemoryJobs:
             totals[stored.job.state] += 1
         return totals
 
-    def _log(self, job: Job, events: tuple[EventRecord, ...]) -> None:
-        for event in events:
-            entry = self._server.entry(event.model_dump_json())
-            self._server.logs[job.id, Log.EVENTS].append(entry)
+    def _log(
+        self, job: Job, events: tuple[EventRecord, ...], history: tuple[HistoryEntry, ...]
+    ) -> None:
+        for log, records in ((Log.EVENTS, events), (Log.HISTORY, history)):
+            self._server.logs[job.id, log] += [
+                self._server.entry(record.model_dump_json()) for record in records
+            ]

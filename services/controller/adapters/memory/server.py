@@ -10,6 +10,8 @@ from services.contract.messages.telemetry import RankSample, RankStacks, StepRec
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.rate import Bucket
+from services.controller.domain.token import Token
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
 
@@ -31,6 +33,9 @@ class MemoryServer:
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     facts: list[Entry] = field(default_factory=list)
     delivered: dict[str, Entry] = field(default_factory=dict)
+    tokens: dict[str, Token] = field(default_factory=dict)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    audit: list[Entry] = field(default_factory=list)
     leader: str | None = None
     epoch: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)

@@ -231,7 +231,12 @@ def _order(entry_id: str) -> tuple[int, int]:
 
 
 def _log_key(job_id: str, log: Log) -> str:
-    return keys.job_events(job_id) if log == Log.EVENTS else keys.job_logs(job_id)
+    builders = {
+        Log.EVENTS: keys.job_events,
+        Log.HISTORY: keys.job_history,
+        Log.OUTPUT: keys.job_logs,
+    }
+    return builders[log](job_id)
 
 
 def _step(entry: Entry) -> StepRecord:

@@ -187,7 +187,7 @@ export interface UnitPlan {
 
 export interface TensorParallelPlan {
   modules: string[];
-  style: "colwise" | "colwise_gather" | "rowwise";
+  style: "colwise" | "rowwise" | "colwise_gather";
 }
 
 export interface ShardingPlan {
