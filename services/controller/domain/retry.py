@@ -18,7 +18,11 @@ from services.controller.domain.diagnose import NON_FINITE_LOSS
 from services.controller.domain.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
-"""The wait before each restart of a run; the last one for all that follow."""
+"""The wait after so many attempts in a row, but one, that saved nothing; the last for all more.
+
+A job that commits checkpoints between its failures is not to wait longer and longer: what a growing
+wait protects from is a fault that comes back at once.
+"""
 
 _NOTHING_LEFT: Final = (
     "{what}, and no other committed checkpoint is left to go on from: restore its files and "
@@ -104,7 +108,7 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
     if job.restarts >= budget:
         spent = f"all {budget} restarts are used up" if budget else "faults.max_restarts is 0"
         return GiveUp(ExitReason.RESTARTS_EXHAUSTED if budget else why, f"{what}; {spent}")
-    return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
+    return Restart(BACKOFF_MS[min(max(_in_vain(job) - 1, 0), len(BACKOFF_MS) - 1)])
 
 
 def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
@@ -161,6 +165,18 @@ def _hang(attempt: Attempt) -> Failure:
         step=blamed[0].step if blamed else attempt.last_step,
         error=diagnosis.summary,
     )
+
+
+def _in_vain(job: Job) -> int:
+    """How many attempts of this run, the newest ones in a row, saved no step."""
+    following = job.resume_point.step
+    count = 0
+    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+        if following > attempt.resumed_step:
+            break
+        count += 1
+        following = attempt.resumed_step
+    return count
 
 
 def _failure(entry: NodeExit) -> Failure:
