@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.messages.facts import ExitStanding
-from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason
 from services.controller.domain import diagnose
 from services.controller.domain.attempt import Attempt, Failure, NodeExit
@@ -21,6 +20,10 @@ from services.controller.domain.job import Job
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
 """The wait before each restart of a run; the last one for all that follow."""
 
+_NOTHING_LEFT: Final = (
+    "{what}, and no other committed checkpoint is left to go on from: restore its files and "
+    "verify it, or delete the corrupt ones to begin anew"
+)
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
@@ -59,8 +62,9 @@ def first_failure(attempt: Attempt) -> Failure | None:
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
         key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
-    if attempt.hang is not None:
-        return _hang(attempt, attempt.hang)
+    # Ranks that wait for a node that is lost hang, too.
+    if attempt.hang and attempt.lost is None:
+        return _hang(attempt)
     if attempt.refusal is not None:
         return Failure(error=attempt.refusal)
     is_own = bool(failed) and failed[0].exit.standing == ExitStanding.OWN_FAILURE
@@ -75,7 +79,7 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
         return ExitReason.NODE_LOST
     if attempt.refusal is not None:
         return ExitReason.LAUNCH_FAILED
-    if attempt.hang is not None:
+    if attempt.hang:
         return ExitReason.HANG
     if failure is None:
         return ExitReason.CHECKPOINT_FAILED
@@ -86,6 +90,8 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
     """Whether ``job`` is tried again after ``attempt``, its newest, has failed so."""
+    if job.has_lost_its_checkpoints or attempt.corrupt_source is not None:
+        return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
     why = cause(attempt, failure)
@@ -96,9 +102,8 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
             return GiveUp(why, f"{what}{hopeless}")
     budget = job.spec.faults.max_restarts
     if job.restarts >= budget:
-        if budget == 0:
-            return GiveUp(why, f"{what}; faults.max_restarts is 0")
-        return GiveUp(ExitReason.RESTARTS_EXHAUSTED, f"{what}; all {budget} restarts are used up")
+        spent = f"all {budget} restarts are used up" if budget else "faults.max_restarts is 0"
+        return GiveUp(ExitReason.RESTARTS_EXHAUSTED if budget else why, f"{what}; {spent}")
     return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
 
 
@@ -134,17 +139,26 @@ def describe(failure: Failure | None) -> str:
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
 
 
-def _hang(attempt: Attempt, found: Findings) -> Failure:
-    """A hang is no rank's exit: the agent killed them all. Which one is to blame is worked out."""
-    diagnosis = diagnose.of_findings(found, attempt.hung_node)
-    standing = {finding.rank: finding for finding in found.ranks}
-    # Where all are to blame, any one tells where they stood.
-    one = standing.get(-1 if diagnosis.rank is None else diagnosis.rank)
+def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
+    if job.latest_checkpoint is not None:
+        # Each such attempt strikes one checkpoint out: this ends by itself.
+        return Restart(0, counts=False)
+    what = "every checkpoint is corrupt"
+    if attempt.corrupt_source is not None:
+        what = f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source})"
+    return GiveUp(ExitReason.CHECKPOINT_FAILED, _NOTHING_LEFT.format(what=what))
+
+
+def _hang(attempt: Attempt) -> Failure:
+    """A hang is no rank's exit: agents killed them all. Which one is to blame is worked out."""
+    diagnosis = diagnose.of_findings(attempt.hang, attempt.world_size)
+    blamed = [r for part in attempt.hang for r in part.findings.ranks if r.rank == diagnosis.rank]
+    # Where no single one is to blame, the attempt itself tells where it stood.
     return Failure(
         rank=diagnosis.rank,
-        node_id=attempt.hung_node,
-        phase=None if one is None else one.phase,
-        step=attempt.last_step if one is None else one.step,
+        node_id=diagnosis.node_id,
+        phase=blamed[0].phase if blamed else None,
+        step=blamed[0].step if blamed else attempt.last_step,
         error=diagnosis.summary,
     )
 

@@ -96,6 +96,11 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
                 ]
             )
         draft.change(base_checkpoint=event.from_checkpoint, base_fence=job.fence)
+    if draft.job.has_lost_its_checkpoints:
+        raise StateConflictError(
+            "every checkpoint to go on from is corrupt: restore the files and verify one, name "
+            "another, or delete the corrupt ones to begin anew"
+        )
     draft.move(
         JobState.QUEUED,
         f"resumed on request, {draft.job.resume_point.words}",
@@ -136,6 +141,7 @@ def on_diagnosis(_event: DiagnosisAsked, draft: Draft) -> None:
             f"the job is {job.state} and no rank of it lives; how the last attempt ended is at "
             f"GET /v1/jobs/{job.id}/diagnosis"
         )
+    draft.change_attempt(looks=())
     draft.send(DiagnoseGang(job_id=job.id, fence=attempt.fence), attempt.live_nodes)
     draft.note("diagnosis.asked", "the agents were asked to look into the ranks")
 
