@@ -1,1 +1,1 @@
-"""Measurements, each a command of its own."""
+"""Figures that the documents state: each module is a command that measures one of them."""

@@ -9,7 +9,8 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
 RUN groupadd --gid 10001 meshloom \
-    && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/meshloom meshloom
+    && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/meshloom meshloom \
+    && install -d -o meshloom -g meshloom /var/lib/meshloom/acl
 
 WORKDIR /opt/meshloom
 COPY pyproject.toml constraints.txt README.md ./

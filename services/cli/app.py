@@ -1,18 +1,21 @@
 """The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli import tables
+from services.cli.access import audit, tokens
 from services.cli.client import Client
+from services.cli.connect import PATIENCE_S as _PATIENCE_S
+from services.cli.connect import connect as _connect
+from services.cli.connect import console
+from services.cli.diagnosing import looked_into
 from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
@@ -27,9 +30,17 @@ from services.contract.views import CheckpointView, JobView, ResumeRequest, Stop
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
 _JOBS_LOOKED_AT: Final = 200
-_PATIENCE_S: Final = 1.0
 _WATCHING_PATIENCE_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.3
+
+_LIVE_STATES: Final = frozenset(
+    {
+        JobState.STARTING,
+        JobState.RUNNING,
+        JobState.PAUSING,
+        JobState.CANCELLING,
+    }
+)
 
 _JOB_ID: Final = TypeAdapter(JobId)
 
@@ -41,7 +52,8 @@ app = typer.Typer(
     epilog="The controller is found by MESHLOOM_URL (else 127.0.0.1 and MESHLOOM_PORT, 8400); "
     "MESHLOOM_TOKEN is sent where it is set. JOB is a job's id, or 'last' for the newest.",
 )
-console = Console(highlight=False)
+app.add_typer(tokens, name="tokens")
+app.command()(audit)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
 Checkpoint = Annotated[
@@ -55,13 +67,6 @@ Keep = Annotated[
     ),
 ]
 Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are killed.", min=0)]
-
-
-@contextmanager
-def _connect(patience_s: float = _PATIENCE_S) -> Iterator[Client]:
-    settings = CliSettings()
-    with Client(settings.base_url, settings.token, patience_s=patience_s) as client:
-        yield client
 
 
 @app.command()
@@ -128,6 +133,43 @@ def status(
         if ranks.items:
             console.print(tables.ranks_table(ranks))
         _print_failure(view)
+
+
+@app.command()
+def ranks(
+    job: Job,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="As the API answers it.")] = False,
+) -> None:
+    """Show every rank: phase, unit, step, and for whom the others wait."""
+    with _connect() as client:
+        found = client.ranks(_resolve(client, job))
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    elif found.items:
+        console.print(tables.ranks_table(found))
+    else:
+        console.print("no rank was placed yet")
+
+
+@app.command()
+def diagnose(
+    job: Job,
+    *,
+    last: Annotated[
+        bool, typer.Option("--last", help="Do not look into running ranks; show what is known.")
+    ] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Print every rank's stacks.")] = False,
+) -> None:
+    """Say what ails a job, or what ended it: the first rank, the kind of trouble, what to do."""
+    with _connect() as client:
+        job_id = _resolve(client, job)
+        lives = client.job(job_id).state in _LIVE_STATES
+        found = client.diagnosis(job_id) if last or not lives else looked_into(client, job_id)
+    console.print(tables.diagnosis_table(found))
+    if stacks:
+        for entry in found.stacks:
+            console.print(f"\nrank {entry.rank} on {entry.node_id}\n{entry.text}", markup=False)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from tenacity import (
 )
 
 from services.cli.errors import RefusedError, UnreachableError
+from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
@@ -31,6 +32,7 @@ from services.contract.views import (
     AttemptList,
     CheckpointList,
     CheckpointView,
+    DiagnosisView,
     EventPage,
     Health,
     JobPage,
@@ -158,6 +160,14 @@ class Client:
         """The ranks of its newest attempt."""
         return self._get(f"/v1/jobs/{job_id}/ranks", RankList)
 
+    def diagnose(self, job_id: str) -> None:
+        """Have its running ranks looked into."""
+        self._act(job_id, "diagnose", None)
+
+    def diagnosis(self, job_id: str) -> DiagnosisView:
+        """The verdict on its newest attempt that failed or was looked into."""
+        return self._get(f"/v1/jobs/{job_id}/diagnosis", DiagnosisView)
+
     def attempts(self, job_id: str) -> AttemptList:
         """Its tries."""
         return self._get(f"/v1/jobs/{job_id}/attempts", AttemptList)
@@ -245,6 +255,23 @@ class Client:
     def take_checkpoint(self, job_id: str) -> None:
         """Ask for a checkpoint at the next agreed step."""
         self._request("POST", f"/v1/jobs/{job_id}/checkpoints")
+
+    def create_token(self, wanted: TokenRequest) -> TokenCreated:
+        """Make a token; the answer is the only place where its secret stands."""
+        response = self._request("POST", "/v1/tokens", json=wanted.model_dump(mode="json"))
+        return TokenCreated.model_validate_json(response.content)
+
+    def tokens(self) -> TokenList:
+        """All tokens."""
+        return self._get("/v1/tokens", TokenList)
+
+    def revoke_token(self, token_id: str) -> None:
+        """Have a token open nothing from now on."""
+        self._request("DELETE", f"/v1/tokens/{token_id}")
+
+    def audit(self, *, limit: int = 100) -> AuditPage:
+        """The newest requests that changed something or were refused."""
+        return self._get("/v1/audit", AuditPage, {"limit": limit})
 
     def logs(self, job_id: str, **filters: str | int) -> Iterator[LogView]:
         """Its output so far; filters as in the API: ``rank``, ``stream``, ``level``, ``text``."""

@@ -8,15 +8,17 @@ from rich.table import Table
 from rich.text import Text
 
 from services.contract.queue import CapacityView, QueueView
-from services.contract.states import CheckpointState, JobState, NodeState
+from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
     CheckpointView,
+    DiagnosisView,
     EventPage,
     JobPage,
     JobView,
     NodeList,
     RankList,
+    RankView,
 )
 
 _STATE_STYLES: Final = {
@@ -84,8 +86,11 @@ def job_details(job: JobView) -> Table:
 
 
 def ranks_table(ranks: RankList) -> Table:
-    """One row a rank."""
-    table = _table("rank", "node", "device", "phase", "unit", "step", "step time", "memory", "seen")
+    """One row a rank; the one for which the others wait is marked."""
+    table = _table(
+        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
+        "loss", "tokens/s", "memory", "seen",
+    )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
             str(rank.rank),
@@ -95,9 +100,31 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.arrival_lag_s, "{:.4f} s"),
+            _waited_for(rank),
+            number(rank.loss, "{:.4f}"),
+            number(rank.tokens_per_s, "{:,.0f}"),
             humanize.naturalsize(rank.memory_bytes, binary=True),
             f"{age(rank.last_seen_at)} ago" if rank.last_seen_at else "never",
         )
+    return table
+
+
+def diagnosis_table(diagnosis: DiagnosisView) -> Table:
+    """The verdict, what speaks for it, and what to do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    style = "green" if diagnosis.verdict is FailureClass.NONE else "bold red"
+    kind = "running" if diagnosis.live else "ended"
+    table.add_row("attempt", f"{diagnosis.attempt} ({kind}), {age(diagnosis.at)} ago")
+    table.add_row("verdict", Text(diagnosis.verdict, style=style))
+    if diagnosis.rank is not None:
+        table.add_row("first rank", f"{diagnosis.rank} on {diagnosis.node_id}")
+    table.add_row("what", diagnosis.summary)
+    for number, line in enumerate(diagnosis.evidence):
+        table.add_row("evidence" if number == 0 else "", Text(line))
+    table.add_row("advice", diagnosis.advice)
     return table
 
 
@@ -246,6 +273,11 @@ def _export(checkpoint: CheckpointView) -> str | None:
         return export.state + (f": {export.reason}" if export.reason else "")
     files = ", ".join(export.files)
     return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
+
+
+def _waited_for(rank: RankView) -> Text:
+    share = number(rank.straggler_score, "{:.0%}")
+    return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
 
 
 def _evaluation(job: JobView) -> str | None:

@@ -15,12 +15,18 @@ _RANDOM_BYTES: Final = 10
 
 JobId = Annotated[str, StringConstraints(pattern=rf"^job_{_ULID}$")]
 CheckpointId = Annotated[str, StringConstraints(pattern=rf"^ckpt_{_ULID}-s\d{{9}}-a\d{{4,}}$")]
+TokenId = Annotated[str, StringConstraints(pattern=rf"^tok_{_ULID}$")]
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
 
 def new_job_id(now_ms: int, randomness: bytes) -> str:
     """A job id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
     return f"job_{_ulid(now_ms, randomness)}"
+
+
+def new_token_id(now_ms: int, randomness: bytes) -> str:
+    """A token id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
+    return f"tok_{_ulid(now_ms, randomness)}"
 
 
 def checkpoint_id(job_id: str, step: int, fence: int) -> str:

@@ -3,9 +3,18 @@
 A file of 64 KiB, memory-mapped by both. The rank stores plainly, without a system call::
 
     0      magic, version                                       two 8-byte slots
+    16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
     4096   ring of the last 256 steps, each 64 bytes: step, five figures, spare, checksum
+    20480  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
+
+An arrival is the moment at which the rank issued a collective: its number in the group and the
+node's monotonic clock. The clocks of the ranks of one node are one clock, so whoever reads two
+boards knows how much later the second rank came.
+
+The pulse is stored by a thread that does nothing else. It needs the interpreter's lock for that:
+a rank whose process is awake and whose pulse stands still holds the lock somewhere in C.
 
 Snapshots alternate between A and B, so that whichever store a kill or a stop interrupts, the
 other one is whole: the reader takes the valid one with the higher sequence number. A board
@@ -19,23 +28,33 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from services.contract.states import RankPhase
 
 BOARD_BYTES: Final = 65_536
 MAX_GROUPS: Final = 8
 _MAGIC: Final = 0x4D4C424F41524431
-_VERSION: Final = 1
+_VERSION: Final = 2
+_PULSE: Final = 16
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
 _RING_LENGTH: Final = 256
+_ARRIVALS: Final = 20_480
+ARRIVALS_KEPT: Final = 192
 _NO_UNIT: Final = -1
+# Places of a record's fields, its sequence number being the first.
+_PHASE: Final = 2
+_UNIT: Final = 3
+_STORED: Final = 6
+_COUNTERS: Final = 10
 
 _HEADER: Final = struct.Struct("<QQ")
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqddd" + "qq" * MAX_GROUPS)
 _STEP: Final = struct.Struct("<qdddddq")
 _CHECKSUM: Final = struct.Struct("<Q")
+_ARRIVAL: Final = struct.Struct("<qqq")
+_CLOCK: Final = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class BoardSnapshot:
 
 
 class BoardWriter:
-    """The rank's side. Not thread-safe: one thread writes.
+    """The rank's side. Not thread-safe: one thread writes, but for the pulse.
 
     Args:
         memory: The mapped file, as ``create`` makes it.
@@ -82,8 +101,8 @@ class BoardWriter:
 
     def __init__(self, memory: mmap.mmap, fence: int) -> None:
         self._memory = memory
-        self._sequence = 0
-        self._snapshot = BoardSnapshot(fence=fence)
+        # In the order in which they are packed: this is called hundreds of times a step.
+        self._fields: list[int | float] = [0, *_packed(BoardSnapshot(fence=fence))]
 
     @classmethod
     def create(cls, path: Path, fence: int) -> Self:
@@ -97,30 +116,43 @@ class BoardWriter:
     @property
     def snapshot(self) -> BoardSnapshot:
         """What was stored last."""
-        return self._snapshot
+        return _snapshot(self._fields)
 
     def store(self, snapshot: BoardSnapshot) -> None:
         """Publish ``snapshot``."""
-        self._snapshot = snapshot
-        self._sequence += 1
-        offset = _SLOTS[self._sequence % 2]
-        counters = [
-            n for pair in zip(snapshot.issued, snapshot.completed, strict=True) for n in pair
-        ]
-        record = _SNAPSHOT.pack(
-            self._sequence,
-            snapshot.fence,
-            snapshot.phase,
-            _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
-            snapshot.step,
-            snapshot.memory_bytes,
-            snapshot.stored_ns,
-            snapshot.loss,
-            snapshot.tokens_per_s,
-            snapshot.step_time_s,
-            *counters,
-        )
-        _store(self._memory, offset, record)
+        self._fields[1:] = _packed(snapshot)
+        self._publish()
+
+    def show(self, phase: int, unit_index: int | None, now_ns: int) -> None:
+        """Publish another phase and unit."""
+        fields = self._fields
+        fields[_PHASE] = phase
+        fields[_UNIT] = _NO_UNIT if unit_index is None else unit_index
+        fields[_STORED] = now_ns
+        self._publish()
+
+    def issue(self, place: int, sequence: int, now_ns: int) -> None:
+        """Publish that collective ``sequence`` of the group at ``place`` was issued, and when."""
+        self.arrive(place, sequence, now_ns)
+        self._fields[_COUNTERS + 2 * place] = sequence
+        self._fields[_STORED] = now_ns
+        self._publish()
+
+    def complete(self, place: int, sequence: int, now_ns: int) -> None:
+        """Publish that collective ``sequence`` of the group at ``place`` was waited for."""
+        self._fields[_COUNTERS + 2 * place + 1] = sequence
+        self._fields[_STORED] = now_ns
+        self._publish()
+
+    def arrive(self, place: int, sequence: int, now_ns: int) -> None:
+        """Keep when collective ``sequence`` of the group at ``place`` was issued."""
+        offset = _arrival_offset(place, sequence)
+        # One store of 24 bytes may be torn: then the check does not match.
+        _ARRIVAL.pack_into(self._memory, offset, sequence, now_ns, sequence ^ now_ns)
+
+    def beat(self, now_ns: int) -> None:
+        """Store the pulse; from any one thread."""
+        _CLOCK.pack_into(self._memory, _PULSE, now_ns)
 
     def finish_step(self, step: BoardStep, *, memory_bytes: int, now_ns: int) -> None:
         """Publish a finished step: in the ring, and in the snapshot."""
@@ -136,7 +168,7 @@ class BoardWriter:
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
             replace(
-                self._snapshot,
+                self.snapshot,
                 step=step.step,
                 loss=step.loss,
                 tokens_per_s=step.tokens_per_s,
@@ -145,6 +177,12 @@ class BoardWriter:
                 stored_ns=now_ns,
             )
         )
+
+    def _publish(self) -> None:
+        fields = self._fields
+        fields[0] += 1
+        offset = _SLOTS[int(fields[0]) % 2]
+        _store(self._memory, offset, _SNAPSHOT.pack(*fields))
 
 
 class BoardReader:
@@ -170,7 +208,7 @@ class BoardReader:
 
     def read(self) -> BoardSnapshot | None:
         """The newest whole snapshot; None before the first."""
-        best: tuple[int, ...] | None = None
+        best: tuple[Any, ...] | None = None
         for offset in _SLOTS:
             record = _load(self._memory, offset, _SNAPSHOT.size)
             if record is not None:
@@ -190,12 +228,44 @@ class BoardReader:
                     found.append(BoardStep(*fields[:6]))
         return sorted(found, key=lambda entry: entry.step)
 
+    def arrivals(self, place: int) -> dict[int, int]:
+        """When the last collectives of the group at ``place`` were issued, by their number."""
+        start = _arrival_offset(place, 0)
+        ring = self._memory[start : start + ARRIVALS_KEPT * _ARRIVAL.size]
+        return {
+            sequence: clock
+            for sequence, clock, check in _ARRIVAL.iter_unpack(ring)
+            if sequence and check == sequence ^ clock
+        }
+
+    def pulse_ns(self) -> int | None:
+        """The clock at the last pulse; None before the first."""
+        (clock,) = _CLOCK.unpack_from(self._memory, _PULSE)
+        return int(clock) or None
+
     def close(self) -> None:
         """Unmap the board."""
         self._memory.close()
 
 
-def _snapshot(fields: tuple[int, ...]) -> BoardSnapshot:
+def _packed(snapshot: BoardSnapshot) -> list[int | float]:
+    """The fields behind the sequence number, in their order in a record."""
+    counters = [n for pair in zip(snapshot.issued, snapshot.completed, strict=True) for n in pair]
+    return [
+        snapshot.fence,
+        int(snapshot.phase),
+        _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
+        snapshot.step,
+        snapshot.memory_bytes,
+        snapshot.stored_ns,
+        snapshot.loss,
+        snapshot.tokens_per_s,
+        snapshot.step_time_s,
+        *counters,
+    ]
+
+
+def _snapshot(fields: Sequence[Any]) -> BoardSnapshot:
     _, fence, phase, unit, step, memory, stored, loss, tokens, step_time, *counters = fields
     return BoardSnapshot(
         fence=fence,
@@ -214,6 +284,10 @@ def _snapshot(fields: tuple[int, ...]) -> BoardSnapshot:
 
 def _ring_offset(step: int) -> int:
     return _RING + (step % _RING_LENGTH) * (_STEP.size + _CHECKSUM.size)
+
+
+def _arrival_offset(place: int, sequence: int) -> int:
+    return _ARRIVALS + (place * ARRIVALS_KEPT + sequence % ARRIVALS_KEPT) * _ARRIVAL.size
 
 
 def _store(memory: mmap.mmap, offset: int, record: bytes) -> None:

@@ -6,9 +6,11 @@
 | ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
 | ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
+| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
@@ -20,6 +22,9 @@
 | ``ml:idempotency:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
+| ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
+| ``ml:rate:<name>`` | hash: ``left``, ``at`` of a token bucket | TTL, until it is full again |
+| ``ml:audit`` | stream: ``m`` = JSON entry | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 """
 
@@ -35,6 +40,8 @@ FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"
 EPOCH: Final = "ml:epoch"
+TOKENS: Final = "ml:tokens"
+AUDIT: Final = "ml:audit"
 WAKE: Final = "ml:wake"
 MESSAGE_FIELD: Final = "m"
 NODE_LEASE_MS: Final = 6_000
@@ -43,6 +50,8 @@ IDEMPOTENCY_TTL_S: Final = 86_400
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
+HISTORY_KEPT: Final = 50_000
+AUDIT_KEPT: Final = 50_000
 
 
 def job(job_id: str) -> str:
@@ -53,6 +62,11 @@ def job(job_id: str) -> str:
 def job_events(job_id: str) -> str:
     """What happened to the job."""
     return f"ml:job:{job_id}:events"
+
+
+def job_history(job_id: str) -> str:
+    """All that was decided upon, from its creation on."""
+    return f"ml:job:{job_id}:history"
 
 
 def job_ranks(job_id: str) -> str:
@@ -68,6 +82,11 @@ def job_steps(job_id: str) -> str:
 def job_logs(job_id: str) -> str:
     """The ranks' output."""
     return f"ml:job:{job_id}:logs"
+
+
+def job_stacks(job_id: str) -> str:
+    """The Python stacks that each rank was last found in."""
+    return f"ml:job:{job_id}:stacks"
 
 
 def job_checkpoints(job_id: str) -> str:
@@ -93,3 +112,8 @@ def node_inbox(node_id: str) -> str:
 def idempotency(key: str) -> str:
     """The answer that an ``Idempotency-Key`` was given."""
     return f"ml:idempotency:{key}"
+
+
+def rate(name: str) -> str:
+    """What is left of the rate of one token, or of whatever else is limited."""
+    return f"ml:rate:{name}"

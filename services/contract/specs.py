@@ -15,10 +15,12 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from services.contract.bounded_json import bounded
 
 MAX_SPEC_BYTES: Final = 65_536
+TOO_LARGE: Final = "spec_too_large"
 _MOST: Final = 1_000_000_000
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -91,7 +93,13 @@ class CheckpointSpec(_Spec):
 
 
 class FaultSpec(_Spec):
-    """What to do when something breaks."""
+    """What to do when something breaks.
+
+    ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
+    and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
+    ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
+    three usual steps, whichever is longer.
+    """
 
     max_restarts: int = Field(default=3, ge=0, le=_MOST)
     on_nan: Literal["stop", "rollback"] = "stop"
@@ -122,7 +130,9 @@ class JobSpec(_Spec):
         text = json.dumps(self.model_dump(), ensure_ascii=False)
         size = len(text.encode(errors="surrogatepass"))
         if size > MAX_SPEC_BYTES:
-            raise ValueError(f"the spec has {size} bytes as JSON, more than {MAX_SPEC_BYTES}")
+            raise PydanticCustomError(
+                TOO_LARGE, f"the spec has {size} bytes as JSON, more than {MAX_SPEC_BYTES}"
+            )
         return self
 
     @model_validator(mode="after")

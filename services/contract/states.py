@@ -37,6 +37,27 @@ class ExitReason(StrEnum):
     RESTARTS_EXHAUSTED = "restarts_exhausted"
     PREEMPTED = "preempted"
     NODE_DRAINED = "node_drained"
+    HANG = "hang"
+    NON_FINITE_LOSS = "nan"
+
+
+class FailureClass(StrEnum):
+    """What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress."""
+
+    CRASH = "crash"
+    OUT_OF_MEMORY = "out_of_memory"
+    FROZEN = "frozen"
+    GIL_HELD = "gil_held"
+    COLLECTIVE_MISMATCH = "collective_mismatch"
+    DATA_STALL = "data_stall"
+    NAN = "nan"
+    NODE_LOST = "node_lost"
+    KILLED_BY_OPERATOR = "killed_by_operator"
+    USER_ERROR = "user_error"
+    HANG = "hang"
+    LAUNCH_FAILED = "launch_failed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    NONE = "none"
 
 
 class RankPhase(IntEnum):

@@ -8,10 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
-from services.contract.messages.telemetry import LogLine, StepRecord
+from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState, ExitReason, JobState, NodeState
+from services.contract.states import (
+    CheckpointState,
+    ExitReason,
+    FailureClass,
+    JobState,
+    NodeState,
+)
 
 
 class _View(BaseModel):
@@ -134,7 +140,18 @@ class RankView(_View):
     unit: str | None = None
     step: int = 0
     step_time_s: float | None = None
-    arrival_lag: int = Field(0, description="collectives behind the foremost rank of its groups")
+    arrival_lag_s: float | None = Field(
+        None, description="how much later than the first rank it issues a collective, on average"
+    )
+    straggler_score: float | None = Field(
+        None,
+        description="share of the time in which it was late at a collective that most ranks had "
+        "issued",
+    )
+    is_straggler: bool = Field(
+        default=False, description="the highest score of the attempt, and at least 0.1"
+    )
+    collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None
     tokens_per_s: float | None = None
     memory_bytes: int = 0
@@ -149,6 +166,26 @@ class RankList(_View):
 
     attempt: int
     items: tuple[RankView, ...]
+
+
+class DiagnosisView(_View):
+    """What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+
+    ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
+    made of running ranks. ``stacks`` are there where ranks were looked into.
+    """
+
+    job_id: JobId
+    attempt: int
+    at: datetime
+    live: bool
+    verdict: FailureClass
+    rank: int | None = None
+    node_id: NodeId | None = None
+    summary: str
+    evidence: tuple[str, ...] = ()
+    advice: str
+    stacks: tuple[RankStacks, ...] = ()
 
 
 class EventView(_View):

@@ -22,6 +22,7 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.domain.rate import Rate
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
@@ -78,11 +79,13 @@ async def _serve_until_signalled(settings: Settings, listener: socket.socket) ->
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
-    async with redis_ports(settings.redis_url, settings.max_streams) as ports:
+    async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
         slots = StreamSlots(settings.max_streams)
-        context = Context(ports, Monitor(), stopping, lambda: leader.epoch, slots)
+        context = Context(
+            ports, Monitor(), stopping, lambda: leader.epoch, settings.entry_points, slots
+        )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
             log_config=None,
@@ -112,7 +115,11 @@ def _die_with_the_leader(leading: "asyncio.Task[None]") -> None:
 
 def _policy(settings: Settings) -> AccessPolicy:
     token = None if settings.token is None else settings.token.get_secret_value()
-    return AccessPolicy(token=token, loopback_only=token is None)
+    return AccessPolicy(
+        token=token,
+        names=settings.allowed_hosts,
+        rate=Rate(settings.rate_per_s, settings.rate_burst),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

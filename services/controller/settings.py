@@ -1,10 +1,16 @@
 """The controller's settings: the one place in it that reads the environment."""
 
 import ipaddress
-from typing import Literal, Self
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from services.contract.entry_points import EntryPoints, entry_points
+from services.contract.redis_address import redis_address
+
+MIN_PASSWORD_CHARACTERS: Final = 16
 
 
 class Settings(BaseSettings):
@@ -12,7 +18,12 @@ class Settings(BaseSettings):
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
     than this machine can reach wants a token from them. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis.
+    logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
+    (separated by commas) under which the controller is served beside those of loopback. Every
+    token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
+    are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
+    on loopback without a token, and none otherwise. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
+    files for a ``redis_url`` that begins with ``rediss://``.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -20,7 +31,14 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8400, ge=0, le=65_535)
     redis_url: str
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     token: SecretStr | None = None
+    allowed_hosts: Annotated[frozenset[str], NoDecode] = frozenset()
+    rate_per_s: float = Field(default=100, gt=0, le=1e6)
+    rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
+    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     max_streams: int = Field(default=64, ge=1, le=10_000)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -34,6 +52,35 @@ class Settings(BaseSettings):
         except ValueError:
             return False
 
+    @property
+    def redis_address(self) -> str:
+        """The URL of Redis, with the files of TLS in it."""
+        return redis_address(
+            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+        )
+
+    @model_validator(mode="after")
+    def _redis_can_be_trusted(self) -> Self:
+        _ = self.redis_address  # it says itself what is wrong
+        return self
+
+    @property
+    def entry_points(self) -> EntryPoints:
+        """Which entry points jobs may name."""
+        return entry_points(self.factory_prefixes, otherwise_any=self.token is None)
+
+    @field_validator("factory_prefixes", mode="before")
+    @classmethod
+    def _split_prefixes(cls, value: object) -> object:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return frozenset(name.strip().lower() for name in value.split(",") if name.strip())
+
     @model_validator(mode="after")
     def _strangers_need_a_token(self) -> Self:
         if self.token is not None and not self.token.get_secret_value():
@@ -44,3 +91,12 @@ class Settings(BaseSettings):
                 "set MESHLOOM_TOKEN, or take 127.0.0.1"
             )
         return self
+
+
+class AclSettings(BaseSettings):
+    """The passwords of Redis's users, for the file that ``services.controller.acl`` prints."""
+
+    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
+
+    redis_controller_password: SecretStr = Field(min_length=MIN_PASSWORD_CHARACTERS)
+    redis_agent_password: SecretStr | None = None

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.contract.redis_address import redis_address
+
 
 class LocalSettings(BaseSettings):
     """The local stack's settings.
@@ -20,7 +22,19 @@ class LocalSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = 8400
     redis_url: str | None = None
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     token: str | None = None
+
+    @property
+    def redis_address(self) -> str | None:
+        """The URL of that server, with the files of TLS in it."""
+        if self.redis_url is None:
+            return None
+        return redis_address(
+            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+        )
 
 
 def redis_server_on_path() -> Path | None:

@@ -56,7 +56,9 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
             )
         ]
         async with _kept_alive(redis_programs) as redis_failed:
-            await _or_failed(asyncio.to_thread(wait_for_redis, redis_url), redis_failed)
+            await _or_failed(
+                asyncio.to_thread(wait_for_redis, settings.redis_address or redis_url), redis_failed
+            )
             async with _kept_alive(programs) as failed:
                 url = f"http://{settings.host}:{settings.port}"
                 await _or_failed(_wait_until_ready(url, settings.token), failed)

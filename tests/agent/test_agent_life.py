@@ -168,9 +168,9 @@ def test_a_second_agent_of_one_folder_or_of_one_node_id_is_refused(
 ) -> None:
     same_folder = start_agent()
     same_node = start_agent(home=tmp_path / "elsewhere")
-    assert same_folder.process.wait(10) == 3
+    assert same_folder.process.wait(60) == 3
     assert "another agent works in" in same_folder.log.read_text()
-    assert same_node.process.wait(20) == 3
+    assert same_node.process.wait(60) == 3
     assert "in use by another agent" in same_node.log.read_text()
     assert agent.process.poll() is None
 

@@ -198,9 +198,17 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_plan_for_another_node_is_refused(controller: Controller) -> None:
+@pytest.mark.parametrize(
+    ("here", "words"), [((), "places no rank on node"), ((1,), "not told where rank 0 listens")]
+)
+def test_a_plan_that_this_node_cannot_begin_is_refused(
+    controller: Controller, here: tuple[int, ...], words: str
+) -> None:
     command = launch()
-    elsewhere = command.plan.ranks[1].model_copy(update={"node_id": "elsewhere"})
-    plan = command.plan.model_copy(update={"ranks": (command.plan.ranks[0], elsewhere)})
+    seats = tuple(
+        seat if seat.rank in here else seat.model_copy(update={"node_id": "elsewhere"})
+        for seat in command.plan.ranks
+    )
+    plan = command.plan.model_copy(update={"ranks": seats})
     controller.send(command.model_copy(update={"plan": plan}))
-    assert "several nodes" in controller.fact(LaunchRefused).reason
+    assert words in controller.fact(LaunchRefused).reason

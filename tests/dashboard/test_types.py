@@ -14,6 +14,7 @@ _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/a
 _READ: Final[tuple[type[BaseModel], ...]] = (
     views.JobPage,
     views.RankList,
+    views.DiagnosisView,
     views.EventPage,
     views.LogPage,
     views.MetricsView,

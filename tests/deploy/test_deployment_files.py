@@ -14,7 +14,7 @@ from services.worker.agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
-SERVICES = ("redis", "controller", "worker", "worker-cpu")
+SERVICES = ("redis-users", "redis", "controller", "worker", "worker-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,10 @@ def test_no_secret_has_a_default_and_redis_is_not_published(compose: dict[str, A
     text = (ROOT / "docker-compose.yml").read_text()
     assert "${MESHLOOM_TOKEN:?" in text
     assert "${MESHLOOM_REDIS_PASSWORD:?" in text
-    assert "${MESHLOOM_REDIS_PASSWORD:-" not in text
+    assert "${MESHLOOM_REDIS_AGENT_PASSWORD:?" in text
+    assert "PASSWORD:-" not in text
+    for service in ("worker", "worker-cpu"):
+        assert "${MESHLOOM_REDIS_PASSWORD" not in str(compose["services"][service])
     assert "ports" not in compose["services"]["redis"]
     assert compose["networks"]["control"]["internal"] is True
 

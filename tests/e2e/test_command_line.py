@@ -48,6 +48,9 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     assert "typed" in listed.stdout
     status = meshloom("status", "last")
     assert "FINISHED" in status.stdout
+    assert "waited for" in meshloom("ranks", "last").stdout
+    assert len(json.loads(meshloom("ranks", "last", "--json").stdout)["items"]) == 2
+    assert "was looked into" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"
     assert "COMMITTED" in meshloom("checkpoints", "last").stdout

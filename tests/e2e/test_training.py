@@ -1,5 +1,6 @@
 """From REST to a trained, checkpointed and resumed model, and through what may go wrong."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ import pytest
 
 from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
-from services.contract.states import CheckpointState, ExitReason, JobState
+from services.contract.states import CheckpointState, ExitReason, FailureClass, JobState
 from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.controller.adapters.redis import redis_ports
+from tests.controller.replays import replay_all
 from tests.e2e.conftest import LONG, Stack
 from tests.waiting import until
 
@@ -125,6 +128,7 @@ def test_a_killed_agent_leaves_no_orphan_and_the_job_goes_on(
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     done = stack.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert stack.client.diagnosis(job_id).verdict is FailureClass.NODE_LOST
     assert stack.losses(job_id) == undisturbed
 
 
@@ -182,3 +186,13 @@ def _in_state(stack: Stack, job_id: str, state: JobState) -> JobView | None:
 def _with_reason(stack: Stack, job_id: str) -> JobView | None:
     job = stack.job(job_id)
     return job if job.reason and "slot" in job.reason else None
+
+
+def test_the_history_of_every_run_so_far_makes_its_record_again(stack: Stack) -> None:
+    url = stack.part("services.controller").environ()["MESHLOOM_REDIS_URL"]
+
+    async def replay() -> int:
+        async with redis_ports(url) as ports:
+            return len(await replay_all(ports))
+
+    assert asyncio.run(replay()) >= 1

@@ -109,7 +109,8 @@ def test_a_factory_that_does_not_fit_is_refused_with_the_choices(
 
 def test_what_the_trainer_offers_yields_to_the_spec(library: Path) -> None:
     factory = Factory(factory="stdlib_bytes", args={"library": str(library), "seed": 5})
-    mine = registry.create("data", factory, offered={"seed": 9, "unknown": 1})
+    grant = registry.Grant(data_roots=(library,))
+    mine = registry.create("data", factory, offered={"seed": 9, "unknown": 1}, grant=grant)
     assert torch.equal(mine.batch(1, [0]), stdlib_bytes(library=str(library), seed=5).batch(1, [0]))
 
 

@@ -155,7 +155,9 @@ def test_a_loss_that_is_no_number_ends_the_run_at_its_step(ranks: Ranks, spec: S
     assert attempt.ended() == [1, 1]
     for rank in (0, 1):
         (failure,) = attempt.of_kind(rank, RankFailed)
-        assert failure.error == "NonFiniteLossError: the loss of step 1 is nan"
+        assert failure.error == (
+            "NonFiniteLossError: the loss of step 1 is nan; of this rank's share it is nan"
+        )
 
 
 def test_a_model_may_compute_its_own_loss(ranks: Ranks, spec: Spec) -> None:
@@ -209,7 +211,9 @@ def test_a_plan_that_names_no_module_is_refused(ranks: Ranks, spec: Spec) -> Non
 def test_a_batch_that_the_ranks_cannot_share_is_refused(ranks: Ranks, spec: Spec) -> None:
     attempt = ranks.start(spec(train={"global_batch": 5}))
     assert attempt.ended() == [1, 1]
-    assert "5 does not divide by the 2 ranks" in attempt.of_kind(0, RankFailed)[0].error
+    assert (
+        "5 does not divide by the 2 data-parallel ranks" in attempt.of_kind(0, RankFailed)[0].error
+    )
 
 
 def test_half_precision_trains_with_whole_precision_sums(ranks: Ranks, spec: Spec) -> None:

@@ -47,6 +47,12 @@ class TakeCheckpoint(OfAttempt):
     kind: Literal["take_checkpoint"] = "take_checkpoint"
 
 
+class DiagnoseGang(OfAttempt):
+    """Look into all ranks of the attempt on this node and tell; they go on."""
+
+    kind: Literal["diagnose_gang"] = "diagnose_gang"
+
+
 class CommitCheckpoint(OfAttempt):
     """Every rank has voted: link this manifest into the commit chain."""
 
@@ -91,6 +97,7 @@ Command = Annotated[
     LaunchGang
     | StopGang
     | TakeCheckpoint
+    | DiagnoseGang
     | CommitCheckpoint
     | RetireCheckpoint
     | VerifyCheckpoint

@@ -1,7 +1,7 @@
 """What an agent tells the controller: entries of the stream of facts."""
 
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -9,6 +9,10 @@ from services.contract.ids import CheckpointId, NodeId
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
+from services.contract.messages.findings import Findings
+
+AGENT_DIED: Final = "the agent of its node died, and the rank with it"
+"""The error of an exit that only the boards can tell of."""
 
 
 class Device(Message):
@@ -232,7 +236,8 @@ class ExitStanding(IntEnum):
 class RankExit(Message):
     """How one rank ended. Exactly one of ``exit_code`` and ``signal`` is set.
 
-    ``error`` and ``traceback`` are those of the exception that ended it, where there was one.
+    ``error`` and ``traceback`` are those of the exception that ended it, where there was one, and
+    ``error_types`` the qualified names of its class and of those that it inherits from.
     ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
     compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
@@ -249,12 +254,23 @@ class RankExit(Message):
     finished: bool = False
     drained: bool = False
     error: str | None = None
+    error_types: tuple[str, ...] = ()
     traceback: str | None = None
+
+
+class GangDiagnosed(_GangFact):
+    """What the agent found when it was asked to look into its ranks."""
+
+    kind: Literal["gang_diagnosed"] = "gang_diagnosed"
+    findings: Findings
 
 
 class GangEnded(_GangFact):
     """No rank of the attempt lives on this node any more. Follows all other facts of it.
 
+    ``hang`` is what was found before the gang was killed because it made no progress.
+    ``oom_kills`` is how many processes the kernel killed for want of memory in the agent's control
+    group while the gang lived.
     ``first_exit_s``: seconds from the first rank's exit to this report, by the agent's monotonic
     clock; None if the agent did not see it.
     """
@@ -263,6 +279,8 @@ class GangEnded(_GangFact):
     first_exit_s: float | None = Field(default=None, ge=0)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
+    hang: Findings | None = None
+    oom_kills: int = Field(default=0, ge=0)
 
 
 Fact = Annotated[
@@ -285,6 +303,7 @@ Fact = Annotated[
     | JobFound
     | JobPurged
     | Evaluated
+    | GangDiagnosed
     | GangEnded,
     Field(discriminator="kind"),
 ]

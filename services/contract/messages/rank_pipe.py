@@ -12,7 +12,11 @@ from services.contract.specs import JobSpec
 
 
 class RankSeat(Message):
-    """What a rank is told when it is forked: all that it needs, and no credential."""
+    """What a rank is told when it is forked: all that it needs, and no credential of ours.
+
+    ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
+    sources read below ``data_roots`` alone.
+    """
 
     job_id: JobId
     fence: int = Field(ge=1)
@@ -28,6 +32,8 @@ class RankSeat(Message):
     store_host: str
     store_port: int
     threads: int = Field(ge=1)
+    secrets: dict[str, str] = Field(default_factory=dict, repr=False)
+    data_roots: tuple[str, ...] = ()
 
 
 class RankReady(Message):
@@ -87,10 +93,14 @@ class RankEvaluated(Message):
 
 
 class RankFailed(Message):
-    """Rank to agent: an exception ends this rank."""
+    """Rank to agent: an exception ends this rank.
+
+    ``error_types`` are the qualified names of its class and of those that it inherits from.
+    """
 
     kind: Literal["rank_failed"] = "rank_failed"
     error: str
+    error_types: tuple[str, ...] = ()
     traceback: str
     step: int
 

@@ -13,6 +13,10 @@ class RankSample(Message):
 
     ``issued`` and ``completed`` are collective sequence numbers by process group. Times in
     seconds, memory in bytes. ``beat_age_s`` is the age of the board's last store when sampled.
+
+    ``arrival_lag_s`` is how much later than the first rank this one issues a collective, on
+    average; ``straggler_score`` the share of the time in which it was late at a collective that
+    most others had issued. Both are None where nobody is compared with it.
     """
 
     rank: int = Field(ge=0)
@@ -31,7 +35,21 @@ class RankSample(Message):
     issued: dict[str, int] = Field(default_factory=dict)
     completed: dict[str, int] = Field(default_factory=dict)
     beat_age_s: float = Field(default=0.0, ge=0)
+    arrival_lag_s: float | None = Field(default=None, ge=0)
+    straggler_score: float | None = Field(default=None, ge=0, le=1)
     seen_ms: int = Field(default=0, ge=0, description="Redis TIME of the beat, milliseconds")
+
+
+class RankStacks(Message):
+    """The Python stacks of all threads of a rank, when it was last looked into.
+
+    Empty where it did not answer.
+    """
+
+    rank: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    node_id: NodeId
+    text: str
 
 
 class StepRecord(Message):

@@ -1,15 +1,32 @@
 """The web application, whole, from what it needs."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 
 from services.controller.api import dashboard, openapi, problems
+from services.controller.api.audit import Audit
 from services.controller.api.context import Context
 from services.controller.api.framing import BodyLimit, Framing
 from services.controller.api.guard import AccessPolicy, Guard
-from services.controller.api.routes import checkpoints, inspect, jobs, queue, system, watch
+from services.controller.api.routes import (
+    audit,
+    checkpoints,
+    inspect,
+    jobs,
+    queue,
+    system,
+    tokens,
+    watch,
+)
+from services.controller.api.scopes import unscoped
+
+ROUTERS: Final = (
+    *(jobs.router, watch.router, inspect.router, checkpoints.router, queue.router),
+    *(tokens.router, audit.router),
+)
+"""What is served under ``/v1``: every route there says which scope it takes."""
 
 
 def create_app(
@@ -21,7 +38,12 @@ def create_app(
         context: The world and this process.
         policy: Who may ask.
         bundle: The folder of the built dashboard.
+
+    Raises:
+        ValueError: A route does not say who may use it.
     """
+    for route in (route for router in ROUTERS for route in unscoped(router)):
+        raise ValueError(f"{route} names no scope: give it dependencies=[…] of api.scopes")
     app = FastAPI(
         title="Meshloom",
         summary="Sharded training as a service",
@@ -34,13 +56,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    for router in (
-        jobs.router,
-        watch.router,
-        inspect.router,
-        queue.router,
-        checkpoints.router,
-    ):
+    for router in ROUTERS:
         app.include_router(router, responses=openapi.ERROR_ANSWERS)
     app.include_router(system.router)
     dashboard.install(app, bundle)
@@ -54,6 +70,7 @@ def create_app(
     app.openapi = make_document  # type: ignore[method-assign] # the way that FastAPI documents
     # The one that is added last is met first.
     app.add_middleware(BodyLimit)
-    app.add_middleware(Guard, policy=policy)
+    app.add_middleware(Guard, policy=policy, ports=context.ports)
+    app.add_middleware(Audit, ports=context.ports)
     app.add_middleware(Framing, monitor=context.monitor)
     return app

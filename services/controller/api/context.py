@@ -7,8 +7,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from services.contract.entry_points import EntryPoints
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.domain.token import Principal
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 
@@ -19,13 +21,14 @@ class Context:
 
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
-    open at a time.
+    open at a time. ``entry_points`` are those that jobs may name.
     """
 
     ports: Ports
     monitor: Monitor
     stopping: asyncio.Event
     epoch: Callable[[], int | None]
+    entry_points: EntryPoints = field(default_factory=EntryPoints)
     streams: StreamSlots = field(default_factory=StreamSlots)
 
 
@@ -38,10 +41,16 @@ def _ports(request: Request) -> Ports:
     return _context(request).ports
 
 
+def _principal(request: Request) -> Principal:
+    asks: Principal = request.state.principal
+    return asks
+
+
 def _actor(request: Request) -> Actor:
-    return Actor("user", request.state.request_id)
+    return Actor(_principal(request).subject, request.state.request_id)
 
 
 WithContext = Annotated[Context, Depends(_context)]
 WithPorts = Annotated[Ports, Depends(_ports)]
+WithPrincipal = Annotated[Principal, Depends(_principal)]
 WithActor = Annotated[Actor, Depends(_actor)]

@@ -1,97 +1,106 @@
-"""Who may ask: bearer tokens, and nobody's web page on this machine's behalf.
-
-A controller on loopback without a token is still reachable by any page in a browser here. It
-therefore answers only to loopback names (a page that rebinds its own name is refused), and never
-takes a change from a page of another origin.
-"""
+"""Who may ask: bearer tokens and their rates."""
 
 import hmac
+import math
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
-from urllib.parse import urlsplit
 
 from fastapi import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.controller.api.problems import problem_response
+from services.controller.api.problems import problem_response, refusal
+from services.controller.api.provenance import refuse_stranger
+from services.controller.domain.errors import MeshloomError, StoreUnavailableError
+from services.controller.domain.rate import Rate
+from services.controller.domain.token import BOOTSTRAP, LOCAL, Principal
+from services.controller.ports.office import Ports
+from services.controller.use_cases.access import Refusal, identify
 
 _PROTECTED: Final = "/v1"
-_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_SCHEME: Final = "bearer"
+_CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="meshloom"'}
+DEFAULT_RATE: Final = Rate(per_s=100, burst=1000)
 
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """``token``: what a bearer must show. ``loopback_only``: answer to no other host's name."""
+    """Who may ask.
+
+    ``token``: the operator's from the settings; None: on loopback, no token is wanted and everybody
+    there is the operator ``local``. ``names``: under which the controller is served, beside those
+    of loopback; without any, a controller that wants tokens is served under every name. ``rate``:
+    of each token.
+    """
 
     token: str | None = None
-    loopback_only: bool = False
+    names: frozenset[str] = frozenset()
+    rate: Rate = DEFAULT_RATE
 
 
 class Guard:
-    """ASGI middleware that lets through who may ask."""
+    """ASGI middleware that lets through who may ask, and says who it is.
 
-    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
+    ``scope["state"]["principal"]`` is set for everything under ``/v1`` that goes on.
+    """
+
+    def __init__(self, app: ASGIApp, policy: AccessPolicy, ports: Ports) -> None:
         self._app = app
         self._policy = policy
+        self._ports = ports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer why not."""
         if scope["type"] == "http":
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await refusal(scope, receive, send)
+            wants_token = self._policy.token is not None
+            answer = refuse_stranger(
+                scope, self._policy.names, any_name=wants_token and not self._policy.names
+            )
+            if answer is None and _is_protected(scope["path"]):
+                try:
+                    answer = await self._admit(scope)
+                except MeshloomError as error:
+                    answer = refusal(error, scope)
+            if answer is not None:
+                await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self._policy.loopback_only and _name(host) not in _LOOPBACK_NAMES:
+    async def _admit(self, scope: Scope) -> Response | None:
+        """Note who asks; answer if they may not."""
+        asks = await self._identify(Headers(scope=scope))
+        if isinstance(asks, Refusal):
             return problem_response(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                f"this controller answers only as localhost, not as {host!r}: "
-                "set MESHLOOM_TOKEN to serve under other names",
-                scope=scope,
+                HTTPStatus.UNAUTHORIZED, asks.reason, headers=_CHALLENGE, scope=scope
             )
-        if scope["method"] not in _SAFE_METHODS and _is_foreign(headers, host):
-            return problem_response(
-                HTTPStatus.FORBIDDEN,
-                "pages of other origins may not change anything here",
-                code="cross_origin",
-                scope=scope,
-            )
-        if self._policy.token is None or not _is_protected(scope["path"]):
+        scope.setdefault("state", {})["principal"] = asks
+        if asks.token_id is None:
             return None
-        shown = headers.get("authorization", "")
-        if hmac.compare_digest(shown.encode(), f"Bearer {self._policy.token}".encode()):
+        try:
+            wait_ms = await self._ports.rates.take(f"token:{asks.token_id}", self._policy.rate)
+        except StoreUnavailableError:
+            return None  # what the request wants of the store will say so better
+        if not wait_ms:
             return None
         return problem_response(
-            HTTPStatus.UNAUTHORIZED,
-            "send the token as `Authorization: Bearer …` (MESHLOOM_TOKEN)",
-            headers={"WWW-Authenticate": 'Bearer realm="meshloom"'},
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"a token may ask {self._policy.rate.per_s:g} times a second; wait {wait_ms} ms",
+            headers={"Retry-After": str(math.ceil(wait_ms / 1000))},
             scope=scope,
         )
+
+    async def _identify(self, headers: Headers) -> Principal | Refusal:
+        bootstrap = self._policy.token
+        if bootstrap is None:
+            return LOCAL
+        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != _SCHEME or not shown:
+            return Refusal("send a token as `Authorization: Bearer …` (MESHLOOM_TOKEN)")
+        if hmac.compare_digest(shown.encode(), bootstrap.encode()):
+            return BOOTSTRAP
+        return await identify(self._ports, shown)
 
 
 def _is_protected(path: str) -> bool:
     return path == _PROTECTED or path.startswith(f"{_PROTECTED}/")
-
-
-def _is_foreign(headers: Headers, host: str) -> bool:
-    origin = headers.get("origin")
-    if origin is None:
-        return False
-    try:
-        return urlsplit(origin).netloc != host
-    except ValueError:  # such as a bracket that nothing closes
-        return True
-
-
-def _name(host: str) -> str:
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""

@@ -12,7 +12,7 @@ from starlette.routing import compile_path
 
 from services.contract.pointers import faults_of
 from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
-from services.contract.specs import JobSpec
+from services.contract.specs import TOO_LARGE, JobSpec
 from services.controller.domain.errors import MeshloomError
 
 _CODES: Final[Mapping[int, str]] = {
@@ -22,6 +22,8 @@ _CODES: Final[Mapping[int, str]] = {
     HTTPStatus.NOT_FOUND: "not_found",
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "unsupported_media_type",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limited",
     HTTPStatus.MISDIRECTED_REQUEST: "misdirected_request",
 }
 _MALFORMED: Final = "json_invalid"
@@ -70,6 +72,11 @@ def install(app: FastAPI) -> None:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, MeshloomError)  # noqa: S101 registered for this type
+    return refusal(error, request.scope)
+
+
+def refusal(error: MeshloomError, scope: Mapping[str, Any]) -> Response:
+    """A typed error as its answer."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return problem_response(
         error.status,
@@ -77,7 +84,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         code=error.code,
         faults=error.faults,
         headers=headers,
-        scope=request.scope,
+        scope=scope,
     )
 
 
@@ -96,12 +103,13 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     faults = faults_of(errors, error.body)
     if request.url.path.endswith("/jobs"):
         faults += _hidden_faults(error.body, faults)
+    is_large = any(fault.code == TOO_LARGE for fault in faults)
     if request.method == "PATCH":
         faults = [_unchangeable(fault) for fault in faults]
     return problem_response(
-        HTTPStatus.UNPROCESSABLE_ENTITY,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else HTTPStatus.UNPROCESSABLE_ENTITY,
         "; ".join(f"{fault.pointer or '(request)'}: {fault.detail}" for fault in faults),
-        code="invalid_request",
+        code=TOO_LARGE if is_large else "invalid_request",
         faults=faults,
         scope=request.scope,
     )
@@ -136,6 +144,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that is no text
+        return problem_response(
+            error.status_code,
+            "the body is not JSON: it is not in UTF-8",
+            code="malformed_json",
+            scope=request.scope,
+        )
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(sorted(_methods_of(request)))
     return problem_response(

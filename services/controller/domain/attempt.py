@@ -4,7 +4,8 @@ from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.base import Address
 from services.contract.messages.facts import RankExit
-from services.contract.states import ExitReason
+from services.contract.messages.findings import Findings
+from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
 
 
@@ -18,7 +19,24 @@ class Failure(Record):
     exit_code: int | None = None
     signal: int | None = None
     error: str | None = None
+    error_types: tuple[str, ...] = ()
     traceback: str | None = None
+
+
+class Diagnosis(Record):
+    """What ails an attempt, or ended it. ``live``: made of running ranks, because somebody asked.
+
+    ``rank`` is the first one in trouble, None where no single rank is.
+    """
+
+    verdict: FailureClass
+    rank: int | None = None
+    node_id: NodeId | None = None
+    summary: str
+    evidence: tuple[str, ...] = ()
+    advice: str
+    live: bool = False
+    at_ms: int = 0
 
 
 class NodeExit(Record):
@@ -34,9 +52,10 @@ class Attempt(Record):
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
-    stopped in an orderly way. ``failed_ms``: when the first rank exited, or a lost node was last
-    heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it was to
-    load proved to be corrupt.
+    stopped in an orderly way. ``hang`` is what a node found before it killed ranks that made no
+    progress; ``oom_kills`` counts the kernel's kills for want of memory. ``failed_ms``: when the
+    first rank exited, or a lost node was last heard of, where that is known. ``corrupt_source`` is the file by
+    which the checkpoint that it was to load proved to be corrupt.
     """
 
     fence: int
@@ -58,6 +77,10 @@ class Attempt(Record):
     lost: str | None = None
     lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False
+    hang: Findings | None = None
+    hung_node: NodeId | None = None
+    oom_kills: int = 0
+    diagnosis: Diagnosis | None = None
     failed_ms: int | None = None
     ended_ms: int | None = None
     exit_reason: ExitReason | None = None

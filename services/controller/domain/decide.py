@@ -16,6 +16,7 @@ from services.contract.messages.facts import (
     CheckpointVoted,
     Evaluated,
     ExportFailed,
+    GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -38,6 +39,7 @@ from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
+    DiagnosisAsked,
     ExportAsked,
     FoundInStorage,
     GangPlaced,
@@ -72,6 +74,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     ExportAsked: keeping.on_export,
     RemovalAsked: keeping.on_removal,
     FoundInStorage: finding.on_found,
+    DiagnosisAsked: wishes.on_diagnosis,
     GangPlaced: gang.on_placed,
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,
@@ -87,6 +90,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     LaunchRefused: gang.on_refused,
     GangProgressed: gang.on_progressed,
     Evaluated: gang.on_evaluated,
+    GangDiagnosed: gang.on_diagnosed,
     GangEnded: gang.on_ended,
     CheckpointBegan: commits.on_began,
     CheckpointVoted: commits.on_voted,
@@ -100,6 +104,9 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     ExportFailed: keeping.on_export_failed,
     ChainDamaged: commits.on_damaged,
 }
+
+EVENTS: Final = tuple(_HANDLERS)
+"""All kinds of events."""
 
 # What storage holds is true whichever attempt put it there.
 _TRUE_AT_ANY_FENCE: Final = (

@@ -5,6 +5,7 @@
     MeshloomError
     ├── InvalidRequestError      422  every fault at once
     ├── KeyReusedError           422  an Idempotency-Key came with another body
+    ├── ForbiddenError           403  the token does not allow it
     ├── NotFoundError            404
     ├── StateConflictError       409  the job's state does not allow it
     ├── RecordUnreadableError    409  what is stored of the job cannot be read
@@ -59,6 +60,18 @@ class KeyReusedError(MeshloomError):
     status = 422
     code = "idempotency_key_reused"
     title = "Idempotency-Key reused"
+
+
+class ForbiddenError(MeshloomError):
+    """Who asks is known, and may not: the scope is too small, or the thing is somebody else's."""
+
+    status = 403
+    code = "insufficient_scope"
+    title = "Not allowed"
+
+    def __init__(self, detail: str, *, code: str = "insufficient_scope") -> None:
+        super().__init__(detail)
+        self.code = code
 
 
 class NotFoundError(MeshloomError):

@@ -17,6 +17,7 @@ from services.contract.messages.facts import (
     CheckpointVoted,
     Evaluated,
     ExportFailed,
+    GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -98,6 +99,11 @@ class FoundInStorage:
 
     fact: JobFound
     incarnations: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class DiagnosisAsked:
+    """Look into the ranks and say what they are doing."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,7 @@ GangFact = (
     | ChainDamaged
     | JobPurged
     | Evaluated
+    | GangDiagnosed
     | GangEnded
 )
 JobEvent = (
@@ -214,6 +221,7 @@ JobEvent = (
     | ExportAsked
     | RemovalAsked
     | FoundInStorage
+    | DiagnosisAsked
     | GangPlaced
     | PlacementDelayed
     | NodeLost

@@ -10,6 +10,7 @@ from typing import Final
 from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
 from services.contract.messages.facts import (
     Evaluated,
+    GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -17,6 +18,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
+from services.controller.domain import diagnose
 from services.controller.domain.attempt import Attempt, NodeExit
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
@@ -125,12 +127,29 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
         exits=attempt.exits + exits,
         last_step=max(attempt.last_step, fact.last_step),
+        hang=attempt.hang or fact.hang,
+        hung_node=attempt.hung_node or (fact.node_id if fact.hang is not None else None),
+        oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
         if fact.first_exit_s is not None and attempt.failed_ms is None:
             draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
         _kill_rest(draft)
     settle(draft)
+
+
+def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
+    """An agent looked into the ranks of its node because somebody asked."""
+    attempt = draft.job.attempt
+    if attempt is None:
+        return
+    found = diagnose.of_findings(fact.findings, fact.node_id)
+    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
+    known = attempt.diagnosis
+    if known is not None and found.model_copy(update={"at_ms": known.at_ms}) == known:
+        return
+    draft.change_attempt(diagnosis=found)
+    draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
 
 
 def on_node_lost(event: NodeLost, draft: Draft) -> None:

@@ -1,8 +1,9 @@
 """Whether a failed attempt is followed by another one.
 
 A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
-within the budget; an agent that was stopped in an orderly way costs none of it. An exception before the attempt finished any step, or the same one again at the
-same step: the job's own fault, and another try would only repeat it.
+within the budget; an agent that was stopped in an orderly way costs none of it. An exception
+before the attempt finished any step, or the same one again at the same step: the job's own fault,
+and another try would only repeat it. A loss that is no number: what the spec says.
 """
 
 import re
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.messages.facts import ExitStanding
+from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason
+from services.controller.domain import diagnose
 from services.controller.domain.attempt import Attempt, Failure, NodeExit
+from services.controller.domain.diagnose import NON_FINITE_LOSS
 from services.controller.domain.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
@@ -59,6 +63,8 @@ def first_failure(attempt: Attempt) -> Failure | None:
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
         key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
+    if attempt.hang is not None:
+        return _hang(attempt, attempt.hang)
     if attempt.refusal is not None:
         return Failure(error=attempt.refusal)
     is_own = bool(failed) and failed[0].exit.standing == ExitStanding.OWN_FAILURE
@@ -73,8 +79,12 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
         return ExitReason.NODE_LOST
     if attempt.refusal is not None:
         return ExitReason.LAUNCH_FAILED
+    if attempt.hang is not None:
+        return ExitReason.HANG
     if failure is None:
         return ExitReason.CHECKPOINT_FAILED
+    if NON_FINITE_LOSS in failure.error_types:
+        return ExitReason.NON_FINITE_LOSS
     return ExitReason.USER_ERROR if _is_exception(failure) else ExitReason.RANK_LOST
 
 
@@ -86,16 +96,33 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
         return Restart(0, counts=False)
     why = cause(attempt, failure)
     what = describe(failure)
-    if why == ExitReason.USER_ERROR and failure is not None:
-        if attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step:
-            return GiveUp(why, f"{what}, before the attempt finished any step")
-        if _same_as_before(job, attempt, failure):
-            return GiveUp(why, f"{what}, the second time at this step")
+    if failure is not None:
+        hopeless = _hopeless(job, attempt, failure, why)
+        if hopeless is not None:
+            return GiveUp(why, f"{what}{hopeless}")
     budget = job.spec.faults.max_restarts
     if job.restarts >= budget:
         spent = f"all {budget} restarts are used up" if budget else "faults.max_restarts is 0"
         return GiveUp(ExitReason.RESTARTS_EXHAUSTED if budget else why, f"{what}; {spent}")
     return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
+
+
+def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
+    """Why another try would only repeat it; None where it might not."""
+    if why == ExitReason.USER_ERROR:
+        if attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step:
+            return ", before the attempt finished any step"
+        if _same_as_before(job, attempt, failure):
+            return ", the second time at this step"
+    if why == ExitReason.NON_FINITE_LOSS:
+        if job.spec.faults.on_nan == "stop":
+            return "; faults.on_nan is stop"
+        if _is_nan_again(job, attempt, failure):
+            return (
+                ", the second time at this step on the same data: lower the learning rate, or look "
+                "at the data of this step"
+            )
+    return None
 
 
 def describe(failure: Failure | None) -> str:
@@ -122,6 +149,21 @@ def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
     return GiveUp(ExitReason.CHECKPOINT_FAILED, _NOTHING_LEFT.format(what=what))
 
 
+def _hang(attempt: Attempt, found: Findings) -> Failure:
+    """A hang is no rank's exit: the agent killed them all. Which one is to blame is worked out."""
+    diagnosis = diagnose.of_findings(found, attempt.hung_node)
+    standing = {finding.rank: finding for finding in found.ranks}
+    # Where all are to blame, any one tells where they stood.
+    one = standing.get(-1 if diagnosis.rank is None else diagnosis.rank)
+    return Failure(
+        rank=diagnosis.rank,
+        node_id=attempt.hung_node,
+        phase=None if one is None else one.phase,
+        step=attempt.last_step if one is None else one.step,
+        error=diagnosis.summary,
+    )
+
+
 def _failure(entry: NodeExit) -> Failure:
     gone = entry.exit
     return Failure(
@@ -132,6 +174,7 @@ def _failure(entry: NodeExit) -> Failure:
         exit_code=gone.exit_code,
         signal=gone.signal,
         error=gone.error,
+        error_types=gone.error_types,
         traceback=gone.traceback[-_TRACEBACK_KEPT:] if gone.traceback else None,
     )
 
@@ -158,6 +201,17 @@ def _same_as_before(job: Job, attempt: Attempt, failure: Failure) -> bool:
         return False
     before = earlier[-1].failure
     return before.step == failure.step and _signature(before) == _signature(failure)
+
+
+def _is_nan_again(job: Job, attempt: Attempt, failure: Failure) -> bool:
+    """Whether the attempt before ended at this step for the same reason."""
+    before = [a for a in job.attempts if job.run_fence < a.fence < attempt.fence][-1:]
+    return any(
+        a.exit_reason == ExitReason.NON_FINITE_LOSS
+        and a.failure is not None
+        and a.failure.step == failure.step
+        for a in before
+    )
 
 
 def _signature(failure: Failure) -> str | None:

@@ -6,7 +6,7 @@ looks at the facts so far: it either reaches the outcome or goes on waiting for 
 
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.controller.domain import checkpoint as checkpoints
-from services.controller.domain import retry
+from services.controller.domain import diagnose, retry
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Draft
@@ -94,7 +94,7 @@ def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     draft.change(stop=None)
     failure = retry.first_failure(attempt)
     why = retry.cause(attempt, failure)
-    if why == ExitReason.USER_ERROR:
+    if why in {ExitReason.USER_ERROR, ExitReason.NON_FINITE_LOSS}:
         _conclude_failure(draft, attempt)
         return
     is_preempted = stop.cause == "preempted"
@@ -183,6 +183,7 @@ def _cancel(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
 
 def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = None) -> None:
     attempt = draft.job.attempts[-1]
+    diagnosis = diagnose.of_end(attempt, reason, failure)
     saved = max(draft.job.resume_point.step, attempt.resumed_step)
     last_step = max(attempt.last_step, attempt.resumed_step)
     draft.change_attempt(
@@ -191,6 +192,10 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         failure=failure,
         last_step=last_step,
         lost_steps=max(last_step - saved, 0),
+        hang=None,
+        diagnosis=attempt.diagnosis
+        if diagnosis is None
+        else diagnosis.model_copy(update={"at_ms": draft.now_ms}),
         # Only the exits of a finished gang are asked for again (by succeed_late).
         exits=attempt.exits if attempt.has_trained(draft.job.spec.train.steps) else (),
     )
@@ -200,6 +205,8 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         fence=attempt.fence,
         exit_reason=reason,
         last_step=last_step,
+        verdict=None if diagnosis is None else diagnosis.verdict,
+        rank=None if diagnosis is None else diagnosis.rank,
     )
 
 

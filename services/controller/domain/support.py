@@ -26,12 +26,6 @@ def unsupported(spec: JobSpec) -> list[Fault]:
         if precision == "fp16":
             why = "this version does not scale losses, without which fp16 underflows; take bf16"
             faults.append(_not_yet(pointer, why))
-    if spec.faults.on_nan != "stop":
-        why = "this version does not roll back; leave it at stop"
-        faults.append(_not_yet("/faults/on_nan", why))
-    if spec.faults.hang_timeout_s != "auto":
-        why = "this version takes no time-out for hangs; leave it at auto"
-        faults.append(_not_yet("/faults/hang_timeout_s", why))
     return faults
 
 

@@ -5,7 +5,7 @@ Asking again for what is already so, or already under way, changes nothing.
 
 from typing import Literal
 
-from services.contract.messages.commands import TakeCheckpoint
+from services.contract.messages.commands import DiagnoseGang, TakeCheckpoint
 from services.contract.problems import Fault
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
@@ -14,6 +14,7 @@ from services.controller.domain.errors import InvalidRequestError, StateConflict
 from services.controller.domain.events import (
     CancelAsked,
     CheckpointAsked,
+    DiagnosisAsked,
     KillAsked,
     PauseAsked,
     ResumeAsked,
@@ -126,6 +127,22 @@ def on_checkpoint(_event: CheckpointAsked, draft: Draft) -> None:
     if job.head_node is not None:
         draft.send(TakeCheckpoint(job_id=job.id, fence=attempt.fence), [job.head_node])
     draft.note("checkpoint.asked", "a checkpoint at the next agreed step was asked for")
+
+
+def on_diagnosis(_event: DiagnosisAsked, draft: Draft) -> None:
+    """Have the agents look into the ranks of the newest attempt, which go on.
+
+    Raises:
+        StateConflictError: No rank lives.
+    """
+    job, attempt = draft.job, draft.job.attempt
+    if attempt is None or attempt.is_over:
+        raise StateConflictError(
+            f"the job is {job.state} and no rank of it lives; how the last attempt ended is at "
+            f"GET /v1/jobs/{job.id}/diagnosis"
+        )
+    draft.send(DiagnoseGang(job_id=job.id, fence=attempt.fence), attempt.live_nodes)
+    draft.note("diagnosis.asked", "the agents were asked to look into the ranks")
 
 
 def _stop(draft: Draft, kind: Literal["pause", "cancel", "kill"], request: StopRequest) -> None:

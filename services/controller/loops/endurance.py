@@ -27,7 +27,12 @@ class Endurance:
         self._wait_s = 0.0
 
     async def round(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``; if Redis does not answer, wait instead of failing."""
+        """Do ``work``; if Redis does not answer, wait instead of failing.
+
+        Raises:
+            CancelledError: The task was told to end, be it that ``work`` passed over that.
+        """
+        _end_if_told()
         try:
             await work()
         except StoreUnavailableError as error:
@@ -45,7 +50,23 @@ class Endurance:
             self.succeeded()
 
     def succeeded(self) -> None:
-        """Redis answered: for work that does not return in between."""
+        """Redis answered: for work that does not return in between.
+
+        Raises:
+            CancelledError: The task was told to end and something below it passed over that.
+        """
+        _end_if_told()
         if self._wait_s:
             _log.info("store_is_back", loop=self._name)
             self._wait_s = 0.0
+
+
+def _end_if_told() -> None:
+    """A deposed leader's loop must end, or this controller never asks for the lead again.
+
+    One cancellation was seen to be lost inside the Redis client, in a process that had stood still
+    while its time-outs ran out; the task still knows that it was asked.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from services.contract.states import JobState
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Decision, Send
+from services.controller.domain.history import HistoryEntry
 from services.controller.domain.job import Job
 from services.controller.domain.record import Record
 
@@ -38,11 +39,15 @@ class EventRecord(Record):
 
 @dataclass(frozen=True)
 class Change:
-    """A decision on a stored job, ready to be committed as a whole."""
+    """A decision on a stored job, ready to be committed as a whole.
+
+    ``history`` tells what was decided upon.
+    """
 
     before: Stored
     decision: Decision
     actor: Actor
+    history: tuple[HistoryEntry, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -104,7 +109,7 @@ class JobStore(Protocol):
     """
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
-        """Keep a new job, its events and its claim together.
+        """Keep a new job, its events, the beginning of its history and its claim together.
 
         The same claim again answers the job as it was first created and keeps nothing.
 
@@ -145,7 +150,7 @@ class JobStore(Protocol):
         ...
 
     async def commit(self, change: Change, epoch: int | None = None) -> Stored:
-        """Write job, checkpoints, events and commands together, or nothing.
+        """Write job, checkpoints, events, history and commands together, or nothing.
 
         Raises:
             StaleWriteError: The job changed since it was read, or has a higher fence.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.domain.node import Drain, Lease, Node
 
 
@@ -47,7 +47,13 @@ class Entry:
     @property
     def time_ms(self) -> int:
         """When it was appended, by the store's clock."""
-        return int(self.id.partition("-")[0])
+        return self.place[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands: later entries have greater places."""
+        time_ms, _, number = self.id.partition("-")
+        return int(time_ms), int(number or 0)
 
 
 class FactQueue(Protocol):
@@ -71,9 +77,10 @@ class FactQueue(Protocol):
 
 
 class Log(StrEnum):
-    """The two logs that a job has."""
+    """The logs that a job has."""
 
     EVENTS = "events"
+    HISTORY = "history"
     OUTPUT = "logs"
 
 
@@ -92,6 +99,14 @@ class Telemetry(Protocol):
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """All step records that are kept, as they came."""
+        ...
+
+    async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
+        """Keep what ranks were found in, in place of what they were found in before."""
+        ...
+
+    async def stacks(self, job_id: str) -> list[RankStacks]:
+        """What ranks were last found in, by rank."""
         ...
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 
@@ -51,5 +52,8 @@ class Ports:
     telemetry: Telemetry
     leadership: Leadership
     clock: Clock
+    tokens: TokenStore
+    rates: RateLimiter
+    audit: AuditLog
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]

@@ -1,27 +1,20 @@
 """Read, decide, commit; again if somebody was faster."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
 from services.controller.domain.decide import decide, is_stale
 from services.controller.domain.effects import Decision
 from services.controller.domain.errors import StaleWriteError
-from services.controller.domain.events import JobEvent
+from services.controller.domain.history import Occurrence, entry
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import Actor, Change, Stored
 from services.controller.ports.office import Ports
 
 _log = structlog.get_logger()
 _TRIES: Final = 16
-
-
-class Occurrence(NamedTuple):
-    """An event and when it happened, in milliseconds of the store's clock."""
-
-    event: JobEvent
-    now_ms: int
 
 
 async def apply_events(
@@ -49,7 +42,8 @@ async def apply_events(
     """
     for _ in range(_TRIES):
         stored = await ports.jobs.load(job_id)
-        change = Change(stored, decide_all(stored.job, occurrences), actor)
+        decision = decide_all(stored.job, occurrences)
+        change = Change(stored, decision, actor, tuple(map(entry, occurrences)))
         if change.is_empty:
             return stored
         try:

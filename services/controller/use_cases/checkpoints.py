@@ -11,10 +11,11 @@ from services.controller.domain.events import (
     RemovalAsked,
     VerifyAsked,
 )
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import checkpoint_view
 
 

@@ -6,6 +6,7 @@ of its own or is deleted: at no moment may retention take what the clone will lo
 
 from dataclasses import dataclass
 
+from services.contract.entry_points import EntryPoints
 from services.contract.problems import Fault
 from services.contract.requests import CloneRequest
 from services.contract.specs import JobSpec
@@ -18,13 +19,14 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
 )
 from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.patching import with_patch
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
-from services.controller.use_cases.submit import draft_job, foreseen
+from services.controller.use_cases.submit import Drafting, draft_job, foreseen
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Cloning:
     dry_run: bool = False
 
 
-async def clone(ports: Ports, cloning: Cloning, actor: Actor) -> JobView:
+async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoints) -> JobView:
     """Queue a clone; the same claim again answers the same job.
 
     Raises:
@@ -53,7 +55,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor) -> JobView:
     spec = with_patch(source.spec, cloning.wanted.overrides, "/overrides")
     origin = _origin(source, cloning.wanted, spec)
     try:
-        job, outcome = await draft_job(ports, spec, origin)
+        job, outcome = await draft_job(ports, spec, Drafting(actor.name, allowed, origin))
     except InvalidRequestError as error:
         raise InvalidRequestError(
             [f.model_copy(update={"pointer": f"/overrides{f.pointer}"}) for f in error.faults]

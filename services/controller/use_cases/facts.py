@@ -14,23 +14,28 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLinked,
     Fact,
+    GangDiagnosed,
+    GangEnded,
     JobFound,
     JobPurged,
     NodeJoined,
     NodeLeft,
     RunningGang,
 )
+from services.contract.messages.findings import Findings
+from services.contract.messages.telemetry import RankStacks
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
+from services.controller.domain.history import Occurrence
 from services.controller.domain.node import Node
 from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import let_go_of_origin, release_origin
 from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told
@@ -85,14 +90,13 @@ def _addressee(told: Told) -> tuple[str, str]:
 
 
 async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
-    occurrences = [
-        Occurrence(told.fact, told.entry.time_ms)
-        for told in group
-        if isinstance(told.fact, GangFact)
-    ]
+    slim = [(_without_stacks(told.fact), told.entry.time_ms) for told in group]
+    occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
-    await _apply(ports, job_id, occurrences, actor, epoch)
+    if await _apply(ports, job_id, occurrences, actor, epoch):
+        for told in group:
+            await ports.telemetry.keep_stacks(job_id, _stacks(told.fact))
     for one in occurrences:
         # A job that was cloned loads another job's checkpoint, whose index is to know it too.
         if isinstance(one.event, CheckpointCorrupt):
@@ -103,7 +107,8 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
 
 async def _apply(
     ports: Ports, job_id: str, occurrences: Sequence[Occurrence], actor: Actor, epoch: int
-) -> None:
+) -> bool:
+    """Answers whether there is such a job, still."""
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
         if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
@@ -113,11 +118,44 @@ async def _apply(
                 await release_origin(ports, stored.job, actor, epoch)
                 await ports.jobs.delete(stored)
                 _log.info("job_purged", job_id=job_id)
-                return
+                return False
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
+        return False
     except RecordUnreadableError:
         _log.warning("fact_of_unreadable_job", job_id=job_id)
+        return False
+    return True
+
+
+def _findings(fact: Fact) -> Findings | None:
+    match fact:
+        case GangDiagnosed(findings=findings):
+            return findings
+        case GangEnded(hang=findings):
+            return findings
+    return None
+
+
+def _without_stacks(fact: Fact) -> Fact:
+    """Stacks are for reading and long: the job's record, which is written often, has none."""
+    found = _findings(fact)
+    if found is None:
+        return fact
+    bare = tuple(rank.model_copy(update={"stacks": None}) for rank in found.ranks)
+    name = "hang" if isinstance(fact, GangEnded) else "findings"
+    return fact.model_copy(update={name: found.model_copy(update={"ranks": bare})})
+
+
+def _stacks(fact: Fact) -> list[RankStacks]:
+    found = _findings(fact)
+    if found is None or not isinstance(fact, GangDiagnosed | GangEnded):
+        return []
+    return [
+        # Of a rank that did not answer nothing is kept, in place of what it answered before.
+        RankStacks(rank=rank.rank, fence=fact.fence, node_id=fact.node_id, text=rank.stacks or "")
+        for rank in found.ranks
+    ]
 
 
 async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:

@@ -8,9 +8,10 @@ from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import FoundInStorage
 from services.controller.domain.finding import found_again
+from services.controller.domain.history import Occurrence
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 
 _log = structlog.get_logger()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from services.contract.messages.telemetry import StepRecord
 from services.contract.views import (
+    DiagnosisView,
     MetricsView,
     NodeList,
     NodeView,
@@ -14,7 +15,7 @@ from services.contract.views import (
 from services.controller.domain.errors import NotFoundError
 from services.controller.domain.placement import stand
 from services.controller.ports.office import Ports
-from services.controller.use_cases.present import node_view, rank_views
+from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,23 @@ async def get_rank(ports: Ports, job_id: str, rank: int) -> RankView:
         if view.rank == rank:
             return view
     raise NotFoundError(f"attempt {ranks.attempt} of {job_id} has no rank {rank}")
+
+
+async def get_diagnosis(ports: Ports, job_id: str) -> DiagnosisView:
+    """What ails the newest attempt that was looked into or failed, or what ended it.
+
+    Raises:
+        NotFoundError: There is no such job, or no attempt of it failed or was looked into.
+    """
+    job = (await ports.jobs.load(job_id)).job
+    for attempt in reversed(job.attempts):
+        if attempt.diagnosis is not None:
+            stacks = await ports.telemetry.stacks(job_id)
+            return diagnosis_view(job_id, attempt.fence, attempt.diagnosis, stacks)
+    raise NotFoundError(
+        f"no attempt of {job_id} has failed or was looked into; "
+        f"POST /v1/jobs/{job_id}/diagnose looks into running ranks"
+    )
 
 
 async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsView:

@@ -8,12 +8,13 @@ from services.contract.states import JobState, NodeState
 from services.contract.views import AttemptList, JobPage, JobView
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
 from services.controller.domain.events import JobEvent, PurgeAsked
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
 from services.controller.domain.purging import refuse_unless_ended
 from services.controller.ports.jobs import Actor, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import release_origin
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA

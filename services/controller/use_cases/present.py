@@ -1,15 +1,17 @@
 """Records as the REST API shows them."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Final
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.contract.states import ExitReason
 from services.contract.views import (
     AttemptView,
     CheckpointView,
     CloneOrigin,
+    DiagnosisView,
     ExportView,
     FailureView,
     JobView,
@@ -17,7 +19,7 @@ from services.contract.views import (
     RankView,
     ShardView,
 )
-from services.controller.domain.attempt import Attempt, Failure
+from services.controller.domain.attempt import Attempt, Diagnosis, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.node import Lease
@@ -25,6 +27,8 @@ from services.controller.domain.placement import Standing
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"
+STRAGGLER_SCORE: Final = 0.1
+"""From this share of the time on, the rank that keeps the others waiting most is named."""
 _ENDED_BY_PEOPLE = frozenset(
     {ExitReason.COMPLETED, ExitReason.CANCELLED, ExitReason.PAUSED, ExitReason.KILLED}
 )
@@ -79,7 +83,7 @@ def failure_view(failure: Failure | None) -> FailureView | None:
 
 def attempt_views(job: Job) -> tuple[AttemptView, ...]:
     """A job's attempts, oldest first."""
-    following = [*job.attempts[1:], None]
+    following = (*job.attempts, None)[1:]
     return tuple(_attempt_view(a, b) for a, b in zip(job.attempts, following, strict=True))
 
 
@@ -120,6 +124,7 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
     for sample in current.values():
         for group, number in sample.issued.items():
             foremost[group] = max(foremost.get(group, 0), number)
+    slowest = _slowest(current.values())
     return tuple(
         RankView(
             rank=seat.rank,
@@ -129,8 +134,27 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
             phase=_NOT_SEEN_YET,
         )
         if seat.rank not in current
-        else _rank_view(current[seat.rank], foremost)
+        else _rank_view(current[seat.rank], foremost, is_straggler=seat.rank == slowest)
         for seat in job.plan.ranks
+    )
+
+
+def diagnosis_view(
+    job_id: str, fence: int, diagnosis: Diagnosis, stacks: Sequence[RankStacks]
+) -> DiagnosisView:
+    """A verdict, with the stacks of its attempt."""
+    return DiagnosisView(
+        job_id=job_id,
+        attempt=fence,
+        at=moment(diagnosis.at_ms),
+        live=diagnosis.live,
+        verdict=diagnosis.verdict,
+        rank=diagnosis.rank,
+        node_id=diagnosis.node_id,
+        summary=diagnosis.summary,
+        evidence=diagnosis.evidence,
+        advice=diagnosis.advice,
+        stacks=tuple(entry for entry in stacks if entry.fence == fence and entry.text),
     )
 
 
@@ -191,7 +215,14 @@ def _origin_view(origin: Origin | None) -> CloneOrigin | None:
     )
 
 
-def _rank_view(sample: RankSample, foremost: Mapping[str, int]) -> RankView:
+def _slowest(samples: Iterable[RankSample]) -> int | None:
+    """The rank for which most others wait most, if they do for long enough to be worth a word."""
+    scores = [(s.straggler_score, s.rank) for s in samples if s.straggler_score is not None]
+    score, rank = max(scores, default=(0.0, 0))
+    return rank if score >= STRAGGLER_SCORE else None
+
+
+def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler: bool) -> RankView:
     lags = [foremost[group] - number for group, number in sample.issued.items()]
     return RankView(
         rank=sample.rank,
@@ -203,7 +234,10 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int]) -> RankView:
         unit=sample.unit,
         step=sample.step,
         step_time_s=sample.step_time_s,
-        arrival_lag=max(lags, default=0),
+        arrival_lag_s=sample.arrival_lag_s,
+        straggler_score=sample.straggler_score,
+        is_straggler=is_straggler,
+        collectives_behind=max(lags, default=0),
         loss=sample.loss,
         tokens_per_s=sample.tokens_per_s,
         memory_bytes=sample.memory_bytes,

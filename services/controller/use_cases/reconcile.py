@@ -25,6 +25,7 @@ from services.controller.domain.events import (
     PlacementDelayed,
 )
 from services.controller.domain.gang import is_overdue
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.node import Lease, Node
@@ -32,7 +33,7 @@ from services.controller.domain.placement import Seated, Standing, stand
 from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, turns
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
-from services.controller.use_cases.change import Occurrence, apply_events
+from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.outlook import expect
 from services.controller.use_cases.telling import last_told
 

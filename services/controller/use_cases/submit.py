@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_job_id
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
@@ -11,6 +12,7 @@ from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.placement import Gang, Never, NotNow, Seated, place, stand
+from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
@@ -28,7 +30,18 @@ class Submission:
     dry_run: bool = False
 
 
-async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
+@dataclass(frozen=True)
+class Drafting:
+    """Whose a job will be, which entry points it may name, and what it begins with."""
+
+    owner: str
+    allowed: EntryPoints
+    origin: Origin | None = None
+
+
+async def submit(
+    ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints
+) -> JobView:
     """Queue a job; the same claim again answers the same job.
 
     With ``dry_run`` nothing is kept; the answer shows the plan that would be run now.
@@ -41,30 +54,30 @@ async def submit(ports: Ports, submission: Submission, actor: Actor) -> JobView:
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    job, outcome = await draft_job(ports, submission.spec)
+    drafting = Drafting(actor.name, allowed)
+    job, outcome = await draft_job(ports, submission.spec, drafting)
     if submission.dry_run:
         return foreseen(job, outcome)
     stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
     return job_view(stored.job, (), {})
 
 
-async def draft_job(
-    ports: Ports, spec: JobSpec, origin: Origin | None = None
-) -> tuple[Job, Seated | NotNow]:
+async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Seated | NotNow]:
     """A job as it would be queued now, and where it would be placed.
 
     Raises:
         InvalidRequestError: It can never run; all faults at once.
     """
-    outcome = await _foresee(ports, spec)
+    outcome = await _foresee(ports, spec, drafting.allowed)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
+        owner=drafting.owner,
         reason=_reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
-        origin=origin,
+        origin=drafting.origin,
     )
     return job, outcome
 
@@ -75,9 +88,9 @@ def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
     return job_view(job.model_copy(update={"plan": plan}), (), {})
 
 
-async def _foresee(ports: Ports, spec: JobSpec) -> Seated | NotNow:
+async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
-    faults = unsupported(spec)
+    faults = against_the_rules(spec, allowed) + unsupported(spec)
     try:
         planner.shard(spec)
     except InvalidRequestError as error:

@@ -36,7 +36,7 @@ def main() -> None:
             sys.stderr.write(f"meshloom agent: {name}: {fault['msg']}\n")
         sys.exit(_BAD_SETTINGS)
     if only_check:
-        sys.exit(0 if lease_is_held(settings.redis_url, settings.node_id) else _NOT_ALIVE)
+        sys.exit(0 if lease_is_held(settings.redis_address, settings.node_id) else _NOT_ALIVE)
     try:
         asyncio.run(_serve(settings))
     except (LeaseTakenError, NodeBusyError) as error:

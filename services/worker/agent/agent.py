@@ -17,7 +17,7 @@ from services.worker.agent.launch import Launcher
 from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
-from services.worker.agent.processes import sweep
+from services.worker.agent.processes import NODE_MARK, sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
@@ -45,8 +45,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
-            writing_client(settings.redis_url) as writing,
-            waiting_client(settings.redis_url) as waiting,
+            writing_client(settings.redis_address) as writing,
+            waiting_client(settings.redis_address) as waiting,
         ):
             agent = Agent(settings, folder, inventory, network, writing, waiting)
             try:
@@ -79,7 +79,7 @@ class Agent:
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
         self._warm = WarmKeeper(
-            rank_environment(settings.user_path, mark, network.interface),
+            rank_environment(settings, mark, network.interface),
             settings.trainer,
             folder,
         )
@@ -88,8 +88,14 @@ class Agent:
             node_id,
             folder,
             storage,
-            Exporter(settings.checkpoint_root, node_id, rank_environment((), mark, None)),
-            Launcher(node_id, network.address, settings.checkpoint_root, self._warm),
+            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
+            Launcher(
+                node_id,
+                network.address,
+                settings.checkpoint_root,
+                self._warm,
+                settings.admission,
+            ),
             self._outbox.tell,
         )
         self._session = Session(

@@ -2,15 +2,16 @@
 
 When any rank fails, by an error that it reports or by its exit, the others are killed: they
 would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
-peer gets a moment to say what happened. Performing the effects is ``gang_runtime``'s; who failed
+peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
+once what was found is known. Performing the effects is ``gang_runtime``'s; who failed
 first is worked out in ``verdict``.
 """
 
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
@@ -20,8 +21,10 @@ from services.contract.messages.facts import (
     CheckpointVoted,
     Evaluated,
     Fact,
+    GangDiagnosed,
     GangProgressed,
 )
+from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
@@ -34,10 +37,12 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
+from services.worker.agent.hang import Mark, Progress, Stall, allowance_s, look
 
 WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
 ECHO_WAITS_S: Final = 1.0
+LOOKED_INTO_WITHIN_S: Final = 5.0
 _LOST_PEER: Final = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
     r"|timed? ?out|remote process exited|\bpeer\b|NCCL|connectFullMesh",
@@ -80,7 +85,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class GangState:
-    """All ranks of one attempt on this node, by number."""
+    """All ranks of one attempt on this node, by number.
+
+    ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when the ranks were found to
+    hang, and ``hang`` what was found then.
+    """
 
     job_id: str
     fence: int
@@ -92,6 +101,10 @@ class GangState:
     kill_at: float | None = None
     echo_until: float | None = None
     stopped: str | None = None
+    hang_timeout_s: float | None = None
+    progress: Progress = field(default_factory=Progress)
+    hung_at: float | None = None
+    hang: Findings | None = None
 
     @property
     def ended(self) -> bool:
@@ -148,11 +161,42 @@ class Condemned:
 
 
 @dataclass(frozen=True)
+class DiagnosisAsked:
+    """The controller wants to know what the ranks are doing."""
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """The boards were read: what they show, by rank, and the median time of the last steps."""
+
+    marks: Mapping[int, Mark]
+    usual_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LookedInto:
+    """The ranks were looked into, as ``LookInto`` asked."""
+
+    findings: Findings
+
+
+@dataclass(frozen=True)
 class Ticked:
     """Time passes."""
 
 
-Event = MessageCame | Exited | Stepped | StopAsked | CheckpointAsked | Condemned | Ticked
+Event = (
+    MessageCame
+    | Exited
+    | Stepped
+    | StopAsked
+    | CheckpointAsked
+    | Condemned
+    | DiagnosisAsked
+    | LookedAt
+    | LookedInto
+    | Ticked
+)
 
 
 # --- effects ----------------------------------------------------------------------------------
@@ -180,7 +224,15 @@ class Kill:
     ranks: tuple[int, ...]
 
 
-Effect = Tell | Instruct | Kill
+@dataclass(frozen=True)
+class LookInto:
+    """Collect the stacks of all live ranks; answered by ``LookedInto``. They are left running."""
+
+    why: Literal["asked", "hang"]
+    stall: Stall
+
+
+Effect = Tell | Instruct | Kill | LookInto
 Decision = tuple[GangState, tuple[Effect, ...]]
 
 
@@ -202,6 +254,12 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             decided = state, (Instruct(_living(state)[:1], order),)
         case Condemned(reason=reason):
             decided = _kill_all(replace(state, stopped=state.stopped or reason))
+        case DiagnosisAsked():
+            decided = state, (LookInto("asked", _stall(state, now)),)
+        case LookedAt():
+            decided = _looked_at(state, event, now)
+        case LookedInto(findings=findings):
+            decided = _looked_into(state, findings)
         case _:  # Ticked
             decided = _ticked(state, now)
     return decided
@@ -283,9 +341,51 @@ def _stop(state: GangState, command: StopGang, now: float) -> Decision:
     return state, (Instruct(_living(state), order),)
 
 
+def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:
+    busy = [r for r in state.ranks.values() if not r.ended and r.finished is None]
+    marks = {r.rank: event.marks[r.rank] for r in busy if r.rank in event.marks}
+    # Once a rank has failed or is being killed, what stands still waits for its end.
+    if not marks or state.hung_at is not None or any(r.failed or r.killed for r in busy):
+        return state, ()
+    allowed_s = allowance_s(
+        marks,
+        stepped=all(r.step_seen for r in busy),
+        usual_step_s=event.usual_step_s,
+        asked_s=state.hang_timeout_s,
+    )
+    progress, stall = look(state.progress, marks, allowed_s, now)
+    state = replace(state, progress=progress)
+    if not stall.is_hang:
+        return state, ()
+    return replace(state, hung_at=now), (LookInto("hang", stall),)
+
+
+def _looked_into(state: GangState, findings: Findings) -> Decision:
+    if findings.why == "asked":
+        fact = GangDiagnosed(
+            job_id=state.job_id, fence=state.fence, node_id=state.node_id, findings=findings
+        )
+        return state, (Tell(fact),)
+    return _kill_hung(replace(state, hang=findings))
+
+
+def _kill_hung(state: GangState) -> Decision:
+    why = "the ranks made no progress"
+    if state.hang is not None:
+        why += f" for {state.hang.still_s:.1f} s"
+    return _kill_all(replace(state, stopped=state.stopped or why))
+
+
+def _stall(state: GangState, now: float) -> Stall:
+    moved_at = state.progress.moved_at
+    return Stall(still_s=0.0 if moved_at is None else max(now - moved_at, 0.0), allowed_s=0.0)
+
+
 def _ticked(state: GangState, now: float) -> Decision:
     if state.kill_at is not None and now >= state.kill_at:
         return _kill_all(replace(state, stopped="it did not drain within its grace"))
+    if state.hung_at is not None and now >= state.hung_at + LOOKED_INTO_WITHIN_S:
+        return _kill_hung(state)
     if state.echo_until is not None and now >= state.echo_until:
         return _kill_survivors(state)
     wedged = tuple(

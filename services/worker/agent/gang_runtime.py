@@ -10,6 +10,7 @@ from typing import Final
 import structlog
 
 from services.contract.messages.facts import Fact, GangEnded, RunningGang
+from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import RankMessage, RankReady, RankSeat
 from services.contract.messages.telemetry import RankSample
 from services.worker.agent.folders import AttemptFolder
@@ -20,6 +21,9 @@ from services.worker.agent.gang import (
     GangState,
     Instruct,
     Kill,
+    LookedAt,
+    LookedInto,
+    LookInto,
     MessageCame,
     RankState,
     Stepped,
@@ -27,8 +31,11 @@ from services.worker.agent.gang import (
     Ticked,
     decide,
 )
+from services.worker.agent.mask import Mask
+from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import is_dying, kill_group, sweep_sessions
 from services.worker.agent.rank_link import RankLink
+from services.worker.agent.stacks import collect
 from services.worker.agent.telemetry import GangTelemetry, Records
 from services.worker.agent.verdict import exits
 
@@ -63,17 +70,22 @@ class GangRuntime:
         self._node_id = node_id
         self._folder = folder
         self._tell = tell
+        asked = seat.spec.faults.hang_timeout_s
         self._state = GangState(
             job_id=seat.job_id,
             fence=seat.fence,
             node_id=node_id,
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
+            hang_timeout_s=None if asked == "auto" else asked,
         )
+        self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(seats, pids, node_id, folder)
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
         self._forker_gone = False
         self._ended_at: float | None = None
+        self._looking: set[asyncio.Task[None]] = set()
+        self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
 
     @property
@@ -92,7 +104,7 @@ class GangRuntime:
     def connect(self, pipes: Mapping[int, socket.socket]) -> None:
         """Hear the ranks on these ends of their pipes, owned from now on."""
         for rank, channel in pipes.items():
-            self._links[rank] = RankLink(channel, self._hearing(rank))
+            self._links[rank] = RankLink(channel, self._hearing(rank), self._mask)
         for link in self._links.values():
             link.listen()
 
@@ -133,6 +145,10 @@ class GangRuntime:
                 case Kill(ranks=ranks):
                     for rank in ranks:
                         self._kill(rank)
+                case LookInto():
+                    task = asyncio.create_task(self._look_into(effect))
+                    self._looking.add(task)
+                    task.add_done_callback(self._looking.discard)
 
     def tick(self) -> None:
         """Look at the boards and the clock; to be called about ten times a second."""
@@ -141,6 +157,7 @@ class GangRuntime:
             for rank in self._state.ranks.values():
                 if not rank.ended and is_dying(rank.pid):
                     self.reaped(rank.pid, None, _SIGKILL)
+        self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
         self.happen(Ticked())
 
     def silent(self) -> bool:
@@ -167,10 +184,7 @@ class GangRuntime:
 
     def samples(self) -> list[RankSample]:
         """Where each rank stands."""
-        ready: dict[int, RankReady | None] = {
-            number: rank.ready for number, rank in self._state.ranks.items()
-        }
-        return self._telemetry.samples(ready)
+        return self._telemetry.samples(self._ready())
 
     def take_records(self) -> Records:
         """The steps and log lines for the next beat."""
@@ -190,6 +204,8 @@ class GangRuntime:
             node_id=self._node_id,
             exits=exits(self._state, seen),
             last_step=max(0, *(board.step for board in seen.values())),
+            hang=self._state.hang,
+            oom_kills=max(oom_kills() - self._oom_kills_before, 0),
             first_exit_s=None if first is None else time.monotonic() - first,
         )
 
@@ -215,8 +231,24 @@ class GangRuntime:
         return hear
 
     def _watch(self) -> None:
-        for rank, step in self._telemetry.watch().items():
+        for rank, step in self._telemetry.watch(self._ready()).items():
             self.happen(Stepped(rank, step))
+
+    async def _look_into(self, wanted: LookInto) -> None:
+        living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
+        stacks = await collect(self._folder.path, living)
+        ready = self._ready()
+        found = [self._telemetry.find(r, ready[r], stacks.get(r)) for r in living]
+        findings = Findings(
+            why=wanted.why,
+            still_s=wanted.stall.still_s,
+            allowed_s=wanted.stall.allowed_s,
+            ranks=tuple(found),
+        )
+        self.happen(LookedInto(findings))
+
+    def _ready(self) -> dict[int, RankReady | None]:
+        return {number: rank.ready for number, rank in self._state.ranks.items()}
 
     def _kill(self, rank: int) -> None:
         pid = self._state.ranks[rank].pid

@@ -14,6 +14,7 @@ from services.contract.messages.base import Address
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import RankPlacement
+from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.processes import kill_group
 from services.worker.agent.warm_keeper import WarmKeeper
@@ -45,9 +46,18 @@ class Launcher:
         address: Where other nodes reach this one.
         storage_root: Where ranks keep checkpoints.
         warm: What forks.
+        admission: What jobs may have here.
     """
 
-    def __init__(self, node_id: str, address: str, storage_root: Path, warm: WarmKeeper) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        address: str,
+        storage_root: Path,
+        warm: WarmKeeper,
+        admission: Admission,
+    ) -> None:
+        self._admission = admission
         self._node_id = node_id
         self._address = address
         self._storage_root = storage_root
@@ -62,7 +72,10 @@ class Launcher:
         """
         placements = self._placements_here(command)
         try:
+            secrets = self._admission.admit(command.spec)
             warm = await self._warm.ready()
+        except NotAdmittedError as error:
+            raise LaunchError(str(error)) from error
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
         if not folder.open(placements):
@@ -75,7 +88,9 @@ class Launcher:
                 host, port = listening.getsockname()[:2]
                 store = Address(host=host, port=port)
             seats = {
-                placement.rank: self._seat(command, placement, folder, store, len(placements))
+                placement.rank: self._seat(
+                    command, placement, folder, store, len(placements)
+                ).model_copy(update={"secrets": secrets})
                 for placement in placements
             }
             crew = await _fork_all(warm, seats, listening)
@@ -118,6 +133,7 @@ class Launcher:
             log_folder=str(folder.path),
             store_host=store.host,
             store_port=store.port,
+            data_roots=tuple(map(str, self._admission.data_roots)),
             threads=max(1, (psutil.cpu_count() or 1) // count),
         )
 

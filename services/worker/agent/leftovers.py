@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 import structlog
 
-from services.contract.messages.facts import GangEnded, RankExit
+from services.contract.messages.facts import AGENT_DIED, GangEnded, RankExit
 from services.contract.messages.telemetry import StepRecord
 from services.contract.rank_channel import BoardReader, BoardSnapshot
 from services.contract.states import RankPhase
@@ -75,7 +75,7 @@ def _ended(attempt: AttemptFolder, node_id: str) -> GangEnded:
                 order=order,
                 step=max(0, boards[rank].step),
                 phase=RankPhase(boards[rank].phase).name,
-                error="the agent of its node died, and the rank with it",
+                error=AGENT_DIED,
             )
             for order, rank in enumerate(ranks)
         ),

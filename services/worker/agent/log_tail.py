@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
 
+from services.worker.agent.mask import NOTHING_MASKED, Mask
+
 Level = Literal["debug", "info", "warning", "error"]
 
 LINE_CHARACTERS: Final = 4_000
@@ -37,10 +39,12 @@ class LogTail:
 
     Args:
         path: The file; it need not exist yet.
+        mask: Takes secrets out of the lines; the file itself keeps them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mask: Mask = NOTHING_MASKED) -> None:
         self._path = path
+        self._mask = mask
         self._offset = 0
         self._inside_cut_line = False
         self._unreadable = False
@@ -87,7 +91,7 @@ class LogTail:
                 break
             stop = end if end >= 0 else len(chunk)
             if not self._inside_cut_line:
-                lines.append(_tailed(chunk[start:stop]))
+                lines.append(_tailed(chunk[start:stop], self._mask))
             self._inside_cut_line = end < 0
             start = stop + 1 if end >= 0 else stop
         self._offset += start
@@ -105,10 +109,10 @@ class LogTail:
         return f"… {what} dropped here: the rank writes faster than its log is followed"
 
 
-def _tailed(line: bytes) -> TailedLine:
+def _tailed(line: bytes, mask: Mask) -> TailedLine:
     # What a terminal would show: a progress bar overwrites its own line.
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    text = _CONTROL.sub("", text)
+    text = mask.text(_CONTROL.sub("", text))
     if len(text) > LINE_CHARACTERS:
         cut = len(text) - LINE_CHARACTERS
         text = f"{text[:LINE_CHARACTERS]} … ({cut} characters cut)"

@@ -35,6 +35,15 @@ def is_dying(pid: int) -> bool:
     return state in "ZX" or bool(int(fields[_FLAGS_FIELD - 1]) & _PF_EXITING)
 
 
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process (R, S, D, T, Z…); empty where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
 def sweep(mark: str, spared: Collection[int] = ()) -> list[int]:
     """SIGKILL every live process with this mark but ``spared``; answers whom it killed."""
     killed = []

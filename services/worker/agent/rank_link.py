@@ -10,6 +10,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMessage, RankOrder
+from services.worker.agent.mask import Mask
 
 _READ_BYTES: Final = 65_536
 _log = structlog.get_logger()
@@ -21,9 +22,13 @@ class RankLink:
     Args:
         channel: The agent's end of the pipe, owned from now on.
         on_message: Called with each message, in order.
+        mask: Takes secrets out of what it says.
     """
 
-    def __init__(self, channel: socket.socket, on_message: Callable[[RankMessage], None]) -> None:
+    def __init__(
+        self, channel: socket.socket, on_message: Callable[[RankMessage], None], mask: Mask
+    ) -> None:
+        self._mask = mask
         self.closed = False
         self._channel = channel
         self._on_message = on_message
@@ -64,7 +69,7 @@ class RankLink:
 
     def _take(self, line: bytes) -> None:
         try:
-            message = RANK_MESSAGE.validate_json(line)
+            message = RANK_MESSAGE.validate_json(self._mask.line(line))
         except ValidationError as error:
             _log.warning("unreadable_line_from_rank", error=str(error))
             return

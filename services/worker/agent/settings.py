@@ -4,16 +4,33 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from services.contract.entry_points import entry_points
 from services.contract.ids import NodeId
+from services.contract.redis_address import redis_address
+from services.worker.agent.admission import Admission
 from services.worker.agent.processes import NODE_MARK
 
 _OURS: Final = "MESHLOOM_"
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_PASSED_ON: Final = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
+        *("PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    }
+)
+_PASSED_ON_PREFIXES: Final = (
+    *("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ATEN_", "MALLOC_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "NVTE_"),
+    *("TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_"),
+)
 _CREDENTIAL_NAME: Final = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|(API|ACCESS|ACCOUNT|SSH|SIGNING)_?KEY|^KEY$"
 )
@@ -32,17 +49,29 @@ class AgentSettings(BaseSettings):
     the storage of all jobs' checkpoints, shared by all nodes. ``cpu_slots`` is how many CPU ranks
     the node takes at a time. ``user_path`` (separated like PATH) is where user models are found.
     ``address`` is where other nodes reach this one; by default the one from which it reaches Redis.
+    ``redis_ca``, ``redis_cert`` and ``redis_key`` are files for a ``redis_url`` of ``rediss://``.
+    ``factory_prefixes`` (by commas) are the entry points that jobs may name; unset, all that can be
+    imported. ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
+    (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
+    commas) names variables that ranks get beside those that computing needs.
     """
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
 
     redis_url: str
+    redis_ca: Path | None = None
+    redis_cert: Path | None = None
+    redis_key: Path | None = None
     node_id: NodeId = Field(default_factory=_node_id_of_this_host)
     home: Path = Path(".meshloom")
     checkpoint_root: Path = Path()
     cpu_slots: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=0)
     address: str | None = None
     user_path: Annotated[tuple[Path, ...], NoDecode] = (Path(),)
+    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
+    secrets_dir: Path | None = None
+    data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
+    rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
     trainer: str = "services.worker.rank.trainer:train"
 
     @field_validator("home")
@@ -57,12 +86,38 @@ class AgentSettings(BaseSettings):
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
 
-    @field_validator("user_path", mode="before")
+    @property
+    def redis_address(self) -> str:
+        """The URL of Redis, with the files of TLS in it."""
+        return redis_address(
+            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+        )
+
+    @model_validator(mode="after")
+    def _redis_can_be_trusted(self) -> Self:
+        _ = self.redis_address  # it says itself what is wrong
+        return self
+
+    @property
+    def admission(self) -> Admission:
+        """What jobs may have on this node."""
+        return Admission(
+            factories=entry_points(self.factory_prefixes, otherwise_any=True),
+            secrets=self.secrets_dir,
+            data_roots=self.data_roots or self.user_path,
+        )
+
+    @field_validator("factory_prefixes", "rank_env", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: object) -> object:
+        return [p.strip() for p in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("user_path", "data_roots", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(p for p in value.split(os.pathsep) if p) if isinstance(value, str) else value
 
-    @field_validator("user_path")
+    @field_validator("user_path", "data_roots")
     @classmethod
     def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
@@ -70,20 +125,23 @@ class AgentSettings(BaseSettings):
 
 def sentinel_environment() -> dict[str, str]:
     """The environment of the process that ends what the agent leaves: nothing of ours."""
-    return {name: value for name, value in os.environ.items() if not _is_private(name, value)}
+    return {name: value for name, value in os.environ.items() if _is_passed_on(name, value)}
 
 
-def rank_environment(
-    user_path: tuple[Path, ...], mark: str, interface: str | None
-) -> dict[str, str]:
+def rank_environment(settings: AgentSettings, mark: str, interface: str | None) -> dict[str, str]:
     """The environment of the warm process and so of all ranks and whatever they start.
 
-    Nothing of ours is in it but ``mark``, by which processes of this node are found again, and
-    nothing that looks like a credential: ranks run what a user wrote. Their collectives use the
-    network ``interface``, unless the environment names another.
+    What is on the list of things that computing needs and does not look like a credential, what
+    ``settings.rank_env`` names, and ``mark``, by which processes of this node are found again: ranks
+    run what a user wrote. Their collectives use the network ``interface``, unless the environment
+    names another.
     """
-    kept = {name: value for name, value in os.environ.items() if not _is_private(name, value)}
-    path = [str(entry) for entry in user_path]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if _is_passed_on(name, value) or (name in settings.rank_env and not name.startswith(_OURS))
+    }
+    path = [str(entry) for entry in settings.user_path]
     if kept.get("PYTHONPATH"):
         path.insert(0, kept["PYTHONPATH"])
     # Libraries that start their threads when they are loaded would make the forks unsafe; each
@@ -94,9 +152,9 @@ def rank_environment(
     return {**network, **kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
 
 
-def _is_private(name: str, value: str) -> bool:
+def _is_passed_on(name: str, value: str) -> bool:
     return (
-        name.startswith(_OURS)
-        or _CREDENTIAL_NAME.search(name.upper()) is not None
-        or _CREDENTIAL_VALUE.search(value) is not None
+        (name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES))
+        and _CREDENTIAL_NAME.search(name.upper()) is None
+        and _CREDENTIAL_VALUE.search(value) is None
     )

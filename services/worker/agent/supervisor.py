@@ -12,6 +12,7 @@ from services.contract.commit_chain import ChainError
 from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
+    DiagnoseGang,
     ExportCheckpoint,
     LaunchGang,
     PurgeJob,
@@ -31,7 +32,13 @@ from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
 from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
-from services.worker.agent.gang import CheckpointAsked, Condemned, Event, StopAsked
+from services.worker.agent.gang import (
+    CheckpointAsked,
+    Condemned,
+    DiagnosisAsked,
+    Event,
+    StopAsked,
+)
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
 from services.worker.agent.storage import Storage, purge
@@ -94,6 +101,8 @@ class Supervisor:
                     self._happen(command, StopAsked(command))
                 case TakeCheckpoint():
                     self._happen(command, CheckpointAsked())
+                case DiagnoseGang():
+                    self._happen(command, DiagnosisAsked())
                 case CommitCheckpoint():
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
@@ -219,7 +228,7 @@ class Supervisor:
             if pid in self._early:
                 self.rank_reaped(self._early.pop(pid))
 
-    def _happen(self, command: StopGang | TakeCheckpoint, event: Event) -> None:
+    def _happen(self, command: StopGang | TakeCheckpoint | DiagnoseGang, event: Event) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)
         if gang is not None:

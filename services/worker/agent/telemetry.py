@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -11,17 +12,24 @@ from typing import Final, Literal
 
 import structlog
 
+from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
 from services.contract.rank_channel import BoardReader, BoardSnapshot, BoardStep
 from services.contract.states import RankPhase
+from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
+from services.worker.agent.hang import Mark
 from services.worker.agent.log_tail import LogTail
+from services.worker.agent.mask import Mask
+from services.worker.agent.processes import process_state
+from services.worker.agent.stacks import Stacks
 from services.worker.agent.verdict import LastSeen
 
 STEPS_PER_BEAT: Final = 2_000
 LINES_PER_BEAT: Final = 1_000
 _LINES_PER_READ: Final = 250
+_STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 _log = structlog.get_logger()
@@ -60,19 +68,24 @@ class GangTelemetry:
         self._folder = folder
         self._readers: dict[int, BoardReader] = {}
         self._tails = {
-            (rank, stream): LogTail(folder.log(rank, stream))
-            for rank in seats
+            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
+            for rank, seat in seats.items()
             for stream in _STREAMS
         }
         self._seen: dict[int, BoardSnapshot] = {}
         self._started: set[int] = set()
         self._steps: deque[StepRecord] = deque()
         self._last_step: int | None = None
+        self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
+        self._meter = ArrivalMeter(tuple(seats))
 
-    def watch(self) -> dict[int, int]:
-        """Take in the new steps; answer the first step of each rank that just finished one.
+    def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
+        """Take in new steps and arrivals; answer the first step of each rank that just made one.
 
-        To be called often: a ring holds the last 256 steps.
+        To be called often: a ring holds the last 256 steps, and the last 192 arrivals of a group.
+
+        Args:
+            ready: By rank, what names the groups of its board.
         """
         begun = {}
         for rank in self._seats:
@@ -83,6 +96,7 @@ class GangTelemetry:
                     begun[rank] = steps[0].step
                     self._started.add(rank)
         self._watch_steps()
+        self._watch_arrivals(ready)
         return begun
 
     def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
@@ -111,6 +125,39 @@ class GangTelemetry:
             seen[rank] = LastSeen(step=snapshot.step, phase=snapshot.phase.name)
         return seen
 
+    def marks(self) -> dict[int, Mark]:
+        """What moves on each board while its rank makes progress."""
+        return {rank: mark_of(self._snapshot(rank)) for rank in self._readers}
+
+    def usual_step_s(self) -> float | None:
+        """The median time of the last steps of this attempt; None before the first."""
+        return statistics.median(self._step_times) if self._step_times else None
+
+    def find(
+        self,
+        rank: int,
+        ready: RankReady | None,
+        stacks: Stacks | None,
+    ) -> RankFinding:
+        """What is to be seen of a rank now."""
+        sample = self._sample(rank, ready)
+        reader = self._reader(rank)
+        pulse_ns = reader.pulse_ns() if reader is not None else None
+        return RankFinding(
+            rank=rank,
+            pid=sample.pid,
+            phase=sample.phase,
+            unit=sample.unit,
+            step=sample.step,
+            process=process_state(sample.pid),
+            still_s=sample.beat_age_s,
+            pulse_age_s=None if pulse_ns is None else _age_s(pulse_ns),
+            issued=sample.issued,
+            completed=sample.completed,
+            frames=stacks.frames if stacks is not None else (),
+            stacks=stacks.text if stacks is not None else None,
+        )
+
     def close(self) -> None:
         """Unmap the boards."""
         for reader in self._readers.values():
@@ -126,7 +173,20 @@ class GangTelemetry:
             if self._last_step is not None and entry.step > self._last_step + 1:
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
+            self._step_times.append(entry.step_time_s)
             self._steps.append(step_record(entry, self._seats[0].fence))
+
+    def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
+        arrivals: dict[int, dict[ArrivalKey, int]] = {}
+        for rank, reader in self._readers.items():
+            groups = ready[rank]
+            if groups is not None:
+                arrivals[rank] = {
+                    (name, number): moment
+                    for place, name in enumerate(groups.groups)
+                    for number, moment in reader.arrivals(place).items()
+                }
+        self._meter.take(arrivals, self.usual_step_s())
 
     def _read_logs(self, *, last: bool) -> tuple[LogLine, ...]:
         lines: list[LogLine] = []
@@ -171,7 +231,7 @@ class GangTelemetry:
         seat, board = self._seats[rank], self._snapshot(rank)
         units = ready.units if ready is not None else ()
         groups = ready.groups if ready is not None else ()
-        age_ns = time.monotonic_ns() - board.stored_ns if board.stored_ns else 0
+        lateness = self._meter.of(rank)
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -190,7 +250,9 @@ class GangTelemetry:
             memory_bytes=max(board.memory_bytes, 0),
             issued=dict(zip(groups, board.issued, strict=False)),
             completed=dict(zip(groups, board.completed, strict=False)),
-            beat_age_s=max(age_ns, 0) / _NS,
+            beat_age_s=_age_s(board.stored_ns) if board.stored_ns else 0.0,
+            arrival_lag_s=lateness.lag_s if lateness is not None else None,
+            straggler_score=lateness.score if lateness is not None else None,
         )
 
 
@@ -205,6 +267,21 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
     )
+
+
+def mark_of(board: BoardSnapshot) -> Mark:
+    """What of a snapshot moves with the training."""
+    return Mark(
+        step=board.step,
+        phase=board.phase,
+        issued=tuple(board.issued),
+        completed=tuple(board.completed),
+        unit_index=board.unit_index,
+    )
+
+
+def _age_s(moment_ns: int) -> float:
+    return max(time.monotonic_ns() - moment_ns, 0) / _NS
 
 
 def _finite(figure: float) -> float | None:

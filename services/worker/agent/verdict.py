@@ -49,6 +49,7 @@ def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> Rank
         finished=finished is not None,
         drained=finished is not None and finished.drained,
         error=failed.error if failed is not None else _explanation(state, rank),
+        error_types=failed.error_types if failed is not None else (),
         traceback=failed.traceback if failed is not None else None,
     )
 

@@ -14,10 +14,11 @@ from services.contract.rank_channel import MAX_GROUPS, BoardStep, BoardWriter
 from services.contract.states import RankPhase
 
 _PHASES: Final = {
-    TrainingState.FORWARD: RankPhase.FORWARD,
-    TrainingState.PRE_BACKWARD: RankPhase.PRE_BACKWARD,
-    TrainingState.POST_BACKWARD: RankPhase.POST_BACKWARD,
+    TrainingState.FORWARD: int(RankPhase.FORWARD),
+    TrainingState.PRE_BACKWARD: int(RankPhase.PRE_BACKWARD),
+    TrainingState.POST_BACKWARD: int(RankPhase.POST_BACKWARD),
 }
+_EVAL: Final = int(RankPhase.EVAL)
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,52 +41,41 @@ class BoardWatch:
         self._board = board
         self._device = device
         self._place = {group: place for place, group in enumerate(groups)}
-        self._issued = [0] * MAX_GROUPS
-        self._completed = [0] * MAX_GROUPS
         self._evaluates = False
 
     def enter(self, phase: RankPhase) -> None:
         """The trainer begins ``phase``, outside all units."""
         self._evaluates = phase is RankPhase.EVAL
-        self._store(phase=phase, unit_index=None)
+        self._board.show(int(phase), None, time.monotonic_ns())
 
     def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:  # noqa: ARG002 (the engine's signature)
         """A unit entered ``state``. Its return to IDLE is not told: its parent computes on."""
         phase = _PHASES.get(state)
         if phase is not None:
             # A forward pass of an evaluation is evaluation to whoever looks from outside.
-            self._store(phase=RankPhase.EVAL if self._evaluates else phase, unit_index=unit_index)
+            shown = _EVAL if self._evaluates else phase
+            self._board.show(shown, unit_index, time.monotonic_ns())
 
     def on_issue(self, group: str, sequence: int) -> None:
         """Collective ``sequence`` of ``group`` was started."""
         place = self._place.get(group)
         if place is not None:
-            self._issued[place] = sequence
-            self._store()
+            self._board.issue(place, sequence, time.monotonic_ns())
 
     def on_complete(self, group: str, sequence: int) -> None:
         """Collective ``sequence`` of ``group`` was waited for."""
         place = self._place.get(group)
         if place is not None:
-            self._completed[place] = sequence
-            self._store()
+            self._board.complete(place, sequence, time.monotonic_ns())
 
     def resume(self, step: int) -> None:
         """``step`` steps were made before this attempt."""
-        self._store(step=step)
+        now_ns = time.monotonic_ns()
+        self._board.store(replace(self._board.snapshot, step=step, stored_ns=now_ns))
 
     def finish_step(self, step: BoardStep) -> None:
         """A step and its figures are known."""
         self._board.finish_step(step, memory_bytes=self._memory_bytes(), now_ns=time.monotonic_ns())
-
-    def _store(self, **changes: object) -> None:
-        fields = {
-            "issued": tuple(self._issued),
-            "completed": tuple(self._completed),
-            "stored_ns": time.monotonic_ns(),
-            **changes,
-        }
-        self._board.store(replace(self._board.snapshot, **fields))  # type: ignore[arg-type]  # the names are ours
 
     def _memory_bytes(self) -> int:
         if self._device.type == "cuda":

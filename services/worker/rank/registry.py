@@ -3,9 +3,12 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from services.contract.secret_references import resolved
 from services.contract.specs import Factory
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
@@ -22,6 +25,23 @@ BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyT
 )
 
 
+_ROOTS: Final = "data_roots"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the node lets a job have: secrets by name, and the folders that it may read.
+
+    A factory with a parameter ``data_roots`` is given these folders; the spec cannot set it.
+    """
+
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    data_roots: tuple[Path, ...] = ()
+
+
+NOTHING_GRANTED: Final = Grant()
+
+
 class FactoryError(ValueError):
     """A factory of the spec cannot be found or does not take its arguments."""
 
@@ -31,6 +51,7 @@ def create(
     factory: Factory,
     *positional: object,
     offered: Mapping[str, object] = MappingProxyType({}),
+    grant: Grant = NOTHING_GRANTED,
 ) -> Any:  # noqa: ANN401 (what a factory makes is for the caller to know)
     """Calls the factory that a field of the spec names.
 
@@ -40,17 +61,26 @@ def create(
         positional: Arguments that the trainer puts first.
         offered: Arguments that are passed if the callable has parameters of these names and the
             spec does not set them.
+        grant: What the node lets the job have.
 
     Raises:
         FactoryError: There is no such factory, or it does not take these arguments.
     """
     make = find(field, factory.factory)
     try:
+        given = resolved(factory.args, grant.secrets)
+    except KeyError as error:
+        raise FactoryError(f"{field}.args: the secret {error.args[0]} was not granted") from None
+    if _ROOTS in given:
+        raise FactoryError(f"{field}.args.{_ROOTS}: this is the node's to say; leave it out")
+    try:
         signature = inspect.signature(make)
     except ValueError:  # written in C: it checks its arguments itself
-        return make(*positional, **factory.args)
+        return make(*positional, **given)
     takes = signature.parameters
-    arguments = {name: value for name, value in offered.items() if name in takes} | factory.args
+    arguments = {name: value for name, value in offered.items() if name in takes} | given
+    if _ROOTS in takes:
+        arguments[_ROOTS] = grant.data_roots
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:

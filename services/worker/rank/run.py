@@ -88,7 +88,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
             f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
-    make = functools.partial(registry.create, "model", spec.model)
+    grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    make = functools.partial(registry.create, "model", spec.model, grant=grant)
     model = sharded_model(
         _with_mark(make, registry.find("model", spec.model.factory)),
         seat.plan.sharding,
@@ -97,12 +98,14 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     )
     observe(model, watch)
     optimizer: torch.optim.Optimizer = registry.create(
-        "optimizer", spec.optimizer, list(model.named_parameters())
+        "optimizer", spec.optimizer, list(model.named_parameters()), grant=grant
     )
     schedule: Schedule = registry.create(
-        "schedule", spec.schedule, offered={"steps": spec.train.steps}
+        "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
-    data: DataSource = registry.create("data", spec.data, offered={"seed": spec.train.seed})
+    data: DataSource = registry.create(
+        "data", spec.data, offered={"seed": spec.train.seed}, grant=grant
+    )
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "

@@ -5,6 +5,7 @@ callable of the shape ``Train``. Its exception, or its return, is all that decid
 """
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import socket
@@ -18,11 +19,13 @@ from typing import Final, NoReturn, Protocol, cast
 
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
 from services.contract.rank_channel import BoardWriter
+from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
 
 DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
 _TEXT_LIMIT: Final = 32_768
 _READ_BYTES: Final = 65_536
+_PULSE_S: Final = 0.25
 
 
 class AgentPipe:
@@ -98,6 +101,7 @@ def take_seat(
     try:
         board = BoardWriter.create(Path(seat.board_path), seat.fence)
         board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
+        _show_life(seat, board)
         try:
             load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
             code = 0
@@ -107,16 +111,47 @@ def take_seat(
         text = _traceback_of(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
-        pipe.send(RankFailed(error=_one_line(error), traceback=_shortened(text), step=step))
+        pipe.send(
+            RankFailed(
+                error=_one_line(error),
+                error_types=_names(type(error)),
+                traceback=_shortened(text),
+                step=step,
+            )
+        )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
+def _show_life(seat: RankSeat, board: BoardWriter) -> None:
+    """Have this process answer from outside, whatever its training thread is doing.
+
+    The stacks are written by a signal handler in C, which needs no lock of the interpreter; the
+    pulse needs it, and so tells whether somebody never gives it back.
+    """
+    path = stacks_path(Path(seat.log_folder), seat.rank)
+    draft = path.with_suffix(".draft")
+    faulthandler.register(STACKS_SIGNAL, file=draft.open("ab"), all_threads=True)
+    draft.replace(path)  # who sees the file may send the signal: without a handler it would kill
+
+    def beat() -> None:
+        never = threading.Event()
+        while True:
+            board.beat(time.monotonic_ns())
+            never.wait(_PULSE_S)
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()
+
+
 def _one_line(error: BaseException) -> str:
     first, *_ = str(error).splitlines() or [""]
     return _shortened(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+
+
+def _names(kind: type[BaseException]) -> tuple[str, ...]:
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
 
 
 def _traceback_of(error: BaseException) -> str:

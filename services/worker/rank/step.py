@@ -13,7 +13,7 @@ from services.worker.rank.run import Run
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss is infinite or not a number; all ranks see it at the same step."""
+    """Loss or gradients are infinite or not numbers; all ranks see it at the same step."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def train_step(run: Run, step: int) -> StepFigures:
     """Makes step number ``step`` (from 1): data, forward and backward, clip, optimizer.
 
     Raises:
-        NonFiniteLossError: The mean loss over the global batch is not a number; the parameters
-            were not changed.
+        NonFiniteLossError: The mean loss over the global batch, or the norm of the gradients, is
+            not a number; the parameters were not changed.
     """
     run.watch.enter(RankPhase.DATA)
     micro_batches = _own_share(run, step)
@@ -44,13 +44,20 @@ def train_step(run: Run, step: int) -> StepFigures:
     norm = clip_grad_norm_(run.model.parameters(), math.inf if limit is None else limit)
     mean_loss = float(mean.wait())
     if not math.isfinite(mean_loss):
-        raise NonFiniteLossError(f"the loss of step {step} is {mean_loss}")
+        raise NonFiniteLossError(
+            f"the loss of step {step} is {mean_loss}; of this rank's share it is {float(loss)}"
+        )
+    if not math.isfinite(norm_value := float(norm)):
+        # An update by it would poison every parameter, and the next checkpoint with them.
+        raise NonFiniteLossError(
+            f"the gradient norm of step {step} is {norm_value}, the loss is {mean_loss}"
+        )
     factor = run.schedule(step)
     for group, rate in zip(run.optimizer.param_groups, run.base_rates, strict=True):
         group["lr"] = rate * factor
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return StepFigures(mean_loss, float(norm), run.base_rates[0] * factor)
+    return StepFigures(mean_loss, norm_value, run.base_rates[0] * factor)
 
 
 def _own_share(run: Run, step: int) -> Sequence[torch.Tensor]:

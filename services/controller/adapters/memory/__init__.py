@@ -3,6 +3,7 @@
 import functools
 import os
 
+from services.controller.adapters.memory.access import MemoryAudit, MemoryLimiter, MemoryTokens
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
 from services.controller.adapters.memory.office import MemoryClock, MemoryLeadership, listening
@@ -19,6 +20,9 @@ def memory_ports(server: MemoryServer) -> Ports:
         telemetry=MemoryTelemetry(server),
         leadership=MemoryLeadership(server),
         clock=MemoryClock(server),
+        tokens=MemoryTokens(server),
+        rates=MemoryLimiter(server),
+        audit=MemoryAudit(server),
         listen=functools.partial(listening, server),
         entropy=os.urandom,
     )

@@ -4,6 +4,7 @@ from services.contract.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
+from services.controller.domain.history import HistoryEntry, creation
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import (
     Actor,
@@ -33,7 +34,7 @@ class MemoryJobs:
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
             self._server.claims[claim.key] = (claim, stored)
-        self._log(decision.job, event_records(decision, actor))
+        self._log(decision.job, event_records(decision, actor), (creation(decision.job),))
         await self._server.wake()
         return stored
 
@@ -53,7 +54,7 @@ class MemoryJobs:
         if job.id in self._server.jobs or job.id in self._server.deleted:
             return False
         self._server.jobs[job.id] = Stored(job, 1)
-        self._log(job, event_records(decision, actor))
+        self._log(job, event_records(decision, actor), (creation(job),))
         await self._server.wake()
         return True
 
@@ -76,7 +77,7 @@ class MemoryJobs:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
         stored = Stored(job, known.version + 1)
         self._server.jobs[job.id] = stored
-        self._log(job, change.events)
+        self._log(job, change.events, change.history)
         self._server.deliver(change.decision.sends)
         await self._server.wake()
         return stored
@@ -104,6 +105,7 @@ class MemoryJobs:
             self._server.logs.pop((job_id, log), None)
         self._server.samples.pop(job_id, None)
         self._server.steps.pop(job_id, None)
+        self._server.stacks.pop(job_id, None)
 
     async def active(self) -> list[Stored]:
         """See ``JobStore.active``."""
@@ -123,7 +125,10 @@ class MemoryJobs:
             totals[stored.job.state] += 1
         return totals
 
-    def _log(self, job: Job, events: tuple[EventRecord, ...]) -> None:
-        for event in events:
-            entry = self._server.entry(event.model_dump_json())
-            self._server.logs[job.id, Log.EVENTS].append(entry)
+    def _log(
+        self, job: Job, events: tuple[EventRecord, ...], history: tuple[HistoryEntry, ...]
+    ) -> None:
+        for log, records in ((Log.EVENTS, events), (Log.HISTORY, history)):
+            self._server.logs[job.id, log] += [
+                self._server.entry(record.model_dump_json()) for record in records
+            ]

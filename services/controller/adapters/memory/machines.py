@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, no_node
 from services.controller.domain.node import Drain, Lease, Node
@@ -88,6 +88,15 @@ class MemoryTelemetry:
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""
         return list(self._server.steps.get(job_id, []))
+
+    async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
+        """See ``Telemetry.keep_stacks``."""
+        self._server.stacks[job_id] |= {entry.rank: entry for entry in stacks}
+
+    async def stacks(self, job_id: str) -> list[RankStacks]:
+        """See ``Telemetry.stacks``."""
+        kept = self._server.stacks.get(job_id, {})
+        return [kept[rank] for rank in sorted(kept)]
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""

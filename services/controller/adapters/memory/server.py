@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.contract.messages.commands import COMMAND, Command
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.rate import Bucket
+from services.controller.domain.token import Token
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
 
@@ -25,12 +27,16 @@ class MemoryServer:
     logs: dict[tuple[str, Log], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
     steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
+    stacks: dict[str, dict[int, RankStacks]] = field(default_factory=lambda: defaultdict(dict))
     nodes: dict[str, Node] = field(default_factory=dict)
     drains: dict[str, Drain] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     facts: list[Entry] = field(default_factory=list)
     delivered: dict[str, Entry] = field(default_factory=dict)
+    tokens: dict[str, Token] = field(default_factory=dict)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    audit: list[Entry] = field(default_factory=list)
     leader: str | None = None
     epoch: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)

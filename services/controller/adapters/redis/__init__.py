@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
+from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes, RedisTelemetry
@@ -23,6 +24,9 @@ async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator
             telemetry=RedisTelemetry(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),
+            tokens=RedisTokens(clients),
+            rates=RedisLimiter(clients),
+            audit=RedisAudit(clients),
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
         )

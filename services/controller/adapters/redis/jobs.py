@@ -1,6 +1,7 @@
 """Jobs in Redis. Every write is one Lua script: all of a decision, or nothing of it."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -20,12 +21,13 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
     StaleWriteError,
 )
+from services.controller.domain.history import creation
 from services.controller.domain.job import Job
+from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,
     Change,
     Claim,
-    EventRecord,
     Place,
     Stored,
     event_records,
@@ -69,6 +71,7 @@ class RedisJobs:
                     keys.ACTIVE_JOBS,
                     keys.job_events(job.id),
                     keys.idempotency(claim_key),
+                    keys.job_history(job.id),
                 ],
                 args=[
                     job.id,
@@ -80,6 +83,7 @@ class RedisJobs:
                     "" if claim is None else claim.digest,
                     keys.IDEMPOTENCY_TTL_S,
                     *_listed(_bodies(event_records(decision, actor))),
+                    *_listed(_bodies((creation(job),))),
                 ],
             )
         if status == "ok" or claim is None:
@@ -100,6 +104,7 @@ class RedisJobs:
                     keys.job_events(job.id),
                     keys.job_checkpoints(job.id),
                     keys.DELETED_JOBS,
+                    keys.job_history(job.id),
                 ],
                 args=[
                     epoch,
@@ -113,6 +118,7 @@ class RedisJobs:
                     job.created_ms,
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(puts),
+                    *_listed(_bodies((creation(job),))),
                 ],
             )
         _refuse(status, job.id)
@@ -155,6 +161,7 @@ class RedisJobs:
                     keys.EPOCH,
                     keys.job_events(job.id),
                     keys.job_checkpoints(job.id),
+                    keys.job_history(job.id),
                     *inboxes,
                 ],
                 args=[
@@ -172,6 +179,8 @@ class RedisJobs:
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),
                     *_listed(outgoing),
+                    keys.HISTORY_KEPT,
+                    *_listed(_bodies(change.history)),
                 ],
             )
         _refuse(status, job.id)
@@ -281,7 +290,9 @@ class RedisJobs:
                     keys.job_ranks(job_id),
                     keys.job_steps(job_id),
                     keys.job_logs(job_id),
+                    keys.job_stacks(job_id),
                     keys.job_checkpoints(job_id),
+                    keys.job_history(job_id),
                 ],
                 args=[version, job_id],
             )
@@ -319,8 +330,8 @@ def _json(send: Send) -> str:
     return COMMAND.dump_json(send.command).decode()
 
 
-def _bodies(events: tuple[EventRecord, ...]) -> list[str]:
-    return [event.model_dump_json() for event in events]
+def _bodies(records: Sequence[Record]) -> list[str]:
+    return [record.model_dump_json() for record in records]
 
 
 def _listed(texts: list[str]) -> list[str]:

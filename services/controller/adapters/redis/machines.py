@@ -6,7 +6,7 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys as keys
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
 from services.controller.domain.errors import CursorExpiredError, DeposedError, no_node
@@ -173,6 +173,21 @@ class RedisTelemetry:
                 return records
             start = f"({entries[-1].id}"
 
+    async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
+        """See ``Telemetry.keep_stacks``."""
+        if not stacks:
+            return
+        pairs = [part for entry in stacks for part in (str(entry.rank), entry.model_dump_json())]
+        with answering():
+            await self._clients.writes.hset(keys.job_stacks(job_id), items=pairs)
+
+    async def stacks(self, job_id: str) -> list[RankStacks]:
+        """See ``Telemetry.stacks``."""
+        with answering():
+            rows = await self._clients.reads.hgetall(keys.job_stacks(job_id))
+        kept = [RankStacks.model_validate_json(text) for text in rows.values()]
+        return sorted(kept, key=lambda entry: entry.rank)
+
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""
         key = _log_key(job_id, log)
@@ -216,7 +231,12 @@ def _order(entry_id: str) -> tuple[int, int]:
 
 
 def _log_key(job_id: str, log: Log) -> str:
-    return keys.job_events(job_id) if log == Log.EVENTS else keys.job_logs(job_id)
+    builders = {
+        Log.EVENTS: keys.job_events,
+        Log.HISTORY: keys.job_history,
+        Log.OUTPUT: keys.job_logs,
+    }
+    return builders[log](job_id)
 
 
 def _step(entry: Entry) -> StepRecord:

@@ -25,7 +25,7 @@ COMMIT: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, then the inboxes
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, then the inboxes
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
@@ -43,7 +43,11 @@ for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
 for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
 local sends = take_list()
 for i = 1, #sends, 2 do
-  redis.call('XADD', KEYS[5 + tonumber(sends[i])], '*', field, sends[i + 1])
+  redis.call('XADD', KEYS[6 + tonumber(sends[i])], '*', field, sends[i + 1])
+end
+local remembered = take()
+for _, told in ipairs(take_list()) do
+  redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -53,7 +57,7 @@ return {'ok', tostring(version)}
 CREATE: Final = (
     _TAKE_LIST
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency
+-- KEYS: job, all jobs, active jobs, events, idempotency, history
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local digest, ttl = take(), take()
 if digest ~= '' then
@@ -65,6 +69,7 @@ redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', s
 redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
+for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
 redis.call('PUBLISH', wake, id)
 return {'ok', '1'}
 """
@@ -74,7 +79,7 @@ RESTORE: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + """
--- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs
+-- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history
 local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
 if deposed(KEYS[4], epoch) then return 'deposed' end
@@ -86,6 +91,7 @@ if active == '1' then redis.call('SADD', KEYS[3], id) end
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[5], '*', field, event) end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
+for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end
 redis.call('PUBLISH', wake, id)
 return 'ok'
 """

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from services.contract.views import CheckpointList, CheckpointView, JobView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.scopes import OWNS_JOB, READS
 from services.controller.domain.events import CheckpointAsked
 from services.controller.use_cases import checkpoints as use_cases
 from services.controller.use_cases.jobs import change_course
@@ -14,13 +15,18 @@ from services.controller.use_cases.jobs import change_course
 router = APIRouter(prefix="/v1", tags=["checkpoints"])
 
 
-@router.get("/jobs/{job_id}/checkpoints", response_model=CheckpointList)
+@router.get("/jobs/{job_id}/checkpoints", response_model=CheckpointList, dependencies=[READS])
 async def list_checkpoints(job_id: str, request: Request, ports: WithPorts) -> Response:
     """A job's checkpoints, newest first."""
     return answer(request, await use_cases.list_checkpoints(ports, job_id))
 
 
-@router.post("/jobs/{job_id}/checkpoints", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/jobs/{job_id}/checkpoints",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def take_checkpoint(
     job_id: str, request: Request, ports: WithPorts, actor: WithActor
 ) -> Response:
@@ -29,7 +35,7 @@ async def take_checkpoint(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.get("/checkpoints/{checkpoint_id}", response_model=CheckpointView)
+@router.get("/checkpoints/{checkpoint_id}", response_model=CheckpointView, dependencies=[READS])
 async def get_checkpoint(checkpoint_id: str, request: Request, ports: WithPorts) -> Response:
     """One checkpoint: its state, its shards and their digests, and what keeps it."""
     return answer(request, await use_cases.get_checkpoint(ports, checkpoint_id))
@@ -39,6 +45,7 @@ async def get_checkpoint(checkpoint_id: str, request: Request, ports: WithPorts)
     "/checkpoints/{checkpoint_id}/verify",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,
+    dependencies=[OWNS_JOB],
 )
 async def verify(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
@@ -55,6 +62,7 @@ async def verify(
     "/checkpoints/{checkpoint_id}/export",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,
+    dependencies=[OWNS_JOB],
 )
 async def export(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
@@ -71,6 +79,7 @@ async def export(
     "/checkpoints/{checkpoint_id}/pin",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,
+    dependencies=[OWNS_JOB],
 )
 async def pin(checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
     """Keep it, whatever retention says, until it is unpinned."""
@@ -82,6 +91,7 @@ async def pin(checkpoint_id: str, request: Request, ports: WithPorts, actor: Wit
     "/checkpoints/{checkpoint_id}/unpin",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,
+    dependencies=[OWNS_JOB],
 )
 async def unpin(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
@@ -95,6 +105,7 @@ async def unpin(
     "/checkpoints/{checkpoint_id}",
     status_code=HTTPStatus.ACCEPTED,
     response_model=CheckpointView,
+    dependencies=[OWNS_JOB],
 )
 async def remove(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor

@@ -1,10 +1,13 @@
 """Ranks, metrics and nodes."""
 
+from http import HTTPStatus
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from services.contract.views import (
+    DiagnosisView,
+    JobView,
     MetricsView,
     NodeList,
     NodeView,
@@ -12,25 +15,46 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithPorts
+from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
+from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
+from services.controller.use_cases.jobs import change_course
 
 router = APIRouter(prefix="/v1", tags=["inspect"])
 
 
-@router.get("/jobs/{job_id}/ranks", response_model=RankList)
+@router.get("/jobs/{job_id}/ranks", response_model=RankList, dependencies=[READS])
 async def list_ranks(job_id: str, request: Request, ports: WithPorts) -> Response:
     """Every rank of the newest attempt: phase, unit, step, lag, memory."""
     return answer(request, await use_cases.list_ranks(ports, job_id))
 
 
-@router.get("/jobs/{job_id}/ranks/{rank}", response_model=RankView)
+@router.get("/jobs/{job_id}/ranks/{rank}", response_model=RankView, dependencies=[READS])
 async def get_rank(job_id: str, rank: int, request: Request, ports: WithPorts) -> Response:
     """One rank."""
     return answer(request, await use_cases.get_rank(ports, job_id, rank))
 
 
-@router.get("/jobs/{job_id}/metrics", response_model=MetricsView)
+@router.post(
+    "/jobs/{job_id}/diagnose",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
+async def diagnose(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
+    """Look into the running ranks; they go on. `GET …/diagnosis` tells, a second or two later."""
+    view = await change_course(ports, job_id, DiagnosisAsked(), actor)
+    return answer(request, view, status=HTTPStatus.ACCEPTED)
+
+
+@router.get("/jobs/{job_id}/diagnosis", response_model=DiagnosisView, dependencies=[READS])
+async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Response:
+    """The verdict on the newest attempt that failed or was looked into, and its ranks' stacks."""
+    return answer(request, await use_cases.get_diagnosis(ports, job_id))
+
+
+@router.get("/jobs/{job_id}/metrics", response_model=MetricsView, dependencies=[READS])
 async def metrics(
     job_id: str,
     request: Request,
@@ -44,13 +68,13 @@ async def metrics(
     return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
 
 
-@router.get("/nodes", response_model=NodeList)
+@router.get("/nodes", response_model=NodeList, dependencies=[READS])
 async def list_nodes(request: Request, ports: WithPorts) -> Response:
     """All nodes that ever joined, their leases, and what runs there."""
     return answer(request, await use_cases.list_nodes(ports))
 
 
-@router.get("/nodes/{node_id}", response_model=NodeView)
+@router.get("/nodes/{node_id}", response_model=NodeView, dependencies=[READS_NODE])
 async def get_node(node_id: str, request: Request, ports: WithPorts) -> Response:
     """One node."""
     return answer(request, await use_cases.get_node(ports, node_id))

@@ -16,7 +16,8 @@ from services.contract.specs import JobSpec
 from services.contract.states import JobState
 from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
 from services.controller.api.conditional import answer, revisions_matched
-from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts
+from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.events import (
     CancelAsked,
@@ -50,11 +51,12 @@ IdempotencyKey = Annotated[
     status_code=HTTPStatus.CREATED,
     response_model=JobView,
     responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    dependencies=[SUBMITS],
 )
 async def submit(
     spec: JobSpec,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     actor: WithActor,
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
@@ -62,14 +64,16 @@ async def submit(
     """Submit a job. What can never run is refused, with every fault at once."""
     _refuse_unspeakable(spec)
     claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(spec)))
-    view = await submit_job(ports, Submission(spec, claim, dry_run=dry_run), actor)
+    view = await submit_job(
+        context.ports, Submission(spec, claim, dry_run=dry_run), actor, context.entry_points
+    )
     if dry_run:
         return answer(request, view)
     location = {"Location": f"/v1/jobs/{view.id}"}
     return answer(request, view, status=HTTPStatus.CREATED, headers=location)
 
 
-@router.get("", response_model=JobPage)
+@router.get("", response_model=JobPage, dependencies=[READS])
 async def list_jobs(  # noqa: PLR0913 one parameter a filter
     request: Request,
     ports: WithPorts,
@@ -86,7 +90,7 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-@router.get("/{job_id}", response_model=JobView)
+@router.get("/{job_id}", response_model=JobView, dependencies=[READS])
 async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
     """One job: where it stands and why, how far it is."""
     return answer(request, await use_cases.get_job(ports, job_id))
@@ -99,6 +103,7 @@ async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
         412: {"model": Problem, "description": "The job was changed since it was read"},
         428: {"model": Problem, "description": "If-Match is wanted"},
     },
+    dependencies=[OWNS_JOB],
 )
 async def patch_job(
     job_id: str,
@@ -124,11 +129,12 @@ async def patch_job(
     status_code=HTTPStatus.ACCEPTED,
     response_model=JobView,
     responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    dependencies=[SUBMITS],
 )
 async def clone(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     actor: WithActor,
     wanted: CloneRequest | None = None,
     *,
@@ -142,7 +148,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     if idempotency_key is not None:
         claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
     cloning = Cloning(job_id, body, claim, dry_run=dry_run)
-    view = await clone_job(ports, cloning, actor)
+    view = await clone_job(context.ports, cloning, actor, context.entry_points)
     if dry_run:
         return answer(request, view)
     location = {"Location": f"/v1/jobs/{view.id}"}
@@ -154,6 +160,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses={202: {"model": JobView, "description": "Its checkpoints are being removed"}},
+    dependencies=[OWNS_JOB],
 )
 async def delete_job(
     job_id: str,
@@ -175,7 +182,12 @@ async def delete_job(
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
-@router.post("/{job_id}/pause", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/pause",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def pause(
     job_id: str,
     request: Request,
@@ -189,7 +201,12 @@ async def pause(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/resume", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/resume",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def resume(
     job_id: str,
     request: Request,
@@ -203,7 +220,12 @@ async def resume(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/cancel", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/cancel",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def cancel(
     job_id: str,
     request: Request,
@@ -217,14 +239,19 @@ async def cancel(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/{job_id}/kill", status_code=HTTPStatus.ACCEPTED, response_model=JobView)
+@router.post(
+    "/{job_id}/kill",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=JobView,
+    dependencies=[OWNS_JOB],
+)
 async def kill(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
     """Stop for good, at once, without a checkpoint."""
     view = await use_cases.change_course(ports, job_id, KillAsked(), actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.get("/{job_id}/attempts", response_model=AttemptList)
+@router.get("/{job_id}/attempts", response_model=AttemptList, dependencies=[READS])
 async def list_attempts(job_id: str, request: Request, ports: WithPorts) -> Response:
     """A job's tries, oldest first, and how each ended."""
     return answer(request, await use_cases.list_attempts(ports, job_id))

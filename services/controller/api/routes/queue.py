@@ -8,24 +8,30 @@ from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.views import NodeView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithPorts
+from services.controller.api.scopes import OPERATES_NODE, READS
 from services.controller.use_cases import queue as use_cases
 
 router = APIRouter(prefix="/v1", tags=["queue"])
 
 
-@router.get("/queue", response_model=QueueView)
+@router.get("/queue", response_model=QueueView, dependencies=[READS])
 async def get_queue(request: Request, ports: WithPorts) -> Response:
     """Who waits for seats, in which order, why, and behind whom."""
     return answer(request, await use_cases.get_queue(ports))
 
 
-@router.get("/capacity", response_model=CapacityView)
+@router.get("/capacity", response_model=CapacityView, dependencies=[READS])
 async def get_capacity(request: Request, ports: WithPorts) -> Response:
     """What is taken and what is free, node by node."""
     return answer(request, await use_cases.get_capacity(ports))
 
 
-@router.post("/nodes/{node_id}/drain", status_code=HTTPStatus.ACCEPTED, response_model=NodeView)
+@router.post(
+    "/nodes/{node_id}/drain",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=NodeView,
+    dependencies=[OPERATES_NODE],
+)
 async def drain_node(
     node_id: str, request: Request, ports: WithPorts, how: DrainRequest | None = None
 ) -> Response:
@@ -34,7 +40,12 @@ async def drain_node(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
-@router.post("/nodes/{node_id}/undrain", status_code=HTTPStatus.ACCEPTED, response_model=NodeView)
+@router.post(
+    "/nodes/{node_id}/undrain",
+    status_code=HTTPStatus.ACCEPTED,
+    response_model=NodeView,
+    dependencies=[OPERATES_NODE],
+)
 async def undrain_node(node_id: str, request: Request, ports: WithPorts) -> Response:
     """Place gangs there again."""
     view = await use_cases.undrain_node(ports, node_id)

@@ -9,6 +9,7 @@ from services.controller.api import sse
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithContext
 from services.controller.api.routes.jobs import next_link
+from services.controller.api.scopes import READS
 from services.controller.use_cases import watch as use_cases
 from services.controller.use_cases.cursors import to_entry_id
 
@@ -27,7 +28,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.get("/{job_id}/events", response_model=EventPage, responses=_STREAM)
+@router.get("/{job_id}/events", response_model=EventPage, responses=_STREAM, dependencies=[READS])
 async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,
@@ -48,7 +49,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-@router.get("/{job_id}/logs", response_model=LogPage, responses=_STREAM)
+@router.get("/{job_id}/logs", response_model=LogPage, responses=_STREAM, dependencies=[READS])
 async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,

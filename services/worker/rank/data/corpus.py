@@ -2,9 +2,12 @@
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from services.worker.rank.data.roots import inside
 
 # Third-party packages and test suites differ between installations of one Python.
 _SKIPPED: Final = frozenset(
@@ -20,13 +23,17 @@ class CorpusFile:
     content: bytes
 
 
-def stdlib_sources(library: Path | None = None) -> list[CorpusFile]:
+def stdlib_sources(
+    library: Path | None = None, roots: Sequence[Path] | None = None
+) -> list[CorpusFile]:
     """Reads all sources of the standard library (about 11 MB), sorted by name.
 
     Args:
         library: Another folder to read instead.
+        roots: Where its files must really lie, links followed; None: anywhere.
 
     Raises:
+        PathOutsideRootsError: A link in it leads elsewhere.
         FileNotFoundError: There is no source file (some distributions ship compiled code only).
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
@@ -40,6 +47,9 @@ def stdlib_sources(library: Path | None = None) -> list[CorpusFile]:
             f"data: {root} holds no Python sources; install the interpreter's standard library "
             "with sources or name another data factory"
         )
+    if library is not None and roots is not None:
+        for name in names:
+            inside(root / name, roots)
     return [CorpusFile(name, (root / name).read_bytes()) for name in names]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from services.worker.rank.data import corpus
 from services.worker.rank.data.ngrams import Bytes, bigram_loss, unigram_loss
+from services.worker.rank.data.roots import inside
 from services.worker.rank.seeds import derive
 
 _VALIDATION_SHARE: Final = 20
@@ -100,6 +101,7 @@ def stdlib_bytes(
     library: str | None = None,
     *,
     seed: int = 0,
+    data_roots: Sequence[Path] | None = None,
 ) -> StdlibBytes:
     """Reads the corpus and splits it: every twentieth file, by a hash of its name, validates.
 
@@ -109,8 +111,15 @@ def stdlib_bytes(
         validation_batch: Sequences that a rank evaluates at a time.
         library: Another folder of Python sources to read.
         seed: Of the order of the sequences.
+        data_roots: Folders below which ``library`` and what it links to must lie; None: anywhere.
+
+    Raises:
+        PathOutsideRootsError: They lie elsewhere.
     """
-    files = corpus.stdlib_sources(None if library is None else Path(library))
+    folder = None if library is None else Path(library)
+    if folder is not None and data_roots is not None:
+        folder = inside(folder, data_roots)
+    files = corpus.stdlib_sources(folder, data_roots)
     held_out = [file for file in files if _validates(file.name)] or files[-1:]
     names = {file.name for file in held_out}
     return StdlibBytes(

@@ -6,6 +6,7 @@ import { connection } from "./connection";
 import { follow } from "./follow";
 import type {
   AttemptList,
+  DiagnosisView,
   CheckpointList,
   EventView,
   JobPage,
@@ -102,6 +103,18 @@ export function useJob(id: string): Polled<JobView> {
 
 export function useRanks(job: JobView): Polled<RankList> {
   return usePolled(`v1/jobs/${job.id}/ranks`, isAtRest(job.state) ? ENDED_MS : LIVE_MS);
+}
+
+/** The verdict on the newest attempt in trouble; asked for only where there is one to expect. */
+export function useDiagnosis(job: JobView, expected: boolean): Polled<DiagnosisView> {
+  const path = `v1/jobs/${job.id}/diagnosis`;
+  const { data, error } = useQuery({
+    queryKey: [path],
+    queryFn: ({ signal }) => get<DiagnosisView>(path, signal),
+    enabled: expected,
+    refetchInterval: () => paced(isAtRest(job.state) ? ENDED_MS : CALM_MS),
+  });
+  return { data, error };
 }
 
 export function useMetrics(job: JobView): Polled<MetricsView> {

@@ -26,7 +26,25 @@ export type ExitReason =
   | "checkpoint_failed"
   | "restarts_exhausted"
   | "preempted"
-  | "node_drained";
+  | "node_drained"
+  | "hang"
+  | "nan";
+
+export type FailureClass =
+  | "crash"
+  | "out_of_memory"
+  | "frozen"
+  | "gil_held"
+  | "collective_mismatch"
+  | "data_stall"
+  | "nan"
+  | "node_lost"
+  | "killed_by_operator"
+  | "user_error"
+  | "hang"
+  | "launch_failed"
+  | "checkpoint_failed"
+  | "none";
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
@@ -216,7 +234,10 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
-  arrival_lag: number;
+  arrival_lag_s: number | null;
+  straggler_score: number | null;
+  is_straggler: boolean;
+  collectives_behind: number;
   loss: number | null;
   tokens_per_s: number | null;
   memory_bytes: number;
@@ -229,6 +250,27 @@ export interface RankView {
 export interface RankList {
   attempt: number;
   items: RankView[];
+}
+
+export interface RankStacks {
+  rank: number;
+  fence: number;
+  node_id: string;
+  text: string;
+}
+
+export interface DiagnosisView {
+  job_id: string;
+  attempt: number;
+  at: string;
+  live: boolean;
+  verdict: FailureClass;
+  rank: number | null;
+  node_id: string | null;
+  summary: string;
+  evidence: string[];
+  advice: string;
+  stacks: RankStacks[];
 }
 
 export interface EventView {

@@ -49,7 +49,7 @@ export function Ranks({ job }: { job: JobView }) {
                 <th scope="col">Unit</th>
                 <th scope="col" className="number">Step</th>
                 <th scope="col" className="number">Step time</th>
-                <th scope="col" className="number" title="Collectives behind the foremost rank of its groups">
+                <th scope="col" className="number" title="How much later than the first rank it comes to a collective, on average">
                   Lag
                 </th>
                 <th scope="col">Memory</th>
@@ -113,7 +113,10 @@ function RankRow({
       </td>
       <td className="number">{duration(rank.step_time_s)}</td>
       <td className="number">
-        <span className={rank.arrival_lag > 0 ? "lag" : "muted"}>{rank.arrival_lag}</span>
+        <span className={rank.is_straggler ? "lag" : "muted"} title={lateness(rank)}>
+          {duration(rank.arrival_lag_s)}
+          {rank.is_straggler ? " straggler" : ""}
+        </span>
       </td>
       <td className="memory">
         {capacity ? (
@@ -130,6 +133,12 @@ function RankRow({
       </td>
     </tr>
   );
+}
+
+/** For what share of the time the others wait for a rank, in words. */
+function lateness(rank: RankView): string {
+  if (rank.straggler_score === null) return "";
+  return `others wait for it ${Math.round(100 * rank.straggler_score)} % of the time`;
 }
 
 interface Silence {
@@ -167,7 +176,7 @@ function PhaseGrid({ ranks }: { ranks: RankView[] }) {
           return (
             <span
               key={rank.rank}
-              className={`cell phase-${phase.family}${rank.arrival_lag > 0 ? " lagging" : ""}`}
+              className={`cell phase-${phase.family}${rank.is_straggler ? " lagging" : ""}`}
               title={`rank ${rank.rank}: ${phase.word}, step ${rank.step}`}
             >
               {phase.letters}

@@ -6,6 +6,7 @@ import { Actions } from "../job/Actions";
 import { Attempts } from "../job/Attempts";
 import { Checkpoints } from "../job/Checkpoints";
 import { CurvePanels } from "../job/CurvePanels";
+import { Diagnosis } from "../job/Diagnosis";
 import { Events } from "../job/Events";
 import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
@@ -41,6 +42,7 @@ export function JobPage({ id }: { id: string }) {
       {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
       <CurvePanels job={job} />
       <Ranks job={job} />
+      <Diagnosis job={job} />
       <div className="columns">
         <Checkpoints job={job} />
         <Attempts job={job} />

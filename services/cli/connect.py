@@ -1,0 +1,21 @@
+"""The connection that every command opens, and the terminal that it writes to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console
+
+from services.cli.client import Client
+from services.cli.settings import CliSettings
+
+PATIENCE_S: Final = 1.0
+console: Final = Console(highlight=False)
+
+
+@contextmanager
+def connect(patience_s: float = PATIENCE_S) -> Iterator[Client]:
+    """A client of the controller that the settings name, until the block ends."""
+    settings = CliSettings()
+    with Client(settings.base_url, settings.token, patience_s=patience_s) as client:
+        yield client

@@ -1,0 +1,44 @@
+"""What an agent finds when it looks into its ranks: facts alone, the verdict is the controller's."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.contract.messages.base import Message
+
+
+class RankFinding(Message):
+    """One rank as seen from outside.
+
+    ``process`` is the kernel's letter for its state (R, S, D, T, Z…), empty where it is gone.
+    ``still_s`` is the age of its board's last store, ``pulse_age_s`` that of the pulse, for which
+    the rank's interpreter lock is needed. ``frames`` are the Python frames of the training thread,
+    innermost first; ``stacks`` those of all threads as faulthandler writes them, None where the
+    rank did not answer.
+    """
+
+    rank: int = Field(ge=0)
+    pid: int
+    phase: str
+    unit: str | None = None
+    step: int = Field(default=0, ge=0)
+    process: str = ""
+    still_s: float = Field(default=0.0, ge=0)
+    pulse_age_s: float | None = None
+    issued: dict[str, int] = Field(default_factory=dict)
+    completed: dict[str, int] = Field(default_factory=dict)
+    frames: tuple[str, ...] = ()
+    stacks: str | None = None
+
+
+class Findings(Message):
+    """All ranks of an attempt on one node.
+
+    ``why``: a person asked, or the ranks made no progress for ``still_s`` seconds, which is longer
+    than the ``allowed_s`` that they had.
+    """
+
+    why: Literal["asked", "hang"]
+    still_s: float = Field(ge=0)
+    allowed_s: float = Field(ge=0)
+    ranks: tuple[RankFinding, ...]

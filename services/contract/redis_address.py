@@ -1,0 +1,33 @@
+"""Where Redis is and how it is trusted, as one URL."""
+
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+_TLS = "rediss"
+
+
+def redis_address(
+    url: str, *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
+) -> str:
+    """``url`` with the files of TLS in it, as redis-py reads them.
+
+    Args:
+        url: ``rediss://[user[:password]@]host[:port]/[db]`` for TLS; others take no files.
+        ca: Certificates of the authorities that may have signed the server's; None: the system's.
+        cert: This process's own certificate, where the server wants one.
+        key: Its key; None: it stands in ``cert``.
+
+    Raises:
+        ValueError: There are files, and the URL is none of TLS; or a key without a certificate.
+    """
+    files = {"ssl_ca_certs": ca, "ssl_certfile": cert, "ssl_keyfile": key}
+    given = {name: str(path) for name, path in files.items() if path is not None}
+    if not given:
+        return url
+    parts = urlsplit(url)
+    if parts.scheme != _TLS:
+        raise ValueError("MESHLOOM_REDIS_URL: files of TLS are given; begin the URL with rediss://")
+    if key is not None and cert is None:
+        raise ValueError("MESHLOOM_REDIS_KEY: a key wants its certificate, MESHLOOM_REDIS_CERT")
+    query = "&".join(part for part in (parts.query, urlencode(given)) if part)
+    return urlunsplit(parts._replace(query=query))

@@ -1,0 +1,137 @@
+"""Redis's users: ``python -m services.controller.acl NODE[=FILE]…`` prints the file for ``aclfile``.
+
+The controllers' password comes from ``MESHLOOM_REDIS_CONTROLLER_PASSWORD``. Every node has a user of
+its own, ``agent-<node id>``, whose password stands in FILE; without one it is
+``MESHLOOM_REDIS_AGENT_PASSWORD``, which lets each of the nodes that share it speak as any other of
+them. The output holds digests alone.
+
+A command is allowed where one rule allows both it and its keys; a script's own commands are checked
+like any others. So an agent reads the fence of a job's record, and cannot write it, neither by itself
+nor in a script of its own.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from services.contract import redis_keys as keys
+from services.contract.ids import NodeId
+from services.controller.settings import MIN_PASSWORD_CHARACTERS, AclSettings
+
+_NODE_ID: Final = TypeAdapter(NodeId)
+_BAD_ARGUMENTS: Final = 2
+_ANY_JOB: Final = f"job_{'?' * 26}"
+# By category: which commands it has differs between versions, and an unknown one stops the server.
+_CONNECTION: Final = "+@connection +time -@dangerous -@admin"
+_TRANSACTION: Final = "+multi +exec +discard +watch +unwatch"
+
+
+def acl_file(controller: str, agents: Iterable[tuple[str, str]]) -> str:
+    """The users of a Redis that only Meshloom uses; needs Redis 7.
+
+    Args:
+        controller: The controllers' password.
+        agents: Node ids, each with its agent's password.
+    """
+    lines = [
+        "user default off nopass resetkeys resetchannels -@all",
+        _controller(controller),
+        *(_agent(node_id, password) for node_id, password in agents),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _controller(password: str) -> str:
+    # All of the data, nothing of the server: no CONFIG, ACL, FLUSHALL, KEYS, MODULE, DEBUG.
+    return (
+        f"user controller on {_digest(password)} resetkeys ~ml:* resetchannels &{keys.WAKE} "
+        f"-@all +@read +@write +@scripting +@transaction +@pubsub {_CONNECTION}"
+    )
+
+
+def _agent(node_id: str, password: str) -> str:
+    return " ".join(
+        [
+            f"user agent-{node_id} on {_digest(password)} resetkeys resetchannels &{keys.WAKE}",
+            f"-@all {_CONNECTION} {_TRANSACTION} +publish +script|load",
+            *(f"({rule})" for rule in _agent_rules(node_id)),
+        ]
+    )
+
+
+def _agent_rules(node_id: str) -> Iterator[str]:
+    """What an agent may do to which keys."""
+    own = [keys.node_lease(node_id), keys.node_beat(node_id), keys.node_inbox(node_id)]
+    told = [keys.job_ranks(_ANY_JOB), keys.job_steps(_ANY_JOB), keys.job_logs(_ANY_JOB)]
+    record = keys.job(_ANY_JOB)
+    # Running a script takes all rights on the keys that it names; what it does to them is judged
+    # by the rules below.
+    named = [*own, *told, record, keys.DELETED_JOBS, keys.FACTS]
+    yield f"+eval +evalsha {_patterns(named)}"
+    # Those without a key would show the names of all.
+    keyless = "-scan -randomkey -dbsize"
+    yield f"+@string +@keyspace +@hash +@stream -@dangerous {keyless} {_patterns(own)}"
+    yield f"+hget +hmget %R~{record}"
+    yield f"+sismember %R~{keys.DELETED_JOBS}"
+    yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
+    yield f"+xadd %W~{keys.FACTS}"
+
+
+def _patterns(names: Iterable[str]) -> str:
+    return " ".join(f"~{name}" for name in names)
+
+
+def _digest(password: str) -> str:
+    return f"#{hashlib.sha256(password.encode()).hexdigest()}"
+
+
+def main() -> None:
+    """Print the file. Ends with code 2 if a password or a node id is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m services.controller.acl")
+    parser.add_argument(
+        "nodes", nargs="+", metavar="NODE[=FILE]", help="a node, and its password's file"
+    )
+    # Redis takes no user twice.
+    nodes = dict(name.partition("=")[::2] for name in parser.parse_args().nodes)
+    try:
+        settings = AclSettings()
+        agents = [
+            (_NODE_ID.validate_python(name), _password(settings, file))
+            for name, file in nodes.items()
+        ]
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'NODE'}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        _refuse(faults)
+    except (OSError, ValueError) as error:
+        _refuse(str(error))
+    controller = settings.redis_controller_password.get_secret_value()
+    sys.stdout.write(acl_file(controller, agents))
+
+
+def _password(settings: AclSettings, file: str) -> str:
+    if file:
+        text = Path(file).read_text().strip()
+    elif settings.redis_agent_password is not None:
+        text = settings.redis_agent_password.get_secret_value()
+    else:
+        raise ValueError("a node wants a password: NODE=FILE, or MESHLOOM_REDIS_AGENT_PASSWORD")
+    if len(text) < MIN_PASSWORD_CHARACTERS:
+        raise ValueError(f"a password has fewer than {MIN_PASSWORD_CHARACTERS} characters")
+    return text
+
+
+def _refuse(text: str) -> NoReturn:
+    sys.stderr.write(f"acl: {text}\n")
+    sys.exit(_BAD_ARGUMENTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Tokens, rates and the audit trail in memory."""
+
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.rate import Rate, take
+from services.controller.domain.token import Token
+from services.controller.ports.access import AuditRecord
+from services.controller.ports.machines import Entry
+
+
+class MemoryTokens:
+    """The port ``TokenStore``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def put(self, token: Token) -> None:
+        """See ``TokenStore.put``."""
+        self._server.tokens[token.id] = token
+
+    async def get(self, token_id: str) -> Token | None:
+        """See ``TokenStore.get``."""
+        return self._server.tokens.get(token_id)
+
+    async def every(self) -> list[Token]:
+        """See ``TokenStore.every``."""
+        return [self._server.tokens[name] for name in sorted(self._server.tokens)]
+
+    async def remove(self, token_id: str) -> bool:
+        """See ``TokenStore.remove``."""
+        return self._server.tokens.pop(token_id, None) is not None
+
+
+class MemoryLimiter:
+    """The port ``RateLimiter``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def take(self, name: str, rate: Rate) -> int:
+        """See ``RateLimiter.take``."""
+        known = self._server.buckets.get(name)
+        self._server.buckets[name], wait_ms = take(known, rate, self._server.now_ms())
+        return wait_ms
+
+
+class MemoryAudit:
+    """The port ``AuditLog``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def append(self, record: AuditRecord) -> None:
+        """See ``AuditLog.append``."""
+        self._server.audit.append(self._server.entry(record.model_dump_json()))
+
+    async def newest(self, before: str | None, limit: int) -> list[Entry]:
+        """See ``AuditLog.newest``."""
+        older = [
+            e for e in self._server.audit if before is None or e.place < Entry(before, "").place
+        ]
+        return older[::-1][:limit]

@@ -1,0 +1,86 @@
+"""Where a request comes from, as far as its headers tell: names, origins, content types.
+
+A controller on loopback without a token is still reachable by any page in a browser on the same
+machine. So it answers to its own names alone (a page that rebinds its name to 127.0.0.1 still sends
+that name), takes changes from pages of its own origin alone, and takes bodies as JSON alone, which no
+form can send and no script of another origin without asking first.
+"""
+
+from collections.abc import Set as AbstractSet
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import urlsplit
+
+from fastapi import Response
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from services.controller.api.problems import problem_response
+
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_JSON: Final = frozenset({"application/json", "application/merge-patch+json"})
+
+
+def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) -> Response | None:
+    """Why a request is not to be served, or None.
+
+    Args:
+        scope: The request.
+        names: Of this controller, beside those of loopback.
+        any_name: Serve under every name: whoever asks has to show a token.
+    """
+    headers = Headers(scope=scope)
+    host = headers.get("host", "")
+    if not any_name and _name(host) not in _LOOPBACK_NAMES | names:
+        return problem_response(
+            HTTPStatus.MISDIRECTED_REQUEST,
+            f"this controller does not answer as {host!r}: list its names in "
+            "MESHLOOM_ALLOWED_HOSTS, or on loopback say localhost",
+            scope=scope,
+        )
+    if scope["method"] in SAFE_METHODS:
+        return None
+    if _is_foreign(headers, host, names):
+        return problem_response(
+            HTTPStatus.FORBIDDEN,
+            "pages of other origins may not change anything here; if this page is served for the "
+            "controller under another name, list the name in MESHLOOM_ALLOWED_HOSTS",
+            code="cross_origin",
+            scope=scope,
+        )
+    if not _is_json(headers):
+        return problem_response(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "send the body as `Content-Type: application/json`",
+            headers={"Accept": ", ".join(sorted(_JSON))},
+            scope=scope,
+        )
+    return None
+
+
+def _is_json(headers: Headers) -> bool:
+    media_type = headers.get("content-type")
+    if media_type is None:
+        return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    return media_type.partition(";")[0].strip().lower() in _JSON
+
+
+def _is_foreign(headers: Headers, host: str, names: AbstractSet[str]) -> bool:
+    if headers.get("sec-fetch-site") == "cross-site":
+        return True
+    origin = headers.get("origin")
+    if origin is None:
+        return False
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # such as a bracket that nothing closes
+        return True
+    return parts.netloc != host and parts.hostname not in names
+
+
+def _name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""

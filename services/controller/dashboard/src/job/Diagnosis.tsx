@@ -1,0 +1,67 @@
+import { useMutation } from "@tanstack/react-query";
+import { useState } from "react";
+import { post } from "../api/client";
+import { refreshAll, useDiagnosis } from "../api/queries";
+import type { JobView } from "../api/types";
+import { dateTime, words } from "../ui/format";
+import { Panel, Quiet, Trouble } from "../ui/parts";
+
+/** What ails the newest attempt in trouble, or ended it; running ranks are looked into on demand. */
+export function Diagnosis({ job }: { job: JobView }) {
+  const [asked, setAsked] = useState(false);
+  const ask = useMutation({
+    mutationFn: () => post(`v1/jobs/${job.id}/diagnose`),
+    onSuccess: () => setAsked(true),
+    onSettled: refreshAll,
+  });
+  const inTrouble = job.state === "FAILED" || job.restarts > 0;
+  const { data } = useDiagnosis(job, asked || inTrouble);
+  const runs = job.state === "RUNNING";
+  if (!runs && !inTrouble && !data) return null;
+  return (
+    <Panel
+      title="Diagnosis"
+      aside={
+        runs ? (
+          <button type="button" disabled={ask.isPending} onClick={() => ask.mutate()}>
+            Look into the ranks
+          </button>
+        ) : null
+      }
+    >
+      {ask.error ? <Trouble error={ask.error} /> : null}
+      {data ? (
+        <div className="diagnosis" data-verdict={data.verdict}>
+          <p className="verdict">
+            <b>{data.verdict === "none" ? "all is well" : words(data.verdict)}</b>
+            {data.rank === null ? null : (
+              <>
+                {" "}
+                · rank {data.rank} on {data.node_id}
+              </>
+            )}
+            <span className="muted">
+              {" "}
+              · attempt {data.attempt}, {data.live ? "looked into" : "ended"} {dateTime(data.at)}
+            </span>
+          </p>
+          <p>{data.summary}</p>
+          <ul>
+            {data.evidence.map((line) => (
+              <li key={line}>{line}</li>
+            ))}
+          </ul>
+          <p className="advice">{data.advice}</p>
+          {data.stacks.map((entry) => (
+            <details key={entry.rank}>
+              <summary>Python stacks of rank {entry.rank}</summary>
+              <pre tabIndex={0}>{entry.text}</pre>
+            </details>
+          ))}
+        </div>
+      ) : (
+        <Quiet>{asked ? "The agents are looking…" : "Nothing is wrong as far as anybody looked."}</Quiet>
+      )}
+    </Panel>
+  );
+}

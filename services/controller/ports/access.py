@@ -1,0 +1,60 @@
+"""Tokens, rates and the audit trail."""
+
+from typing import Protocol
+
+from services.contract.access import Scope
+from services.controller.domain.rate import Rate
+from services.controller.domain.record import Record
+from services.controller.domain.token import Token
+from services.controller.ports.machines import Entry
+
+
+class TokenStore(Protocol):
+    """All bearer tokens, without their secrets."""
+
+    async def put(self, token: Token) -> None:
+        """Keep a token."""
+        ...
+
+    async def get(self, token_id: str) -> Token | None:
+        """One token; None if there is none, or none any more."""
+        ...
+
+    async def every(self) -> list[Token]:
+        """All of them, oldest first."""
+        ...
+
+    async def remove(self, token_id: str) -> bool:
+        """Forget a token; whether there was one."""
+        ...
+
+
+class RateLimiter(Protocol):
+    """Counts requests for all controllers together, by the store's clock."""
+
+    async def take(self, name: str, rate: Rate) -> int:
+        """Take one of ``name``'s: 0, or how many milliseconds to wait before the next try."""
+        ...
+
+
+class AuditRecord(Record):
+    """A request that changed something or was refused. Its time is that of its place."""
+
+    actor: str | None
+    scope: Scope | None
+    request_id: str
+    method: str
+    path: str
+    status: int
+
+
+class AuditLog(Protocol):
+    """What was asked, by whom, and what became of it."""
+
+    async def append(self, record: AuditRecord) -> None:
+        """Add an entry."""
+        ...
+
+    async def newest(self, before: str | None, limit: int) -> list[Entry]:
+        """Up to ``limit`` entries older than ``before``, newest first."""
+        ...

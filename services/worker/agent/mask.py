@@ -1,0 +1,53 @@
+"""Takes the values of secrets out of what ranks say, before it leaves the node.
+
+This guards against accidents: a value that is printed, logged, or part of an error. A program that
+means to give its secret away can always spell it differently.
+"""
+
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from services.worker.agent.admission import MIN_SECRET_CHARACTERS
+
+
+class Mask:
+    """Masks the values of one gang's secrets.
+
+    Args:
+        secrets: By name.
+    """
+
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        forms = {form: name for name, value in secrets.items() for form in _forms(value)}
+        # The longest first: one secret may be part of another.
+        self._forms = [(form, f"[secret {forms[form]}]") for form in sorted(forms, key=len)[::-1]]
+
+    def text(self, text: str) -> str:
+        """``text`` with the names of secrets in place of their values."""
+        for form, shown in self._forms:
+            text = text.replace(form, shown)
+        return text
+
+    def line(self, line: bytes) -> bytes:
+        """The same for a line of JSON."""
+        if not self._forms:
+            return line
+        return self.text(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+
+NOTHING_MASKED: Final = Mask({})
+
+
+def _forms(value: str) -> Iterator[str]:
+    """The value and each of its lines: as they are, as URLs, ``repr`` and JSON write them.
+
+    And as JSON writes those in turn: an error that quotes a value travels inside JSON.
+    """
+    for part in {value, *value.splitlines()}:
+        if len(part) >= MIN_SECRET_CHARACTERS:
+            plain = {part, repr(part)[1:-1], urllib.parse.quote(part, safe="")}
+            once = {json.dumps(form, ensure_ascii=a)[1:-1] for form in plain for a in (True, False)}
+            twice = {json.dumps(form, ensure_ascii=a)[1:-1] for form in once for a in (True, False)}
+            yield from plain | once | twice

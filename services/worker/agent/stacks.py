@@ -1,0 +1,93 @@
+"""The Python stacks of ranks: asked for by a signal, read from the files that ranks write."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
+
+ANSWERED_WITHIN_S: Final = 1.5
+_LOOK_EVERY_S: Final = 0.02
+_QUIET_S: Final = 0.06
+_TEXT_KEPT: Final = 24_000
+_FRAMES_KEPT: Final = 12
+_PARTS_OF_A_PATH: Final = 3
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
+_FRAME: Final = re.compile(r'^  File "(?P<path>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What a rank wrote, and of it the frames of its training thread, innermost first."""
+
+    text: str
+    frames: tuple[str, ...]
+
+
+async def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, Stacks]:
+    """Ask all ranks at once; those that do not answer are missing.
+
+    Args:
+        folder: The attempt's.
+        pids: The live processes, by rank.
+    """
+    files = {rank: stacks_path(folder, rank) for rank in pids}
+    # A rank that has not made its file yet would be ended by the signal.
+    sizes = {rank: size for rank, path in files.items() if (size := _size(path)) is not None}
+    for rank in sizes:
+        _ask(pids[rank])
+    deadline = time.monotonic() + ANSWERED_WITHIN_S
+    grown = dict(sizes)
+    quiet_since = time.monotonic()
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        now = {rank: _size(files[rank]) or 0 for rank in sizes}
+        if now != grown:
+            grown, quiet_since = now, time.monotonic()
+        answered = all(grown[rank] > sizes[rank] for rank in sizes)
+        if answered and time.monotonic() - quiet_since > _QUIET_S:
+            break
+    texts = {rank: _read(files[rank], sizes[rank]) for rank in sizes}
+    return {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
+
+
+def training_frames(text: str) -> tuple[str, ...]:
+    """The frames of the thread that trains, innermost first, as ``path:line in function``.
+
+    faulthandler writes the youngest thread first: the one that the process began with is last.
+    """
+    *_, last = _THREAD.split(text)
+    found = (_FRAME.match(line) for line in last.splitlines())
+    return tuple(
+        f"{'/'.join(Path(m['path']).parts[-_PARTS_OF_A_PATH:])}:{m['line']} in {m['name']}"
+        for m in found
+        if m is not None
+    )[:_FRAMES_KEPT]
+
+
+def _ask(pid: int) -> None:
+    try:
+        os.kill(pid, STACKS_SIGNAL)
+    except ProcessLookupError:
+        return
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _read(path: Path, start: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(_TEXT_KEPT).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,172 @@
+"""What a node lets jobs have: entry points and secrets; and where secrets must not turn up."""
+
+import json
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from services.contract.entry_points import EntryPoints
+from services.contract.messages.facts import LaunchRefused, NodeJoined
+from services.contract.messages.rank_pipe import RANK_MESSAGE, RankFailed
+from services.contract.specs import JobSpec
+from services.controller.api.guard import AccessPolicy
+from services.worker.agent.admission import Admission, NotAdmittedError
+from services.worker.agent.log_tail import LogTail
+from services.worker.agent.mask import Mask
+from services.worker.rank.seat import DEFAULT_TRAINER
+from tests.agent.conftest import PROGRAMS, Controller, StartAgent, launch
+from tests.controller.conftest import job_body, open_house
+from tests.waiting import until
+
+SECRET = 'pa"ss/wörd & 1234\\5678'  # noqa: S105 a test's
+
+
+def spec(factory: str = "decoder", **args: object) -> JobSpec:
+    return JobSpec.model_validate(job_body(model={"factory": factory, "args": args}))
+
+
+def admission(folder: Path | None, *prefixes: str) -> Admission:
+    return Admission(EntryPoints(prefixes), folder, ())
+
+
+def test_secrets_come_from_the_folder_by_name_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    folder.mkdir()
+    (folder / "HUB").write_text("value-of-hub\n")
+    (folder / "SHORT").write_text("1234567")
+    (folder / "LONG").write_text("x" * 65_537)
+    (folder / "BYTES").write_bytes(b"\xff" * 9)
+    (folder / "FOLDER").mkdir()
+    (tmp_path / "outside").write_text("not to be had")
+    rules = admission(folder)
+    assert rules.admit(spec(a={"secret": "HUB"}, b=[{"secret": "HUB"}])) == {"HUB": "value-of-hub"}
+    assert rules.admit(spec(a={"secret": "../outside"})) == {}  # that is no reference
+    for name in ("SHORT", "LONG", "BYTES", "FOLDER", "ABSENT"):
+        with pytest.raises(NotAdmittedError, match=f"secret {name}"):
+            rules.admit(spec(a={"secret": name}))
+    with pytest.raises(NotAdmittedError, match="MESHLOOM_SECRETS_DIR"):
+        admission(None).admit(spec(a={"secret": "HUB"}))
+
+
+def test_entry_points_are_checked_again_on_the_node(tmp_path: Path) -> None:
+    rules = admission(tmp_path, "models")
+    assert rules.admit(spec("models.net:Tiny")) == {}
+    with pytest.raises(NotAdmittedError, match=r"model\.factory: os:system"):
+        rules.admit(spec("os:system"))
+
+
+def test_a_mask_covers_the_ways_in_which_values_are_written(tmp_path: Path) -> None:
+    mask = Mask({"HUB": SECRET, "KEY": "-----BEGIN-----\nsecond-line\nx"})
+    failed = RankFailed(error=f"no {SECRET!r}", traceback=f"x\n{SECRET}\nsecond-line", step=1)
+    line = mask.line(failed.model_dump_json().encode())
+    read = RANK_MESSAGE.validate_json(line)
+    assert isinstance(read, RankFailed)
+    assert (read.error, read.traceback) == ("no '[secret HUB]'", "x\n[secret HUB]\n[secret KEY]")
+    path = tmp_path / "log"
+    filler = "y" * 3_995
+    path.write_text(f"{SECRET} and \x1b[1mx\n{filler}{SECRET}\n-----BEGIN-----\nx\n")
+    texts = [line.text for line in LogTail(path, mask).read(100)]
+    assert texts[0] == "[secret HUB] and x"
+    assert "pa" not in texts[1]
+    assert texts[2:] == ["[secret KEY]", "x"]
+
+
+@pytest.mark.redis
+def test_a_command_that_names_what_the_node_does_not_allow_is_refused(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    controller.open_job()
+    start_agent(MESHLOOM_FACTORY_PREFIXES="rank_program")
+    controller.fact(NodeJoined)
+    controller.send(launch().model_copy(update={"spec": spec("os:system", command="true")}))
+    assert "os:system" in controller.fact(LaunchRefused).reason
+
+
+@pytest.mark.ranks
+@pytest.mark.redis
+def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(
+    start_agent: StartAgent, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "secrets"
+    folder.mkdir()
+    (folder / "HUB").write_text(SECRET)
+    model = {
+        "factory": "secretive_model:build",
+        "args": {"credential": {"secret": "HUB"}, "report": str(tmp_path / "report")},
+    }
+    with open_house(redis_url, AccessPolicy()) as house:
+        agent = start_agent(
+            MESHLOOM_TRAINER=DEFAULT_TRAINER,
+            MESHLOOM_SECRETS_DIR=str(folder),
+            MESHLOOM_USER_PATH=str(PROGRAMS),
+            MESHLOOM_TOKEN="the-operators-own",  # noqa: S106 a test's
+            MESHLOOM_RANK_ENV="MY_FLAG",
+            MY_FLAG="kept",
+            MY_OTHER_FLAG="dropped",
+            AWS_SECRET_ACCESS_KEY="dropped",  # noqa: S106 a test's
+        )
+        job_id = house.submit(model=model, resources={"ranks": 1}, faults={"max_restarts": 0})
+        until(lambda: house.job(job_id)["state"] == "FAILED", timeout_s=120)
+        logs = house.get(f"/v1/jobs/{job_id}/logs")
+        answers = json.dumps(
+            [
+                house.job(job_id),
+                house.get(f"/v1/jobs/{job_id}/attempts"),
+                house.get(f"/v1/jobs/{job_id}/events"),
+                logs,
+                house.get("/v1/audit"),
+                house.get("/v1/nodes"),
+            ],
+            ensure_ascii=False,
+        )
+    (report,) = tmp_path.glob("report-*")
+    told = json.loads(report.read_text())
+    assert told["credential"] == SECRET
+    assert_scrubbed(told["environment"])
+    lines = [line["text"] for line in logs["items"]]
+    for expected in (
+        "using [secret HUB]",
+        "GET https://host/?key=[secret HUB]",
+        '{"credential": "[secret HUB]"}',
+        "'[secret HUB]'",
+    ):
+        assert expected in lines
+    assert "the hub refused [secret HUB]" in answers
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        stored = "\n".join(_dump(redis, str(key)) for key in redis.scan_iter("*"))
+    assert '{"secret":"HUB"}' in stored
+    agent.stop()
+    kept = "".join(p.read_text() for p in agent.folder.path.rglob("*.json"))
+    for place in (stored, answers, agent.log.read_text(), capsys.readouterr().out, kept):
+        for form in _telling(SECRET):
+            assert form not in place
+
+
+def assert_scrubbed(environment: dict[str, str]) -> None:
+    """It has what computing needs, what the operator named, and one mark of ours."""
+    assert environment["MY_FLAG"] == "kept"
+    assert "PATH" in environment
+    assert "MY_OTHER_FLAG" not in environment
+    assert "AWS_SECRET_ACCESS_KEY" not in environment
+    assert [name for name in environment if name.startswith("MESHLOOM_")] == ["MESHLOOM_NODE_MARK"]
+    assert not any("redis" in value for value in environment.values())
+
+
+def _telling(value: str) -> list[str]:
+    return [value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
+
+
+def _dump(redis: Redis, key: str) -> str:
+    match redis.type(key):
+        case "hash":
+            return str(redis.hgetall(key))
+        case "stream":
+            return "\n".join(str(fields) for _, fields in redis.xrange(key))  # type: ignore[union-attr] # sync
+        case "string":
+            return str(redis.get(key))
+        case "set":
+            return str(redis.smembers(key))
+        case other:
+            assert other == "zset"
+            return str(redis.zrange(key, 0, -1))

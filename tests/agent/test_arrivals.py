@@ -1,0 +1,114 @@
+"""Who is late: the arrivals of ranks, on virtual clocks."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
+
+SECOND = 1_000_000_000
+Arrivals = dict[int, dict[ArrivalKey, int]]
+
+
+def arrivals(
+    late_s: dict[int, float], count: int, *, every_s: float = 1.0, start: int = 1
+) -> Arrivals:
+    """Collectives ``every_s`` apart at which each rank is late by so much."""
+    return {
+        rank: {
+            ("dp_shard", number): round((100 + number * every_s + late) * SECOND)
+            for number in range(start, start + count)
+        }
+        for rank, late in late_s.items()
+    }
+
+
+def figures(meter: ArrivalMeter, rank: int) -> tuple[float, float]:
+    late = meter.of(rank)
+    assert late is not None
+    return late.lag_s, late.score
+
+
+def test_the_rank_that_comes_late_is_named_with_its_lag_and_the_share_of_the_time() -> None:
+    meter = ArrivalMeter((0, 1))
+    meter.take(arrivals({0: 0.0, 1: 0.25}, 50), step_time_s=5.0)
+    assert figures(meter, 0) == (0.0, 0.0)
+    lag, score = figures(meter, 1)
+    assert lag == pytest.approx(0.25)
+    assert score == pytest.approx(0.25, rel=0.05)
+
+
+def test_of_several_ranks_only_those_behind_the_half_are_waited_for() -> None:
+    meter = ArrivalMeter((0, 1, 2, 3))
+    meter.take(arrivals({0: 0.0, 1: 0.01, 2: 0.01, 3: 0.5}, 50), step_time_s=None)
+    assert figures(meter, 3)[1] == pytest.approx(0.49, rel=0.05)
+    assert [figures(meter, rank)[1] for rank in (0, 1, 2)] == [0, 0, 0]
+
+
+def test_one_delay_before_several_collectives_in_flight_counts_once() -> None:
+    """Prefetching issues them in a row: the rank is late at each, but for one reason."""
+    meter = ArrivalMeter((0, 1))
+    burst: Arrivals = {0: {}, 1: {}}
+    for step in range(1, 40):
+        for offset in range(4):
+            number = 4 * step + offset
+            burst[0]["dp_shard", number] = step * SECOND + offset
+            burst[1]["dp_shard", number] = step * SECOND + SECOND // 5 + offset
+    meter.take(burst, step_time_s=1.0)
+    assert figures(meter, 1)[1] == pytest.approx(0.2, rel=0.05)
+
+
+def test_it_does_not_matter_how_often_one_looks() -> None:
+    whole, often = ArrivalMeter((0, 1)), ArrivalMeter((0, 1))
+    seen = arrivals({0: 0.0, 1: 0.3}, 40)
+    whole.take(seen, 1.0)
+    for upto in range(1, 41):
+        part = {rank: dict(list(row.items())[: upto + rank - 1]) for rank, row in seen.items()}
+        often.take(part, 1.0)
+        often.take(part, 1.0)
+    for seen_at_once, seen_often in zip(figures(whole, 1), figures(often, 1), strict=True):
+        assert seen_often == pytest.approx(seen_at_once, rel=0.05)
+
+
+def test_a_straggler_that_recovers_is_forgiven() -> None:
+    meter = ArrivalMeter((0, 1))
+    meter.take(arrivals({0: 0.0, 1: 0.4}, 50), 1.0)
+    meter.take(arrivals({0: 0.0, 1: 0.0}, 100, start=51), 1.0)
+    lag, score = figures(meter, 1)
+    assert lag < 0.001
+    assert score < 0.001
+
+
+def test_what_was_overwritten_before_a_look_is_counted_neither_as_time_nor_as_lateness() -> None:
+    meter = ArrivalMeter((0, 1))
+    meter.take(arrivals({0: 0.0, 1: 0.25}, 50), 5.0)
+    before = figures(meter, 1)[1]
+    meter.take(arrivals({0: 0.0, 1: 0.25}, 50, start=1000), 5.0)
+    assert figures(meter, 1)[1] == pytest.approx(before, rel=0.05)
+
+
+def test_a_rank_alone_is_compared_with_nobody() -> None:
+    meter = ArrivalMeter((0,))
+    meter.take(arrivals({0: 0.0}, 10), None)
+    assert meter.of(0) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(min_value=0, max_value=SECOND)] * 3), min_size=2, max_size=40)
+)
+def test_no_share_is_more_than_the_whole_and_no_lag_is_negative(
+    gaps: list[tuple[int, int, int]],
+) -> None:
+    meter = ArrivalMeter((0, 1, 2))
+    clocks, seen = [1, 1, 1], {rank: dict[ArrivalKey, int]() for rank in range(3)}
+    for number, gap in enumerate(gaps, start=1):
+        for rank in range(3):
+            clocks[rank] += gap[rank]
+            seen[rank]["dp_shard", number] = clocks[rank]
+    meter.take(seen, 0.1)
+    for rank in range(3):
+        late = meter.of(rank)
+        if late is not None:
+            assert late.lag_s >= 0
+            assert 0 <= late.score <= 1

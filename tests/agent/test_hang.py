@@ -1,0 +1,163 @@
+"""Whether ranks hang, on virtual time."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.contract.messages.facts import GangDiagnosed
+from services.contract.messages.findings import Findings
+from services.contract.messages.rank_pipe import RankFinished
+from services.contract.states import RankPhase
+from services.worker.agent.gang import (
+    LOOKED_INTO_WITHIN_S,
+    DiagnosisAsked,
+    Effect,
+    GangState,
+    Kill,
+    LookedAt,
+    LookedInto,
+    LookInto,
+    MessageCame,
+    RankState,
+    Tell,
+    Ticked,
+    decide,
+)
+from services.worker.agent.hang import SLOW_PHASE_S, Mark, Progress, look
+from tests.agent.conftest import JOB, NODE
+
+TICK_S = 0.1
+
+
+def mark(number: int, phase: RankPhase = RankPhase.FORWARD) -> Mark:
+    return Mark(step=3, phase=phase, issued=(number,), completed=(number,))
+
+
+def gang(*, stepped: bool = True, asked_s: float | None = None) -> GangState:
+    return GangState(
+        job_id=JOB,
+        fence=1,
+        node_id=NODE,
+        ranks={rank: RankState(rank=rank, pid=100 + rank, step_seen=stepped) for rank in (0, 1)},
+        hang_timeout_s=asked_s,
+    )
+
+
+def standing_still(
+    state: GangState,
+    seconds: float,
+    *,
+    start: float = 0.0,
+    phase: RankPhase = RankPhase.FORWARD,
+    usual_step_s: float | None = 0.1,
+) -> tuple[GangState, list[tuple[float, Effect]]]:
+    """Look ten times a second at boards on which nothing moves; what was decided, and when."""
+    seen: list[tuple[float, Effect]] = []
+    for tick in range(round(seconds / TICK_S) + 1):
+        now = start + tick * TICK_S
+        for event in (LookedAt({0: mark(5, phase), 1: mark(4, phase)}, usual_step_s), Ticked()):
+            state, effects = decide(state, event, now)
+            seen += [(now, effect) for effect in effects]
+    return state, seen
+
+
+def first_look_into(seen: list[tuple[float, Effect]]) -> float:
+    return next(now for now, effect in seen if isinstance(effect, LookInto))
+
+
+def findings(why: str = "hang") -> Findings:
+    return Findings.model_validate({"why": why, "still_s": 5.1, "allowed_s": 5.0, "ranks": ()})
+
+
+def test_ranks_of_quick_steps_hang_after_five_seconds() -> None:
+    _, seen = standing_still(gang(), 6)
+    assert 5.0 < first_look_into(seen) < 5.3
+    assert len(seen) == 1
+
+
+def test_ranks_of_slow_steps_hang_after_three_usual_ones() -> None:
+    assert standing_still(gang(), 29, usual_step_s=10)[1] == []
+    assert 30 < first_look_into(standing_still(gang(), 31, usual_step_s=10)[1]) < 30.3
+
+
+def test_what_the_spec_says_overrides_both() -> None:
+    assert 1.5 < first_look_into(standing_still(gang(asked_s=1.5), 3)[1]) < 1.8
+    assert standing_still(gang(asked_s=60), 59)[1] == []
+
+
+def test_before_the_first_step_and_in_slow_phases_they_have_five_minutes() -> None:
+    assert standing_still(gang(stepped=False), SLOW_PHASE_S - 1, usual_step_s=None)[1] == []
+    assert standing_still(gang(), SLOW_PHASE_S - 1, phase=RankPhase.CHECKPOINT)[1] == []
+    _, seen = standing_still(gang(), SLOW_PHASE_S + 1, phase=RankPhase.CHECKPOINT)
+    assert SLOW_PHASE_S < first_look_into(seen) < SLOW_PHASE_S + 0.3
+
+
+def test_one_rank_that_moves_speaks_for_all() -> None:
+    state, seen = gang(), list[Effect]()
+    for tick in range(200):
+        event = LookedAt({0: mark(5), 1: mark(tick // 20)}, 0.1)
+        state, effects = decide(state, event, tick * TICK_S)
+        seen += effects
+    assert seen == []
+
+
+def test_a_break_of_the_agent_itself_is_not_held_against_the_ranks() -> None:
+    state, _ = standing_still(gang(), 3)
+    state, seen = standing_still(state, 1.8, start=100)
+    assert seen == []
+    _, seen = standing_still(state, 2, start=101.9)
+    assert len(seen) == 1
+
+
+def test_a_hung_gang_is_killed_once_it_was_looked_into() -> None:
+    state, _ = standing_still(gang(), 6)
+    state, effects = decide(state, LookedInto(findings()), 6.2)
+    assert effects == (Kill((0, 1)),)
+    assert state.hang == findings()
+    assert standing_still(state, 20, start=6.3)[1] == []
+
+
+def test_a_hung_gang_that_cannot_be_looked_into_is_killed_all_the_same() -> None:
+    state, seen = standing_still(gang(), 6)
+    late = first_look_into(seen) + LOOKED_INTO_WITHIN_S
+    _, seen = standing_still(state, LOOKED_INTO_WITHIN_S, start=6.1)
+    assert [(round(now - late, 1) <= 0.1, effect) for now, effect in seen] == [(True, Kill((0, 1)))]
+
+
+def test_who_asks_learns_what_was_found_and_nobody_is_killed() -> None:
+    state, seen = standing_still(gang(), 2)
+    state, effects = decide(state, DiagnosisAsked(), 2.0)
+    (wanted,) = effects
+    assert isinstance(wanted, LookInto)
+    assert (wanted.why, round(wanted.stall.still_s)) == ("asked", 2)
+    state, effects = decide(state, LookedInto(findings("asked")), 2.5)
+    assert effects == (
+        Tell(GangDiagnosed(job_id=JOB, fence=1, node_id=NODE, findings=findings("asked"))),
+    )
+    assert (seen, state.hang) == ([], None)
+
+
+def test_a_rank_that_has_finished_is_not_waited_for() -> None:
+    state, _ = decide(gang(), MessageCame(0, RankFinished(step=9, drained=False)), 0.0)
+    state = replace(
+        state, ranks={**state.ranks, 1: replace(state.ranks[1], finished=state.ranks[0].finished)}
+    )
+    seen = [e for _, e in standing_still(state, 6)[1] if isinstance(e, LookInto)]
+    assert seen == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.01, 0.9), st.booleans()), min_size=1, max_size=200))
+def test_the_time_that_counts_is_the_time_since_anything_moved(
+    course: list[tuple[float, bool]],
+) -> None:
+    progress, now, number, still = Progress(), 0.0, 0, 0.0
+    progress, _ = look(progress, {0: mark(number)}, 5.0, now)
+    for passed, moves in course:
+        now += passed
+        number += moves
+        still = 0.0 if moves else still + passed
+        progress, stall = look(progress, {0: mark(number)}, 5.0, now)
+        assert abs(stall.still_s - still) < 1e-6
+        assert stall.is_hang == (stall.still_s > 5.0)
