@@ -260,6 +260,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _waited_for(rank: RankView) -> Text:
+    share = number(rank.straggler_score, "{:.0%}")
+    return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
+
+
 def _kept(checkpoint: CheckpointView) -> str:
     held = [f"for {job}" for job in checkpoint.held_by]
     return ", ".join((["pinned"] if checkpoint.pinned else []) + held)
@@ -273,11 +278,6 @@ def _export(checkpoint: CheckpointView) -> str | None:
         return export.state + (f": {export.reason}" if export.reason else "")
     files = ", ".join(export.files)
     return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
-
-
-def _waited_for(rank: RankView) -> Text:
-    share = number(rank.straggler_score, "{:.0%}")
-    return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
 
 
 def _evaluation(job: JobView) -> str | None:

@@ -23,8 +23,8 @@ from services.controller.api.routes import (
 from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
-    *(jobs.router, watch.router, inspect.router, checkpoints.router, queue.router),
-    *(tokens.router, audit.router),
+    *(jobs.router, watch.router, inspect.router, queue.router),
+    *(checkpoints.router, tokens.router, audit.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

@@ -62,6 +62,11 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True)
+class DiagnosisAsked:
+    """Look into the ranks and say what they are doing."""
+
+
+@dataclass(frozen=True)
 class PinAsked:
     """Keep a committed checkpoint until it is unpinned, or (``pin`` False) no longer."""
 
@@ -99,11 +104,6 @@ class FoundInStorage:
 
     fact: JobFound
     incarnations: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class DiagnosisAsked:
-    """Look into the ranks and say what they are doing."""
 
 
 @dataclass(frozen=True)
@@ -216,12 +216,12 @@ JobEvent = (
     | KillAsked
     | ResumeAsked
     | CheckpointAsked
+    | DiagnosisAsked
     | PinAsked
     | VerifyAsked
     | ExportAsked
     | RemovalAsked
     | FoundInStorage
-    | DiagnosisAsked
     | GangPlaced
     | PlacementDelayed
     | NodeLost

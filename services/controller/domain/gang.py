@@ -19,7 +19,7 @@ from services.contract.messages.facts import (
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
 from services.controller.domain import diagnose
-from services.controller.domain.attempt import Attempt, NodeExit
+from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -123,12 +123,12 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
         exits=attempt.exits + exits,
         last_step=max(attempt.last_step, fact.last_step),
-        hang=attempt.hang or fact.hang,
-        hung_node=attempt.hung_node or (fact.node_id if fact.hang is not None else None),
+        hang=attempt.hang + hang,
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
@@ -143,13 +143,15 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None:
         return
-    found = diagnose.of_findings(fact.findings, fact.node_id)
-    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
-    known = attempt.diagnosis
-    if known is not None and found.model_copy(update={"at_ms": known.at_ms}) == known:
+    look = NodeFindings(node_id=fact.node_id, findings=fact.findings)
+    if look in attempt.looks:
         return
-    draft.change_attempt(diagnosis=found)
-    draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
+    looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
+    found = diagnose.of_findings(looks, attempt.world_size)
+    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
+    draft.change_attempt(diagnosis=found, looks=looks)
+    if len(looks) == len(attempt.live_nodes):
+        draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
 
 
 def on_node_lost(event: NodeLost, draft: Draft) -> None:

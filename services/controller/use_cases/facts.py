@@ -94,9 +94,8 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
-    if await _apply(ports, job_id, occurrences, actor, epoch):
-        for told in group:
-            await ports.telemetry.keep_stacks(job_id, _stacks(told.fact))
+    stacks = [entry for told in group for entry in _stacks(told.fact)]
+    await _apply(ports, job_id, occurrences, actor, epoch, stacks)
     for one in occurrences:
         # A job that was cloned loads another job's checkpoint, whose index is to know it too.
         if isinstance(one.event, CheckpointCorrupt):
@@ -106,11 +105,16 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
 
 
 async def _apply(
-    ports: Ports, job_id: str, occurrences: Sequence[Occurrence], actor: Actor, epoch: int
-) -> bool:
-    """Answers whether there is such a job, still."""
+    ports: Ports,
+    job_id: str,
+    occurrences: Sequence[Occurrence],
+    actor: Actor,
+    epoch: int,
+    stacks: Sequence[RankStacks] = (),
+) -> None:
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
+        await ports.telemetry.keep_stacks(job_id, stacks)
         if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
             await let_go_of_origin(ports, stored.job, epoch)
         for one in occurrences:
@@ -118,14 +122,11 @@ async def _apply(
                 await release_origin(ports, stored.job, actor, epoch)
                 await ports.jobs.delete(stored)
                 _log.info("job_purged", job_id=job_id)
-                return False
+                return
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
-        return False
     except RecordUnreadableError:
         _log.warning("fact_of_unreadable_job", job_id=job_id)
-        return False
-    return True
 
 
 def _findings(fact: Fact) -> Findings | None:

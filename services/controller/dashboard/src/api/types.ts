@@ -168,9 +168,26 @@ export interface MeshPlan {
   tp: number;
 }
 
+export interface ShardDim {
+  parameter: string;
+  dim: number;
+}
+
 export interface UnitPlan {
   modules: string[];
-  reshard_after_forward: boolean | null;
+  reshard_after_forward: boolean | number | null;
+  param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  offload: boolean;
+  shard_dims: ShardDim[];
+  prefetch: number | null;
+  recompute: boolean;
+  compile: boolean;
+}
+
+export interface TensorParallelPlan {
+  modules: string[];
+  style: "colwise" | "rowwise" | "colwise_gather";
 }
 
 export interface ShardingPlan {
@@ -179,6 +196,7 @@ export interface ShardingPlan {
   param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   output_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
+  tensor_parallel: TensorParallelPlan[];
   version: number;
 }
 
