@@ -184,6 +184,22 @@ class Client:
         """One checkpoint."""
         return self._get(f"/v1/checkpoints/{checkpoint_id}", CheckpointView)
 
+    def verify(self, checkpoint_id: str) -> CheckpointView:
+        """Have a node read every file of it."""
+        return self._keep("POST", checkpoint_id, "/verify")
+
+    def export(self, checkpoint_id: str) -> CheckpointView:
+        """Have a node put its model together as safetensors files."""
+        return self._keep("POST", checkpoint_id, "/export")
+
+    def pin(self, checkpoint_id: str, *, keep: bool = True) -> CheckpointView:
+        """Keep it whatever retention says, or no longer."""
+        return self._keep("POST", checkpoint_id, "/pin" if keep else "/unpin")
+
+    def remove_checkpoint(self, checkpoint_id: str) -> CheckpointView:
+        """Delete it, if nothing needs it."""
+        return self._keep("DELETE", checkpoint_id, "")
+
     def events(self, job_id: str, *, limit: int = 200) -> EventPage:
         """What happened to it."""
         return self._get(f"/v1/jobs/{job_id}/events", EventPage, {"limit": limit})
@@ -304,6 +320,10 @@ class Client:
         content = None if body is None else body.model_dump(mode="json", exclude_none=True)
         response = self._request("POST", f"/v1/jobs/{job_id}/{verb}", json=content)
         return JobView.model_validate_json(response.content)
+
+    def _keep(self, method: str, checkpoint_id: str, verb: str) -> CheckpointView:
+        response = self._request(method, f"/v1/checkpoints/{checkpoint_id}{verb}")
+        return CheckpointView.model_validate_json(response.content)
 
     def _get(self, path: str, view: type[_V], params: Mapping[str, Any] | None = None) -> _V:
         key = f"{path}?{sorted((params or {}).items())}"

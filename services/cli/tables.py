@@ -11,6 +11,7 @@ from services.contract.queue import CapacityView, QueueView
 from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
+    CheckpointView,
     DiagnosisView,
     EventPage,
     JobPage,
@@ -129,7 +130,9 @@ def diagnosis_table(diagnosis: DiagnosisView) -> Table:
 
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
-    table = _table("checkpoint", "state", "step", "loss", "size", "world", "age")
+    table = _table(
+        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+    )
     for checkpoint in checkpoints.items:
         table.add_row(
             checkpoint.id,
@@ -139,7 +142,33 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
+            _kept(checkpoint),
+            f"{age(checkpoint.verified_at)} ago" if checkpoint.verified_at else "",
         )
+    return table
+
+
+def checkpoint_details(checkpoint: CheckpointView) -> Table:
+    """What one wants to know of a checkpoint, as a list."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    rows: list[tuple[str, str | Text | None]] = [
+        ("checkpoint", checkpoint.id),
+        ("state", state_text(checkpoint.state)),
+        ("why", checkpoint.reason),
+        ("step", str(checkpoint.step)),
+        ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
+        ("kept", _kept(checkpoint) or None),
+        ("export", _export(checkpoint)),
+        (
+            "verified",
+            f"{checkpoint.verified_at:%Y-%m-%d %H:%M:%S} UTC" if checkpoint.verified_at else None,
+        ),
+    ]
+    for name, value in rows:
+        if value is not None:
+            table.add_row(name, value)
     return table
 
 
@@ -234,6 +263,21 @@ def _table(*columns: str) -> Table:
 def _waited_for(rank: RankView) -> Text:
     share = number(rank.straggler_score, "{:.0%}")
     return Text(f"{share} straggler", style="bold red") if rank.is_straggler else Text(share)
+
+
+def _kept(checkpoint: CheckpointView) -> str:
+    held = [f"for {job}" for job in checkpoint.held_by]
+    return ", ".join((["pinned"] if checkpoint.pinned else []) + held)
+
+
+def _export(checkpoint: CheckpointView) -> str | None:
+    export = checkpoint.export
+    if export is None:
+        return None
+    if export.state != "DONE":
+        return export.state + (f": {export.reason}" if export.reason else "")
+    files = ", ".join(export.files)
+    return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
 
 
 def _evaluation(job: JobView) -> str | None:

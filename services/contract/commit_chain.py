@@ -2,6 +2,7 @@
 
 One folder a job::
 
+    <root>/<job id>/chain/opened-0001          its fence, in a name that no damage can change
     <root>/<job id>/chain/00000001.json        attempt opened, fence 1
     <root>/<job id>/chain/00000002.json        a manifest: this checkpoint is committed
     <root>/<job id>/shards/<checkpoint id>/…   what the ranks wrote
@@ -9,12 +10,16 @@ One folder a job::
 A new attempt links its own record first, so that a frozen process of an older attempt that wakes
 between its check and its link finds the number taken. ``link(2)`` refuses an existing name, on
 NFS too, where a repeated request may report EEXIST for its own success: hence the comparison.
+
+A damaged record is passed over in reading and its number stays taken: what the others say holds.
+Which fences are open is told by names too, so that damage lets no overtaken attempt commit.
 """
 
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +30,13 @@ from services.contract.manifests import (
     CHAIN_RECORD,
     AttemptOpened,
     CheckpointDeleted,
+    DamagedRecord,
     Manifest,
 )
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
+_OPENED: Final = "opened-"
+DRAFT_PREFIX: Final = ".draft-"
 Record = Manifest | AttemptOpened | CheckpointDeleted
 
 
@@ -38,6 +46,36 @@ class ChainError(Exception):
 
 class FencedError(ChainError):
     """A newer attempt of the job has opened the chain: this one may commit nothing more."""
+
+
+@dataclass(frozen=True)
+class ChainReading:
+    """What a chain says.
+
+    Attributes:
+        records: By number, in order; those that can be read.
+        damaged: The numbers that are taken and cannot be read.
+        fence: The highest that has opened the chain; 0 without any.
+    """
+
+    records: Mapping[int, Record]
+    damaged: tuple[DamagedRecord, ...]
+    fence: int
+
+    @property
+    def committed(self) -> Mapping[int, Manifest]:
+        """The committed checkpoints that were not deleted since, oldest first, by number."""
+        alive: dict[str, tuple[int, Manifest]] = {}
+        for number, record in self.records.items():
+            if isinstance(record, Manifest):
+                alive[record.checkpoint_id] = (number, record)
+            elif isinstance(record, CheckpointDeleted):
+                alive.pop(record.checkpoint_id, None)
+        return dict(alive.values())
+
+    def number_of(self, record: Record) -> int | None:
+        """Where ``record`` stands; None where it does not."""
+        return next((number for number, known in self.records.items() if known == record), None)
 
 
 class CommitChain:
@@ -56,52 +94,88 @@ class CommitChain:
         """Where the shard files of a checkpoint lie."""
         return self._job / "shards" / checkpoint_id
 
-    def records(self) -> Iterator[Record]:
-        """All records, oldest first.
+    @property
+    def exists(self) -> bool:
+        """Whether an attempt of the job has ever opened it here."""
+        return self._folder.is_dir()
+
+    def read(self) -> ChainReading:
+        """All that it says now.
 
         Raises:
-            ChainError: A record is damaged or a number is missing.
+            OSError: The folder is there and cannot be listed.
         """
+        # The names of fences first: an opening that is under way is either seen by its name or
+        # links its record behind whatever is read here.
+        fences = [0, *self._named_fences()]
+        records: dict[int, Record] = {}
+        damaged = []
         for number in range(1, self._last_number() + 1):
-            yield self._read(number)
+            try:
+                records[number] = self._read(number)
+            except (OSError, ValidationError) as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                name = self._path(number).name
+                damaged.append(DamagedRecord(number=number, name=name, reason=why))
+        fences += [r.fence for r in records.values() if isinstance(r, AttemptOpened)]
+        return ChainReading(records, tuple(damaged), max(fences))
+
+    def records(self) -> Iterator[Record]:
+        """All records that can be read, oldest first."""
+        yield from self.read().records.values()
 
     def committed(self) -> list[Manifest]:
         """The committed checkpoints that were not deleted since, oldest first."""
-        alive: dict[str, Manifest] = {}
-        for record in self.records():
-            if isinstance(record, Manifest):
-                alive[record.checkpoint_id] = record
-            elif isinstance(record, CheckpointDeleted):
-                alive.pop(record.checkpoint_id, None)
-        return list(alive.values())
+        return list(self.read().committed.values())
 
     def find(self, checkpoint_id: str) -> Manifest:
         """The manifest of a committed checkpoint.
 
         Raises:
-            ChainError: It was never committed, or it was deleted.
+            ChainError: It was never committed, it was deleted, or its record is damaged.
         """
-        for manifest in self.committed():
+        reading = self.read()
+        for manifest in reading.committed.values():
             if manifest.checkpoint_id == checkpoint_id:
                 return manifest
-        raise ChainError(f"checkpoint {checkpoint_id} is not committed in {self._folder}")
+        hint = ", ".join(record.name for record in reading.damaged)
+        raise ChainError(
+            f"checkpoint {checkpoint_id} is not committed in {self._folder}"
+            + (f" (damaged there: {hint})" if hint else "")
+        )
 
     def abandoned(self) -> list[Path]:
         """The shard folders that no manifest names nor ever will: those of overtaken attempts.
 
-        Raises:
-            ChainError: The chain is damaged.
+        None while a record is damaged, for it may be the one that names them.
         """
         # Read before the folders are listed: what is abandoned now can never be named later.
-        records = list(self.records())
-        opened = _newest_fence(records)
-        named = {record.checkpoint_id for record in records if isinstance(record, Manifest)}
+        reading = self.read()
+        if reading.damaged:
+            return []
+        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
         found = []
         for folder in sorted((self._job / "shards").glob("ckpt_*")):
             match = _FENCE_AT_END.search(folder.name)
-            if match and int(match[1]) < opened and folder.name not in named:
+            if match and int(match[1]) < reading.fence and folder.name not in named:
                 found.append(folder)
         return found
+
+    def uncommitted(self) -> list[Path]:
+        """The shard folders that no manifest names, whichever attempt wrote them.
+
+        Of use to nobody only while no attempt of the job runs. None while a record is damaged.
+        """
+        folders = [path for path in sorted((self._job / "shards").glob("ckpt_*")) if path.is_dir()]
+        reading = self.read()
+        if reading.damaged:
+            return []
+        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
+        return [path for path in folders if path.name not in named]
+
+    def drafts(self) -> list[Path]:
+        """Records and cards that were never finished: their writers died, or are writing now."""
+        return sorted([*self._folder.glob(f"{DRAFT_PREFIX}*"), *self._job.glob(f"{DRAFT_PREFIX}*")])
 
     def append(self, record: Record) -> int:
         """Link ``record`` at the next number and return that number.
@@ -114,15 +188,22 @@ class CommitChain:
         """
         make_folders(self._folder, self._job.parent)
         content = CHAIN_RECORD.dump_json(record, indent=1)
-        draft = self._folder / f".draft-{secrets.token_hex(8)}"
+        draft = self._folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
         write_new(draft, content)
         try:
             while True:
-                earlier = list(self.records())
-                if record in earlier:
-                    return earlier.index(record) + 1
-                _refuse_if_fenced(record, earlier)
-                number = len(earlier) + 1
+                earlier = self.read()
+                known = earlier.number_of(record)
+                if known is not None:
+                    return known
+                if earlier.fence > record.fence:
+                    raise FencedError(
+                        f"attempt {record.fence} may not write: attempt {earlier.fence} is open"
+                    )
+                if isinstance(record, AttemptOpened):
+                    self._name_fence(record.fence)
+                # Behind what was read, damage included: a number that was taken is never reused.
+                number = len(earlier.records) + len(earlier.damaged) + 1
                 try:
                     os.link(draft, self._path(number))
                 except FileExistsError:
@@ -141,18 +222,12 @@ class CommitChain:
         return self._folder / f"{number:08d}.json"
 
     def _read(self, number: int) -> Record:
-        path = self._path(number)
-        try:
-            return CHAIN_RECORD.validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ChainError(f"record {path} cannot be read: {error}") from error
+        return CHAIN_RECORD.validate_json(self._path(number).read_bytes())
 
+    def _named_fences(self) -> list[int]:
+        names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))
+        return [int(name) for name in names if name.isdecimal()]
 
-def _newest_fence(records: list[Record]) -> int:
-    return max((r.fence for r in records if isinstance(r, AttemptOpened)), default=0)
-
-
-def _refuse_if_fenced(record: Record, earlier: list[Record]) -> None:
-    opened = _newest_fence(earlier)
-    if opened > record.fence:
-        raise FencedError(f"attempt {record.fence} may not write: attempt {opened} is open")
+    def _name_fence(self, fence: int) -> None:
+        # Made durable with the record that follows it.
+        (self._folder / f"{_OPENED}{fence:04d}").touch()

@@ -64,5 +64,13 @@ class CheckpointDeleted(_Record):
     checkpoint_id: CheckpointId
 
 
+class DamagedRecord(_Record):
+    """A number of the chain that is taken and whose record cannot be read."""
+
+    number: int = Field(ge=1)
+    name: str
+    reason: str
+
+
 ChainRecord = Annotated[Manifest | AttemptOpened | CheckpointDeleted, Field(discriminator="kind")]
 CHAIN_RECORD: TypeAdapter[Manifest | AttemptOpened | CheckpointDeleted] = TypeAdapter(ChainRecord)

@@ -12,6 +12,7 @@
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
+| ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
@@ -31,6 +32,7 @@ from typing import Final
 
 JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
+DELETED_JOBS: Final = "ml:jobs:deleted"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 FACTS: Final = "ml:facts"

@@ -238,8 +238,23 @@ class ShardView(_View):
     sha256: str
 
 
+class ExportView(_View):
+    """The last export of a checkpoint. ``folder`` is below the storage root."""
+
+    state: Literal["RUNNING", "DONE", "FAILED"]
+    folder: str
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    reason: str | None = None
+
+
 class CheckpointView(_View):
-    """A checkpoint: only COMMITTED ones are resumed from."""
+    """A checkpoint: only COMMITTED ones are resumed from.
+
+    ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
+    when one last was done with reading, whatever it found. ``held_by``:
+    jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
+    """
 
     id: CheckpointId
     job_id: JobId
@@ -254,6 +269,12 @@ class CheckpointView(_View):
     shards: tuple[ShardView, ...] = ()
     created_at: datetime
     committed_at: datetime | None = None
+    verified_at: datetime | None = None
+    checked_at: datetime | None = None
+    corrupt_file: str | None = None
+    pinned: bool = False
+    held_by: tuple[JobId, ...] = ()
+    export: ExportView | None = None
 
 
 class CheckpointList(_View):

@@ -14,6 +14,7 @@ from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     GangEnded,
     GangProgressed,
+    JobFound,
     LaunchRefused,
     NodeJoined,
     NodeLeft,
@@ -129,9 +130,14 @@ def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_gang_whose_job_is_gone_is_killed(controller: Controller) -> None:
-    running(controller)
+def test_a_gang_whose_job_is_deleted_is_killed_and_one_whose_job_is_lost_trains_on(
+    controller: Controller,
+) -> None:
+    pids = running(controller).pids.values()
     controller.client.delete(redis_keys.job(JOB))
+    assert controller.fact(JobFound, lambda fact: fact.is_running).fence == 1
+    assert not any(is_gone(pid) for pid in pids)
+    controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
     until(lambda: controller.all_of(GangEnded), timeout_s=2)
 
 

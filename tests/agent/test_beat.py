@@ -73,8 +73,14 @@ def test_a_beat_writes_nothing_for_a_void_attempt(
     assert not job.client.exists(redis_keys.job_ranks(JOB))
 
 
-def test_a_gang_without_a_job_is_fenced(controller: Controller, redis_url: str) -> None:
-    assert write(redis_url, 1).fenced == (GANG,)
+def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
+    controller: Controller, redis_url: str
+) -> None:
+    answer = write(redis_url, 1)
+    assert (answer.fenced, answer.unknown) == ((), (GANG,))
+    controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
+    answer = write(redis_url, 2)
+    assert (answer.fenced, answer.unknown) == ((GANG,), ())
     assert controller.steps() == []
 
 

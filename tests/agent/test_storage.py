@@ -1,33 +1,41 @@
 """What an agent reports of the storage when the storage fails halfway."""
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from services.contract import commit_chain
-from services.contract.commit_chain import CommitChain
+from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.commands import CommitCheckpoint, PurgeJob
-from services.contract.messages.facts import CheckpointLinked, CheckpointLost
+from services.contract.messages.commands import CommitCheckpoint, PurgeJob, VerifyCheckpoint
+from services.contract.messages.facts import (
+    ChainDamaged,
+    CheckpointCorrupt,
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointUnread,
+    CheckpointVerified,
+)
 from services.worker.agent.storage import Storage, purge
-from tests.agent.conftest import JOB, NODE
+from tests.agent.conftest import JOB, NODE, launch
 
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
     """Where the first attempt of a job is open."""
     storage = Storage(tmp_path, NODE)
-    storage.open_attempt(JOB, 1)
+    storage.open_attempt(launch())
     return storage
 
 
 @pytest.fixture
 def commit(storage: Storage) -> CommitCheckpoint:
     """For a checkpoint whose one shard lies there."""
-    shard = ShardFile(rank=0, name="rank-0.bin", bytes=1, sha256="0" * 64)
+    shard = ShardFile(rank=0, name="rank-0.bin", bytes=1, sha256=hashlib.sha256(b"x").hexdigest())
     manifest = Manifest(
         job_id=JOB,
         checkpoint_id=checkpoint_id(JOB, 3, 1),
@@ -70,13 +78,74 @@ def test_a_failure_before_the_link_loses_the_checkpoint(
     assert CommitChain(storage.root, JOB).committed() == []
 
 
-def test_a_chain_that_cannot_be_read_loses_the_checkpoint(
+def test_a_checkpoint_is_committed_behind_a_damaged_record_and_the_damage_is_told(
     storage: Storage, commit: CommitCheckpoint
 ) -> None:
     (storage.root / JOB / "chain" / "00000001.json").write_bytes(b"")
     fact = storage.commit(commit)
-    assert isinstance(fact, CheckpointLost)
-    assert "00000001.json cannot be read" in fact.reason
+    assert isinstance(fact, CheckpointLinked)
+    assert fact.number == 2
+    damage = storage.open_attempt(launch(2))
+    assert damage is not None
+    assert [record.name for record in damage.records] == ["00000001.json"]
+
+
+def verify(commit: CommitCheckpoint) -> VerifyCheckpoint:
+    name = commit.manifest.checkpoint_id
+    return VerifyCheckpoint(job_id=JOB, fence=1, checkpoint_id=name)
+
+
+def shard_path(storage: Storage, commit: CommitCheckpoint) -> Path:
+    folder = CommitChain(storage.root, JOB).shard_folder(commit.manifest.checkpoint_id)
+    return folder / commit.manifest.shards[0].name
+
+
+def test_every_file_of_a_verified_checkpoint_has_its_digest(
+    storage: Storage, commit: CommitCheckpoint
+) -> None:
+    storage.commit(commit)
+    (told,) = storage.verify(verify(commit))
+    assert isinstance(told, CheckpointVerified)
+    assert told.bytes == 1
+
+
+@pytest.mark.parametrize("content", [b"y", b"", None])
+def test_a_flipped_short_or_missing_file_makes_the_checkpoint_corrupt_by_name(
+    storage: Storage, commit: CommitCheckpoint, content: bytes | None
+) -> None:
+    storage.commit(commit)
+    path = shard_path(storage, commit)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    (told,) = storage.verify(verify(commit))
+    assert isinstance(told, CheckpointCorrupt)
+    assert told.file == f"shards/{commit.manifest.checkpoint_id}/{path.name}"
+
+
+def test_a_truncated_manifest_makes_its_checkpoint_corrupt_and_is_told(
+    storage: Storage, commit: CommitCheckpoint
+) -> None:
+    storage.commit(commit)
+    record = storage.root / JOB / "chain" / "00000002.json"
+    record.write_bytes(record.read_bytes()[:40])
+    damage, told = storage.verify(verify(commit))
+    assert isinstance(damage, ChainDamaged)
+    assert isinstance(told, CheckpointCorrupt)
+    assert "00000002.json" in told.reason
+
+
+def test_a_storage_that_holds_nothing_of_the_job_proves_nothing(
+    storage: Storage, commit: CommitCheckpoint, tmp_path: Path
+) -> None:
+    storage.commit(commit)
+    elsewhere = Storage(tmp_path / "not mounted", NODE)
+    (told,) = elsewhere.verify(verify(commit))
+    assert isinstance(told, CheckpointUnread)
+    source = launch(2).model_copy(update={"resume_from": commit.manifest.checkpoint_id})
+    with pytest.raises(ChainError, match="is the storage mounted"):
+        elsewhere.open_attempt(source)
+    assert storage.open_attempt(source) is None
 
 
 def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
@@ -101,7 +170,7 @@ def test_a_purge_of_an_overtaken_attempt_removes_nothing(
     storage: Storage, commit: CommitCheckpoint
 ) -> None:
     storage.commit(commit)
-    storage.open_attempt(JOB, 3)
+    storage.open_attempt(launch(3))
     told = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
     assert "attempt 3 is open" in str(told.error)
     assert len(CommitChain(storage.root, JOB).committed()) == 1

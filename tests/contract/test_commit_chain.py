@@ -113,26 +113,70 @@ def _append(root: str, step: int) -> int:
 
 def test_drafts_are_removed(tmp_path: Path) -> None:
     CommitChain(tmp_path, JOB).append(opened(1))
-    names = [path.name for path in (tmp_path / JOB / "chain").iterdir()]
-    assert names == ["00000001.json"]
+    names = sorted(path.name for path in (tmp_path / JOB / "chain").iterdir())
+    assert names == ["00000001.json", "opened-0001"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"kind": "attempt_opened"'])
-def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path, damage: bytes) -> None:
+def damage(root: Path, number: int, content: bytes | None = b'{"kind": "attem') -> None:
+    path = root / JOB / "chain" / f"{number:08d}.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"kind": "attempt_opened"', None])
+def test_a_damaged_or_missing_record_is_named_and_the_others_hold(
+    tmp_path: Path, content: bytes | None
+) -> None:
     chain = CommitChain(tmp_path, JOB)
-    chain.append(opened(1))
-    (tmp_path / JOB / "chain" / "00000001.json").write_bytes(damage)
-    with pytest.raises(ChainError, match=r"00000001\.json"):
-        list(chain.records())
+    for record in (opened(1), manifest(10), manifest(20)):
+        chain.append(record)
+    damage(tmp_path, 2, content)
+    reading = chain.read()
+    assert [(record.number, record.name) for record in reading.damaged] == [(2, "00000002.json")]
+    assert reading.committed == {3: manifest(20)}
+    with pytest.raises(ChainError, match=r"damaged there: 00000002\.json"):
+        chain.find(manifest(10).checkpoint_id)
 
 
-def test_a_missing_number_is_an_error(tmp_path: Path) -> None:
+def test_nothing_is_committed_over_a_damaged_record(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), manifest(10)):
+        chain.append(record)
+    damage(tmp_path, 2)
+    assert chain.append(manifest(20)) == 3
+    damage(tmp_path, 3)
+    assert chain.append(opened(2)) == 4
+    assert chain.committed() == []
+
+
+def test_a_damaged_opening_still_fences_what_it_overtook(tmp_path: Path) -> None:
     chain = CommitChain(tmp_path, JOB)
     for record in (opened(1), opened(2)):
         chain.append(record)
-    (tmp_path / JOB / "chain" / "00000001.json").unlink()
-    with pytest.raises(ChainError, match="cannot be read"):
-        chain.append(opened(3))
+    damage(tmp_path, 2)
+    assert chain.read().fence == 2
+    with pytest.raises(FencedError, match="attempt 2 is open"):
+        chain.append(manifest(10, fence=1))
+    assert chain.append(manifest(10, fence=2)) == 3
+
+
+def test_a_commit_that_is_repeated_after_damage_is_linked_anew(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), manifest(10)):
+        chain.append(record)
+    damage(tmp_path, 2)
+    assert chain.append(manifest(10)) == 3
+    assert chain.find(manifest(10).checkpoint_id) == manifest(10)
+
+
+def test_nothing_is_abandoned_while_a_record_is_damaged(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    shards_of(tmp_path, 10, 1)
+    for record in (opened(1), manifest(10), opened(2)):
+        chain.append(record)
+    damage(tmp_path, 2)
+    assert chain.abandoned() == []
 
 
 def test_a_deleted_checkpoint_is_not_found(tmp_path: Path) -> None:

@@ -191,10 +191,16 @@ def test_an_agent_that_is_stopped_and_started_again_costs_no_restart(house: Hous
     assert house.job(job_id)["restarts"] == 0
 
 
-def test_an_agent_that_joins_with_an_ended_gang_is_told_to_kill_it(house: House) -> None:
-    ghost = "job_" + "0" * 26
-    house.agent.join(gangs=(RunningGang(job_id=ghost, fence=3, ranks=(0, 1)),))
-    assert house.agent.awaits(StopGang, ghost, 3).mode == "kill"
+def test_an_agent_that_joins_with_a_deleted_jobs_gang_is_told_to_kill_it_and_no_lost_ones(
+    house: House,
+) -> None:
+    lost, deleted = ("job_" + letter * 26 for letter in "01")
+    house.redis.sadd(keys.DELETED_JOBS, deleted)
+    house.agent.join(
+        gangs=tuple(RunningGang(job_id=name, fence=3, ranks=(0, 1)) for name in (lost, deleted))
+    )
+    assert house.agent.awaits(StopGang, deleted, 3).mode == "kill"
+    assert [command.job_id for command in house.agent.commands()] == [deleted]
 
 
 def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(

@@ -123,6 +123,20 @@ def test_lost_ranks_restart_within_the_budget_and_back_off() -> None:
     assert failed.exit_reason is ExitReason.RESTARTS_EXHAUSTED
 
 
+def test_a_job_that_saved_something_since_its_last_failure_need_not_wait() -> None:
+    job = running(faults={"max_restarts": 10})
+    for fence in range(1, 6):
+        job = play(job, [*saved(job, 10 * fence, fence, fence + 1), killed(job, fence)]).job
+        assert (job.state, job.not_before_ms) == (JobState.RESTARTING, NOW)
+        job = play(job, [placed(job), launched(job, fence + 1), progressed(job, 1, fence + 1)]).job
+    waits = []
+    for fence in range(6, 9):
+        job = play(job, [killed(job, fence)]).job
+        waits.append(job.not_before_ms - NOW)
+        job = play(job, [placed(job), launched(job, fence + 1), progressed(job, 1, fence + 1)]).job
+    assert waits == [0, 1000, 5000]
+
+
 def test_an_error_that_tells_of_a_lost_peer_is_no_fault_of_the_job() -> None:
     job = running()
     job = play(job, [crashed(job, "RuntimeError: Connection closed by peer", step=0)]).job

@@ -9,7 +9,7 @@ from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import NodeState
 from services.controller.domain import planner
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.node import Lease, join, judge, leave
+from services.controller.domain.node import Drain, Lease, join, judge, leave
 from services.controller.domain.placement import (
     Gang,
     Never,
@@ -238,3 +238,19 @@ def test_a_copy_of_the_parameters_stays_on_a_node_where_one_has_room_for_it() ->
     parted = place(ask(8, close=4), [Standing(node("a", slots=6)), Standing(node("b", slots=2))])
     assert isinstance(parted, Seated)
     assert [seat.node_id for seat in parted.ranks] == ["a"] * 6 + ["b"] * 2
+
+
+def test_a_gang_that_one_node_could_take_is_parted_once_that_node_is_drained_or_lost() -> None:
+    small = [Standing(node("a", slots=2)), Standing(node("b", slots=2))]
+    drained = node("large").model_copy(update={"drain": Drain(asked_ms=1)})
+    for large in (drained, node("large", state=NodeState.LOST)):
+        outcome = place(ask(4), [*small, Standing(large)])
+        assert isinstance(outcome, Seated)
+        assert [seat.node_id for seat in outcome.ranks] == ["a", "a", "b", "b"]
+
+
+def test_a_gang_that_waits_for_a_silent_node_says_so_though_others_have_room_together() -> None:
+    small = [Standing(node("a", slots=2)), Standing(node("b", slots=2))]
+    outcome = place(ask(4), [*small, Standing(node("large"), has_lease=False)])
+    assert isinstance(outcome, NotNow)
+    assert "silent: large" in outcome.reason

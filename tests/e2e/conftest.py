@@ -96,7 +96,13 @@ class Stack:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One stack for all tests: they kill its parts, and it must bear that."""
-    home = tmp_path_factory.mktemp("home")
+    with running_stack(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_stack(home: Path, **changes: str) -> Iterator[Stack]:
+    """A stack on a home of its own until the block ends; ``changes`` are of its environment."""
     port = free_port()
     environment = {
         name: value
@@ -108,6 +114,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "MESHLOOM_PORT": str(port),
         "MESHLOOM_CPU_SLOTS": "4",
         "MESHLOOM_USER_PATH": str(USER_MODELS),
+        **changes,
     }
     with (home / "stack.log").open("ab") as log:
         process = subprocess.Popen(

@@ -15,6 +15,7 @@ from services.cli.spec_file import read_spec
 from services.contract.states import JobState
 from services.local.settings import child_environment
 from tests.e2e.conftest import Stack, tiny_spec
+from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
@@ -171,3 +172,40 @@ def _call(url: str, *arguments: object, **environment: str) -> subprocess.Comple
         check=False,
         timeout=120,
     )
+
+
+def test_a_job_is_changed_cloned_and_forgotten(meshloom: Meshloom, spec_file: Path) -> None:
+    assert meshloom("submit", spec_file, "--follow").returncode == 0
+    source = json.loads(meshloom("status", "last", "--json").stdout)["id"]
+    changed = meshloom("patch", source, "--priority", 3, "--label", "team=demo", "--keep-last", 1)
+    assert changed.stdout == f"{source} has revision 1\n", changed.stderr
+    nothing = meshloom("patch", source)
+    assert (nothing.returncode, "--priority" in nothing.stderr) == (2, True)
+    clone = ("clone", source, "--from", "latest", "--set", "train.steps=50", "--set", "name=more")
+    done = meshloom(*clone, "--follow")
+    assert done.returncode == 0, done.stderr
+    view = json.loads(meshloom("status", "last", "--json").stdout)
+    assert (view["name"], view["cloned_from"]["step"], view["priority"]) == ("more", 40, 3)
+    refused = meshloom("clone", source, "--from", "latest")
+    assert (refused.returncode, "/overrides/train/steps" in refused.stderr) == (2, True)
+    removed = meshloom("delete", view["id"], "--purge-checkpoints")
+    assert "is forgotten once its checkpoints are removed" in removed.stdout
+    until(lambda: meshloom("status", view["id"]).returncode == 2)
+    assert meshloom("delete", source).stdout == f"{source} is forgotten\n"
+
+
+def _shown(text: str, word: str) -> str:
+    return text if word in text else ""
+
+
+def test_queue_room_and_drains_are_shown(meshloom: Meshloom, stack: Stack) -> None:
+    (node,) = stack.client.nodes().items
+    assert "DRAINING" in meshloom("drain", node.id, "--grace", 5).stdout
+    job = stack.submit()
+    queue = until(lambda: _shown(meshloom("queue").stdout, "draining"))
+    assert job.id in queue
+    room = meshloom("capacity").stdout
+    assert "0 of 4" in room
+    assert "the largest gang that fits now: 0 CPU ranks" in room
+    assert meshloom("undrain", node.id).stdout == f"{node.id} is READY\n"
+    assert stack.rested(job.id).state is JobState.SUCCEEDED

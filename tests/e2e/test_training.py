@@ -12,7 +12,14 @@ import pytest
 
 from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
-from services.contract.states import CheckpointState, ExitReason, FailureClass, JobState
+from services.contract.queue import DrainRequest
+from services.contract.states import (
+    CheckpointState,
+    ExitReason,
+    FailureClass,
+    JobState,
+    NodeState,
+)
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from services.controller.adapters.redis import redis_ports
 from tests.controller.replays import replay_all
@@ -94,6 +101,29 @@ def test_a_killed_controller_loses_nothing(
     assert done.attempt == 1
     assert done.restarts == 0
     assert stack.part("services.controller").pid != controller.pid
+    assert stack.losses(job_id) == undisturbed
+
+
+def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_anything(
+    stack: Stack, undisturbed: dict[int, float | None]
+) -> None:
+    job_id = stack.submit(**LONG, faults={"max_restarts": 0}).id
+    stack.at_step(job_id, 20)
+    urgent = stack.submit(resources={"ranks": 4, "device": "cpu"}, priority=5)
+    assert stack.rested(urgent.id).state is JobState.SUCCEEDED
+    (node,) = stack.client.nodes().items
+    stack.at_step(job_id, 120)
+    assert stack.client.drain(node.id, DrainRequest()).state is NodeState.DRAINING
+    until(lambda: stack.job(job_id).state is JobState.RESTARTING)
+    (entry,) = until(lambda: stack.client.queue().items)
+    assert (entry.job_id, "draining" in entry.reason) == (job_id, True)
+    assert stack.client.undrain(node.id).state is NodeState.READY
+    done = stack.rested(job_id)
+    assert (done.state, done.restarts) == (JobState.SUCCEEDED, 0)
+    first, second, third = stack.client.attempts(job_id).items
+    assert (first.exit_reason, first.lost_steps) == (ExitReason.PREEMPTED, 0)
+    assert (second.exit_reason, second.lost_steps) == (ExitReason.NODE_DRAINED, 0)
+    assert third.exit_reason is ExitReason.COMPLETED
     assert stack.losses(job_id) == undisturbed
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from services.contract.commit_chain import CommitChain
 from services.contract.manifests import Manifest
@@ -23,6 +24,7 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.specs import JobSpec
+from services.worker.agent.export import FILE_BYTES, export
 from services.worker.rank import shard_file
 from services.worker.rank.checkpoint_writer import CheckpointWriteError, CheckpointWriter
 from services.worker.rank.training_state import TrainingState
@@ -61,11 +63,14 @@ def test_every_random_state_is_resumed(ranks: Ranks, spec: Spec) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_run_resumes_at_another_world_size(ranks: Ranks, spec: Spec, world: int) -> None:
-    whole = ranks.start(spec()).succeeded()
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (4, 2)])
+def test_a_run_resumes_at_another_world_size_with_optimizer_and_data_position(
+    ranks: Ranks, spec: Spec, saved: int, loaded: int
+) -> None:
+    whole = ranks.start(spec(), saved).succeeded()
     manifest = whole.committed(3)
-    resumed = ranks.start(spec(), world, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    resumed = ranks.start(spec(), loaded, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    assert sorted(resumed.losses()) == [4, 5, 6]
     assert resumed.losses() == pytest.approx(rest_of(whole, 3), abs=1e-5)
 
 
@@ -85,6 +90,12 @@ def test_the_first_values_do_not_depend_on_the_number_of_ranks(ranks: Ranks, spe
     for other in others:
         assert other.keys() == one.keys()
         assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    for manifest in chain.committed():
+        export(ranks.root, JOB, manifest.checkpoint_id, FILE_BYTES)
+        path = ranks.root / JOB / "exports" / manifest.checkpoint_id / "model.safetensors"
+        exported = load_file(path)
+        assert {f"model.{name}" for name in exported} == one.keys()
+        assert all(torch.equal(exported[name.removeprefix("model.")], one[name]) for name in one)
 
 
 def whole_model(chain: CommitChain, manifest: Manifest) -> dict[str, torch.Tensor]:

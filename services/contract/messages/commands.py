@@ -15,6 +15,7 @@ class LaunchGang(OfAttempt):
     """Open the attempt in the commit chain, then start this node's ranks of it.
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
+    ``owner`` and ``created_ms`` go into storage, where the job is found again without Redis.
     ``store`` is where rank 0 listens for the others; None for the node of rank 0, which opens it.
     """
 
@@ -22,6 +23,8 @@ class LaunchGang(OfAttempt):
     spec: JobSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
+    owner: str = "local"
+    created_ms: int = Field(default=0, ge=0)
     store: Address | None = None
 
 
@@ -67,6 +70,23 @@ class RetireCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class VerifyCheckpoint(OfAttempt):
+    """Read every shard of a committed checkpoint and compare it with its digest.
+
+    ``fence`` is that of the job's newest attempt; any attempt's checkpoint may be named.
+    """
+
+    kind: Literal["verify_checkpoint"] = "verify_checkpoint"
+    checkpoint_id: CheckpointId
+
+
+class ExportCheckpoint(OfAttempt):
+    """Put the model of a committed checkpoint together as whole tensors, below the job's folder."""
+
+    kind: Literal["export_checkpoint"] = "export_checkpoint"
+    checkpoint_id: CheckpointId
+
+
 class PurgeJob(OfAttempt):
     """Remove all that storage holds of a job that has ended. ``fence``: its newest attempt's."""
 
@@ -80,6 +100,8 @@ Command = Annotated[
     | DiagnoseGang
     | CommitCheckpoint
     | RetireCheckpoint
+    | VerifyCheckpoint
+    | ExportCheckpoint
     | PurgeJob,
     Field(discriminator="kind"),
 ]

@@ -6,7 +6,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.job_cards import JobCard
+from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
 
@@ -131,6 +132,73 @@ class CheckpointRetired(_GangFact):
     checkpoint_id: CheckpointId
 
 
+class CheckpointVerified(_GangFact):
+    """Every shard of a committed checkpoint was read and has the digest that was voted for."""
+
+    kind: Literal["checkpoint_verified"] = "checkpoint_verified"
+    checkpoint_id: CheckpointId
+    bytes: int = Field(ge=0)
+
+
+class CheckpointCorrupt(_GangFact):
+    """A committed checkpoint is not what was committed.
+
+    ``file`` is the first one that is missing or differs, below the job's folder.
+    """
+
+    kind: Literal["checkpoint_corrupt"] = "checkpoint_corrupt"
+    checkpoint_id: CheckpointId
+    file: str
+    reason: str
+
+
+class CheckpointUnread(_GangFact):
+    """A checkpoint could not be looked at from this node, which says nothing about it."""
+
+    kind: Literal["checkpoint_unread"] = "checkpoint_unread"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class CheckpointExported(_GangFact):
+    """The model of a checkpoint lies in ``files``, below ``<job>/exports/<checkpoint>``."""
+
+    kind: Literal["checkpoint_exported"] = "checkpoint_exported"
+    checkpoint_id: CheckpointId
+    files: tuple[str, ...]
+    bytes: int = Field(ge=0)
+
+
+class ExportFailed(_GangFact):
+    """A checkpoint could not be exported."""
+
+    kind: Literal["export_failed"] = "export_failed"
+    checkpoint_id: CheckpointId
+    reason: str
+
+
+class ChainDamaged(_GangFact):
+    """Records of the job's commit chain cannot be read; the others hold."""
+
+    kind: Literal["chain_damaged"] = "chain_damaged"
+    records: tuple[DamagedRecord, ...]
+
+
+class JobFound(_GangFact):
+    """Storage holds a job of which Redis knows nothing. ``fence`` is the highest of its chain.
+
+    ``manifests`` are its committed checkpoints by their number in the chain. ``is_running``: the
+    ranks of that attempt live on this node, and ``last_step`` is the last that their boards show.
+    """
+
+    kind: Literal["job_found"] = "job_found"
+    card: JobCard
+    manifests: dict[int, Manifest]
+    damaged: tuple[DamagedRecord, ...] = ()
+    is_running: bool = False
+    last_step: int = Field(default=0, ge=0)
+
+
 class JobPurged(_GangFact):
     """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
 
@@ -226,6 +294,13 @@ Fact = Annotated[
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | CheckpointVerified
+    | CheckpointCorrupt
+    | CheckpointUnread
+    | CheckpointExported
+    | ExportFailed
+    | ChainDamaged
+    | JobFound
     | JobPurged
     | Evaluated
     | GangDiagnosed

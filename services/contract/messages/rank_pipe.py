@@ -73,6 +73,15 @@ class RankCheckpointFailed(Message):
     reason: str
 
 
+class RankFoundCorrupt(Message):
+    """Rank to agent: the checkpoint that it was to load is not what was committed."""
+
+    kind: Literal["rank_found_corrupt"] = "rank_found_corrupt"
+    checkpoint_id: CheckpointId
+    file: str
+    reason: str
+
+
 class RankEvaluated(Message):
     """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null."""
 
@@ -109,6 +118,7 @@ RankMessage = Annotated[
     | RankCheckpointBegan
     | RankVote
     | RankCheckpointFailed
+    | RankFoundCorrupt
     | RankEvaluated
     | RankFailed
     | RankFinished,

@@ -10,12 +10,21 @@ from services.controller.api.audit import Audit
 from services.controller.api.context import Context
 from services.controller.api.framing import BodyLimit, Framing
 from services.controller.api.guard import AccessPolicy, Guard
-from services.controller.api.routes import audit, inspect, jobs, queue, system, tokens, watch
+from services.controller.api.routes import (
+    audit,
+    checkpoints,
+    inspect,
+    jobs,
+    queue,
+    system,
+    tokens,
+    watch,
+)
 from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
-    *(tokens.router, audit.router),
+    *(checkpoints.router, tokens.router, audit.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

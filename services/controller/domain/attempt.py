@@ -62,7 +62,8 @@ class Attempt(Record):
     stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
     progress, ``looks`` what they found when somebody asked last; ``oom_kills`` counts the kernel's
     kills for want of memory. ``failed_ms``: when the first rank exited, or a lost node was last
-    heard of, where that is known.
+    heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it
+    was to load proved to be corrupt.
     """
 
     fence: int
@@ -80,6 +81,7 @@ class Attempt(Record):
     ended_nodes: tuple[NodeId, ...] = ()
     exits: tuple[NodeExit, ...] = ()
     refusal: str | None = None
+    corrupt_source: str | None = None
     lost: str | None = None
     lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False

@@ -1,22 +1,43 @@
 """A checkpoint: WRITING → SEALED (every rank voted) → COMMITTED (linked) or ABORTED.
 
+A committed one that is not what was committed is CORRUPT until it is verified again.
+
 The truth about commits is the chain in storage; this record is an index of it. Hence a link that
 an agent reports wins over everything that was thought before, whatever its fence.
 """
 
 from collections.abc import Iterable
+from typing import Final, Literal
 
 from pydantic import Field
 
-from services.contract.ids import CheckpointId, JobId
+from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
 from services.contract.states import CheckpointState
 from services.controller.domain.record import Record
 
+LINKED_STATES: Final = frozenset(
+    {CheckpointState.COMMITTED, CheckpointState.CORRUPT, CheckpointState.DELETING}
+)
+"""Their manifest stands in the chain."""
+
+
+class Export(Record):
+    """The last export of a checkpoint: under way, done with its files, or failed and why."""
+
+    state: Literal["RUNNING", "DONE", "FAILED"] = "RUNNING"
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    reason: str | None = None
+
 
 class Checkpoint(Record):
-    """What is known of one checkpoint. ``number`` is its place in the commit chain."""
+    """What is known of one checkpoint.
+
+    ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
+    ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with reading it, whatever it found.
+    """
 
     id: CheckpointId
     job_id: JobId
@@ -31,6 +52,12 @@ class Checkpoint(Record):
     number: int | None = None
     created_ms: int
     committed_ms: int | None = None
+    verified_ms: int | None = None
+    checked_ms: int | None = None
+    pinned: bool = False
+    corrupt_file: str | None = None
+    node_id: NodeId | None = None
+    export: Export | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -97,7 +124,7 @@ def count_vote(checkpoint: Checkpoint, fact: CheckpointVoted) -> Checkpoint:
 def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Checkpoint:
     """The checkpoint once its manifest is linked; built from the manifest if it was not known."""
     manifest = fact.manifest
-    if known is not None and known.state in {CheckpointState.COMMITTED, CheckpointState.DELETING}:
+    if known is not None and known.state in LINKED_STATES:
         return known
     return Checkpoint(
         id=manifest.checkpoint_id,
@@ -112,7 +139,40 @@ def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Che
         number=fact.number,
         created_ms=now_ms if known is None else known.created_ms,
         committed_ms=now_ms,
+        node_id=fact.node_id,
     )
+
+
+def verified(checkpoint: Checkpoint, now_ms: int) -> Checkpoint:
+    """The checkpoint once every file of it was read and is what was committed."""
+    return checkpoint.model_copy(
+        update={
+            "state": CheckpointState.COMMITTED,
+            "verified_ms": now_ms,
+            "checked_ms": now_ms,
+            "corrupt_file": None,
+            "reason": None,
+        }
+    )
+
+
+def corrupted(checkpoint: Checkpoint, file: str, reason: str, now_ms: int) -> Checkpoint:
+    """The checkpoint once a file of it is known to be missing or to differ."""
+    return checkpoint.model_copy(
+        update={
+            "state": CheckpointState.CORRUPT,
+            "verified_ms": None,
+            "checked_ms": now_ms,
+            "corrupt_file": file,
+            "reason": f"{file}: {reason}",
+        }
+    )
+
+
+def last_verified(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """The newest committed one whose files were read and found whole."""
+    read = [c for c in checkpoints if c.state == CheckpointState.COMMITTED and c.verified_ms]
+    return max(read, key=lambda c: (c.step, c.fence), default=None)
 
 
 def abort(checkpoint: Checkpoint, reason: str) -> Checkpoint:
@@ -127,10 +187,17 @@ def to_retire(
 ) -> tuple[Checkpoint, ...]:
     """Which committed checkpoints retention gives up, oldest commit first.
 
-    The ``keep_last`` (at least 1) that were committed last stay, and the ``protected`` ones.
+    The ``keep_last`` (at least 1) that were committed last stay; so do the last verified one,
+    those that are pinned, and the ``protected`` ones.
     """
+    checkpoints = tuple(checkpoints)
+    verified_last = last_verified(checkpoints)
     committed = sorted(
         (c for c in checkpoints if c.state == CheckpointState.COMMITTED),
         key=lambda c: (c.number or 0, c.step),
     )
-    return tuple(c for c in committed[: -max(keep_last, 1)] if c.id not in protected)
+    return tuple(
+        c
+        for c in committed[: -max(keep_last, 1)]
+        if c.id not in protected and c != verified_last and not c.pinned
+    )

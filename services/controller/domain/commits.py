@@ -4,15 +4,19 @@ from typing import Final
 
 from services.contract.messages.commands import RetireCheckpoint
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointBegan,
+    CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
     CheckpointVoted,
 )
 from services.contract.states import CheckpointState
 from services.controller.domain import checkpoint as checkpoints
-from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.effects import Draft
 from services.controller.domain.gang import send_commit
 from services.controller.domain.settle import settle, succeed_late
@@ -100,6 +104,91 @@ def on_retired(fact: CheckpointRetired, draft: Draft) -> None:
         )
 
 
+def on_verified(fact: CheckpointVerified, draft: Draft) -> None:
+    """Every file of it is what was committed, now; one that was CORRUPT counts again."""
+    known = draft.job.checkpoints.get(fact.checkpoint_id)
+    if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
+        return
+    if known.verified_ms is not None and known.verified_ms >= draft.now_ms:
+        return
+    _put(draft, checkpoints.verified(known, draft.now_ms))
+    draft.note(
+        "checkpoint.verified",
+        f"checkpoint of step {known.step}: all {len(known.votes)} files are what was committed",
+        checkpoint=known.id,
+        step=known.step,
+        bytes=fact.bytes,
+    )
+
+
+def on_corrupt(fact: CheckpointCorrupt, draft: Draft) -> None:
+    """It is not what was committed: nothing goes on from it any more.
+
+    An attempt that was to load it is not at fault, whosever checkpoint it is.
+    """
+    attempt = draft.job.attempt
+    is_source = attempt is not None and attempt.resumed_from == fact.checkpoint_id
+    if is_source and attempt is not None and attempt.fence == fact.fence:
+        draft.change_attempt(corrupt_source=attempt.corrupt_source or fact.file)
+    known = draft.job.checkpoints.get(fact.checkpoint_id)
+    if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
+        return
+    _put(draft, checkpoints.corrupted(known, fact.file, fact.reason, draft.now_ms))
+    if known.state == CheckpointState.CORRUPT:
+        return
+    draft.note(
+        "checkpoint.corrupt",
+        f"checkpoint of step {known.step} is corrupt: {fact.file}: {fact.reason}",
+        checkpoint=known.id,
+        step=known.step,
+        file=fact.file,
+        node_id=fact.node_id,
+    )
+
+
+def on_unread(fact: CheckpointUnread, draft: Draft) -> None:
+    """A node could not look at it, which says nothing about it."""
+    known = draft.job.checkpoints.get(fact.checkpoint_id)
+    if known is None or known.checked_ms == draft.now_ms:
+        return
+    _put(draft, known.model_copy(update={"checked_ms": draft.now_ms}))
+    draft.note(
+        "checkpoint.unread",
+        f"{fact.node_id} could not read the checkpoint: {fact.reason}",
+        checkpoint=fact.checkpoint_id,
+        node_id=fact.node_id,
+    )
+
+
+def on_damaged(fact: ChainDamaged, draft: Draft) -> None:
+    """Records of the chain cannot be read: the checkpoints that they commit are CORRUPT."""
+    new = [record for record in fact.records if record.number not in draft.job.damaged_records]
+    if not new:
+        return
+    numbers = {record.number: record for record in new}
+    draft.change(damaged_records=(*draft.job.damaged_records, *numbers))
+    for record in new:
+        draft.note(
+            "checkpoint.chain_damaged",
+            f"record {record.name} of the commit chain cannot be read: {record.reason}; the "
+            "others hold, and its number stays taken",
+            number=record.number,
+            file=f"chain/{record.name}",
+        )
+    for known in draft.job.checkpoints.values():
+        if known.state == CheckpointState.COMMITTED and known.number in numbers:
+            damaged = numbers[known.number]
+            loss = CheckpointCorrupt(
+                job_id=fact.job_id,
+                fence=fact.fence,
+                node_id=fact.node_id,
+                checkpoint_id=known.id,
+                file=f"chain/{damaged.name}",
+                reason=damaged.reason,
+            )
+            on_corrupt(loss, draft)
+
+
 def retire_surplus(draft: Draft) -> None:
     """Give up what retention no longer keeps, when something else than a commit changed that."""
     _retire(draft)
@@ -172,4 +261,4 @@ def _forget(draft: Draft, old: list[Checkpoint]) -> None:
 
 
 def _is_committed(checkpoint: Checkpoint) -> bool:
-    return checkpoint.state in {CheckpointState.COMMITTED, CheckpointState.DELETING}
+    return checkpoint.state in LINKED_STATES

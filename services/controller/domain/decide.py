@@ -4,12 +4,18 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointBegan,
+    CheckpointCorrupt,
+    CheckpointExported,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
     CheckpointVoted,
     Evaluated,
+    ExportFailed,
     GangDiagnosed,
     GangEnded,
     GangLaunched,
@@ -17,13 +23,25 @@ from services.contract.messages.facts import (
     JobPurged,
     LaunchRefused,
 )
-from services.controller.domain import commits, gang, holds, moves, patching, purging, wishes
+from services.controller.domain import (
+    commits,
+    finding,
+    gang,
+    holds,
+    keeping,
+    moves,
+    patching,
+    purging,
+    wishes,
+)
 from services.controller.domain.effects import Decision, Draft
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
     DiagnosisAsked,
+    ExportAsked,
+    FoundInStorage,
     GangPlaced,
     HoldAsked,
     HoldReleased,
@@ -34,9 +52,12 @@ from services.controller.domain.events import (
     OriginReleased,
     PatchAsked,
     PauseAsked,
+    PinAsked,
     PlacementDelayed,
     PurgeAsked,
+    RemovalAsked,
     ResumeAsked,
+    VerifyAsked,
 )
 from services.controller.domain.job import Job
 
@@ -49,6 +70,11 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     ResumeAsked: wishes.on_resume,
     CheckpointAsked: wishes.on_checkpoint,
     DiagnosisAsked: wishes.on_diagnosis,
+    PinAsked: keeping.on_pin,
+    VerifyAsked: keeping.on_verify,
+    ExportAsked: keeping.on_export,
+    RemovalAsked: keeping.on_removal,
+    FoundInStorage: finding.on_found,
     GangPlaced: gang.on_placed,
     PlacementDelayed: gang.on_delayed,
     NodeLost: gang.on_node_lost,
@@ -71,13 +97,29 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointLinked: commits.on_linked,
     CheckpointLost: commits.on_lost,
     CheckpointRetired: commits.on_retired,
+    CheckpointVerified: commits.on_verified,
+    CheckpointCorrupt: commits.on_corrupt,
+    CheckpointUnread: commits.on_unread,
+    CheckpointExported: keeping.on_exported,
+    ExportFailed: keeping.on_export_failed,
+    ChainDamaged: commits.on_damaged,
 }
 
 EVENTS: Final = tuple(_HANDLERS)
 """All kinds of events."""
 
 # What storage holds is true whichever attempt put it there.
-_TRUE_AT_ANY_FENCE: Final = (CheckpointLinked, CheckpointLost, CheckpointRetired)
+_TRUE_AT_ANY_FENCE: Final = (
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    CheckpointVerified,
+    CheckpointCorrupt,
+    CheckpointUnread,
+    CheckpointExported,
+    ExportFailed,
+    ChainDamaged,
+)
 
 
 def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:

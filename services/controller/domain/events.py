@@ -5,16 +5,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointBegan,
+    CheckpointCorrupt,
+    CheckpointExported,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
     CheckpointVoted,
     Evaluated,
+    ExportFailed,
     GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
+    JobFound,
     JobPurged,
     LaunchRefused,
 )
@@ -57,6 +64,46 @@ class CheckpointAsked:
 @dataclass(frozen=True)
 class DiagnosisAsked:
     """Look into the ranks and say what they are doing."""
+
+
+@dataclass(frozen=True)
+class PinAsked:
+    """Keep a committed checkpoint until it is unpinned, or (``pin`` False) no longer."""
+
+    checkpoint_id: str
+    pin: bool = True
+
+
+@dataclass(frozen=True)
+class VerifyAsked:
+    """Have a node read every file of a checkpoint."""
+
+    checkpoint_id: str
+    node_id: str
+
+
+@dataclass(frozen=True)
+class ExportAsked:
+    """Have a node put the model of a checkpoint together."""
+
+    checkpoint_id: str
+    node_id: str
+
+
+@dataclass(frozen=True)
+class RemovalAsked:
+    """Delete a checkpoint, by way of a node where its files are."""
+
+    checkpoint_id: str
+    node_id: str | None
+
+
+@dataclass(frozen=True)
+class FoundInStorage:
+    """An agent told what storage holds of the job; ``incarnations`` are those of all known nodes."""
+
+    fact: JobFound
+    incarnations: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -152,6 +199,12 @@ GangFact = (
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
+    | CheckpointVerified
+    | CheckpointCorrupt
+    | CheckpointUnread
+    | CheckpointExported
+    | ExportFailed
+    | ChainDamaged
     | JobPurged
     | Evaluated
     | GangDiagnosed
@@ -164,6 +217,11 @@ JobEvent = (
     | ResumeAsked
     | CheckpointAsked
     | DiagnosisAsked
+    | PinAsked
+    | VerifyAsked
+    | ExportAsked
+    | RemovalAsked
+    | FoundInStorage
     | GangPlaced
     | PlacementDelayed
     | NodeLost

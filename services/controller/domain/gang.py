@@ -40,6 +40,9 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     job = draft.job
     if job.state not in WAITING_STATES:
         return
+    if job.has_lost_its_checkpoints:
+        draft.move(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
+        return
     fence = job.fence + 1
     source = job.resume_point
     attempt = Attempt(
@@ -260,6 +263,8 @@ def _launch(draft: Draft, nodes: Sequence[str]) -> None:
             plan=job.plan,
             resume_from=attempt.resumed_from,
             store=None if node == head else attempt.store,
+            owner=job.owner,
+            created_ms=job.created_ms,
         )
         draft.send(command, [node])
 

@@ -53,7 +53,8 @@ class Job(Record):
     the present run, whose restarts are counted. ``base_checkpoint`` is the one that a person named
     to resume from: of older attempts' checkpoints (up to ``base_fence``), only that one counts.
     ``gone`` remembers checkpoints that were removed from the index, so that a repeated fact does
-    not bring them back. ``revision`` counts what people changed of the spec. ``holds`` names, by
+    not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
+    ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
     the node whose agent removes all that storage holds of the job.
     """
@@ -81,6 +82,7 @@ class Job(Record):
     evaluations: tuple[Evaluation, ...] = ()
     commanded_ms: int = 0
     gone: tuple[CheckpointId, ...] = ()
+    damaged_records: tuple[int, ...] = ()
     revision: int = 0
     origin: Origin | None = None
     purge_node: str | None = None
@@ -107,6 +109,12 @@ class Job(Record):
     def head_node(self) -> str | None:
         """The node of rank 0 of the newest attempt."""
         return None if self.plan is None else self.plan.ranks[0].node_id
+
+    @property
+    def has_lost_its_checkpoints(self) -> bool:
+        """Whether it had checkpoints to go on from and all of them are corrupt."""
+        corrupt = any(c.state == CheckpointState.CORRUPT for c in self.checkpoints.values())
+        return corrupt and self.latest_checkpoint is None
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:

@@ -65,6 +65,11 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.PAUSING, JobState.FAILED, _GIVEN_UP),
     Edge(JobState.PAUSED, JobState.QUEUED, "resume"),
     Edge(JobState.PAUSED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
+    Edge(
+        JobState.PAUSED,
+        JobState.RUNNING,
+        "Redis had lost the job, storage told of it, and its ranks were training on",
+    ),
     Edge(JobState.RESTARTING, JobState.PLACING, "the wait is over and there is room"),
     Edge(JobState.RESTARTING, JobState.QUEUED, "preempted: it waits for room like any other"),
     Edge(JobState.RESTARTING, JobState.PAUSED, "pause" + _NO_RANK),

@@ -160,8 +160,8 @@ def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
     device = _device(gang, standings)
     if not rooms(gang, standings, device):
         return Never(_why_never(gang, device, standings))
-    # A node that is silent may come back in a moment; one that is lost is not waited for.
-    here = [s for s in standings if s.node.state == NodeState.READY]
+    # A node that is silent may come back in a moment; one that is lost or drained is not waited for.
+    here = [s for s in standings if s.node.shown_state == NodeState.READY]
     fitting = [r for r in rooms(gang, here, device) if r.free(device, gang.together) >= gang.ranks]
     if not fitting:
         return _why_not_now(gang, device, standings)
@@ -257,10 +257,10 @@ def _why_never(gang: Gang, device: DeviceType, standings: Sequence[Standing]) ->
 def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) -> NotNow:
     able = rooms(gang, standings, device)
     ready = rooms(gang, [s for s in standings if s.is_open], device)
-    if not ready:
+    free = max((room.free(device, gang.together) for room in ready), default=None)
+    if free is None or free >= gang.ranks:  # room on several nodes, while a single one is silent
         reason = _why_closed(gang.ranks, [s for room in able for s in room.standings])
         return NotNow(device, reason, blocks=False)
-    free = max(room.free(device, gang.together) for room in ready)
     where = "on one node" if len(ready[0].standings) == 1 else f"on {ready[0].name}"
     busy = ", ".join(sorted({job for room in ready for job in room.jobs})) or "nothing"
     return NotNow(

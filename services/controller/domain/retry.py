@@ -18,8 +18,16 @@ from services.controller.domain.diagnose import NON_FINITE_LOSS
 from services.controller.domain.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
-"""The wait before each restart of a run; the last one for all that follow."""
+"""The wait after so many attempts in a row, but one, that saved nothing; the last for all more.
 
+A job that commits checkpoints between its failures is not to wait longer and longer: what a growing
+wait protects from is a fault that comes back at once.
+"""
+
+_NOTHING_LEFT: Final = (
+    "{what}, and no other committed checkpoint is left to go on from: restore its files and "
+    "verify it, or delete the corrupt ones to begin anew"
+)
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
@@ -86,6 +94,8 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
     """Whether ``job`` is tried again after ``attempt``, its newest, has failed so."""
+    if job.has_lost_its_checkpoints or attempt.corrupt_source is not None:
+        return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
     why = cause(attempt, failure)
@@ -96,10 +106,9 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
             return GiveUp(why, f"{what}{hopeless}")
     budget = job.spec.faults.max_restarts
     if job.restarts >= budget:
-        if budget == 0:
-            return GiveUp(why, f"{what}; faults.max_restarts is 0")
-        return GiveUp(ExitReason.RESTARTS_EXHAUSTED, f"{what}; all {budget} restarts are used up")
-    return Restart(BACKOFF_MS[min(job.restarts, len(BACKOFF_MS) - 1)])
+        spent = f"all {budget} restarts are used up" if budget else "faults.max_restarts is 0"
+        return GiveUp(ExitReason.RESTARTS_EXHAUSTED if budget else why, f"{what}; {spent}")
+    return Restart(BACKOFF_MS[min(max(_in_vain(job) - 1, 0), len(BACKOFF_MS) - 1)])
 
 
 def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
@@ -134,6 +143,16 @@ def describe(failure: Failure | None) -> str:
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
 
 
+def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
+    if job.latest_checkpoint is not None:
+        # Each such attempt strikes one checkpoint out: this ends by itself.
+        return Restart(0, counts=False)
+    what = "every checkpoint is corrupt"
+    if attempt.corrupt_source is not None:
+        what = f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source})"
+    return GiveUp(ExitReason.CHECKPOINT_FAILED, _NOTHING_LEFT.format(what=what))
+
+
 def _hang(attempt: Attempt) -> Failure:
     """A hang is no rank's exit: agents killed them all. Which one is to blame is worked out."""
     diagnosis = diagnose.of_findings(attempt.hang, attempt.world_size)
@@ -146,6 +165,18 @@ def _hang(attempt: Attempt) -> Failure:
         step=blamed[0].step if blamed else attempt.last_step,
         error=diagnosis.summary,
     )
+
+
+def _in_vain(job: Job) -> int:
+    """How many attempts of this run, the newest ones in a row, saved no step."""
+    following = job.resume_point.step
+    count = 0
+    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+        if following > attempt.resumed_step:
+            break
+        count += 1
+        following = attempt.resumed_step
+    return count
 
 
 def _failure(entry: NodeExit) -> Failure:

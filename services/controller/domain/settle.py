@@ -140,7 +140,7 @@ def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
         )
         return
     if not verdict.counts:
-        reason = f"{retry.describe(failure)}; this restart is not counted"
+        reason = f"{_uncounted(draft.job, attempt, failure)}; this restart is not counted"
         draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
         return
     number = draft.job.restarts + 1
@@ -151,6 +151,16 @@ def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
         f"{draft.job.spec.faults.max_restarts}{wait}",
         restarts=number,
         not_before_ms=draft.now_ms + verdict.delay_ms,
+    )
+
+
+def _uncounted(job: Job, attempt: Attempt, failure: Failure | None) -> str:
+    latest = job.latest_checkpoint
+    if attempt.corrupt_source is None or latest is None:
+        return retry.describe(failure)
+    return (
+        f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source}): "
+        f"going on from step {latest.step} instead"
     )
 
 

@@ -96,6 +96,11 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
                 ]
             )
         draft.change(base_checkpoint=event.from_checkpoint, base_fence=job.fence)
+    if draft.job.has_lost_its_checkpoints:
+        raise StateConflictError(
+            "every checkpoint to go on from is corrupt: restore the files and verify one, name "
+            "another, or delete the corrupt ones to begin anew"
+        )
     draft.move(
         JobState.QUEUED,
         f"resumed on request, {draft.job.resume_point.words}",

@@ -126,6 +126,20 @@ class JobStore(Protocol):
         """
         ...
 
+    async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
+        """Keep a job that storage told of, with its checkpoints and events, together.
+
+        Answers whether it was kept: not if there is such a job, or if people have deleted it.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+        """
+        ...
+
+    async def was_deleted(self, job_id: str) -> bool:
+        """Whether people have deleted this job."""
+        ...
+
     async def load(self, job_id: str) -> Stored:
         """One job.
 

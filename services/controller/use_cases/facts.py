@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import structlog
 from pydantic import ValidationError
 
+from services.contract.ids import job_of_checkpoint
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     FACT,
+    CheckpointCorrupt,
     CheckpointLinked,
     Fact,
     GangDiagnosed,
     GangEnded,
+    JobFound,
     JobPurged,
     NodeJoined,
     NodeLeft,
@@ -34,6 +37,7 @@ from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import let_go_of_origin, release_origin
+from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
@@ -61,6 +65,8 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
         if isinstance(group[0].fact, NodeJoined | NodeLeft):
             for one in group:
                 await _heed_node(ports, one, epoch)
+        elif isinstance(group[0].fact, JobFound):
+            await heed_found(ports, group[0].fact, group[0].entry.time_ms, epoch)
         else:
             await _heed_gang(ports, group, epoch)
 
@@ -76,6 +82,8 @@ def _parse(entry: Entry) -> Told | None:
 
 def _addressee(told: Told) -> tuple[str, str]:
     fact = told.fact
+    if isinstance(fact, JobFound):
+        return ("finding", told.entry.id)
     if isinstance(fact, NodeJoined | NodeLeft):
         return ("node", fact.node_id)
     return ("job", fact.job_id)
@@ -86,14 +94,31 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
+    stacks = [entry for told in group for entry in _stacks(told.fact)]
+    await _apply(ports, job_id, occurrences, actor, epoch, stacks)
+    for one in occurrences:
+        # A job that was cloned loads another job's checkpoint, whose index is to know it too.
+        if isinstance(one.event, CheckpointCorrupt):
+            owner = job_of_checkpoint(one.event.checkpoint_id)
+            if owner != job_id:
+                await _apply(ports, owner, [one], actor, epoch)
+
+
+async def _apply(
+    ports: Ports,
+    job_id: str,
+    occurrences: Sequence[Occurrence],
+    actor: Actor,
+    epoch: int,
+    stacks: Sequence[RankStacks] = (),
+) -> None:
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
-        for told in group:
-            await ports.telemetry.keep_stacks(job_id, _stacks(told.fact))
-        if any(isinstance(told.fact, CheckpointLinked) for told in group):
+        await ports.telemetry.keep_stacks(job_id, stacks)
+        if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
             await let_go_of_origin(ports, stored.job, epoch)
-        for told in group:
-            if isinstance(told.fact, JobPurged) and is_purged(stored.job, told.fact):
+        for one in occurrences:
+            if isinstance(one.event, JobPurged) and is_purged(stored.job, one.event):
                 await release_origin(ports, stored.job, actor, epoch)
                 await ports.jobs.delete(stored)
                 _log.info("job_purged", job_id=job_id)
@@ -181,7 +206,8 @@ async def _kill_orphans(
         try:
             job = (await ports.jobs.load(gang.job_id)).job
         except NotFoundError:
-            is_orphan = True
+            # Redis may have lost it; then the same agent tells of it next.
+            is_orphan = await ports.jobs.was_deleted(gang.job_id)
         except RecordUnreadableError:
             is_orphan = False  # nobody can tell
         else:

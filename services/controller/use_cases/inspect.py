@@ -1,13 +1,10 @@
-"""Looking at ranks, metrics, checkpoints and nodes."""
+"""Looking at ranks, metrics and nodes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.contract.ids import job_of_checkpoint
 from services.contract.messages.telemetry import StepRecord
 from services.contract.views import (
-    CheckpointList,
-    CheckpointView,
     DiagnosisView,
     MetricsView,
     NodeList,
@@ -18,12 +15,7 @@ from services.contract.views import (
 from services.controller.domain.errors import NotFoundError
 from services.controller.domain.placement import stand
 from services.controller.ports.office import Ports
-from services.controller.use_cases.present import (
-    checkpoint_view,
-    diagnosis_view,
-    node_view,
-    rank_views,
-)
+from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
 
 
 @dataclass(frozen=True)
@@ -94,32 +86,6 @@ async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsVi
         evaluations=tuple(e for e in stored.job.evaluations if wanted.holds(e.step)),
         total=len(inside),
     )
-
-
-async def list_checkpoints(ports: Ports, job_id: str) -> CheckpointList:
-    """A job's checkpoints, newest first.
-
-    Raises:
-        NotFoundError: There is no such job.
-    """
-    stored = await ports.jobs.load(job_id)
-    newest_first = sorted(
-        stored.job.checkpoints.values(), key=lambda c: (c.fence, c.step), reverse=True
-    )
-    return CheckpointList(items=tuple(checkpoint_view(c) for c in newest_first))
-
-
-async def get_checkpoint(ports: Ports, checkpoint_id: str) -> CheckpointView:
-    """One checkpoint.
-
-    Raises:
-        NotFoundError: There is none.
-    """
-    stored = await ports.jobs.load(job_of_checkpoint(checkpoint_id))
-    known = stored.job.checkpoints.get(checkpoint_id)
-    if known is None:
-        raise NotFoundError(f"there is no checkpoint {checkpoint_id}")
-    return checkpoint_view(known)
 
 
 async def list_nodes(ports: Ports) -> NodeList:

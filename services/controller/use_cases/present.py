@@ -12,6 +12,7 @@ from services.contract.views import (
     CheckpointView,
     CloneOrigin,
     DiagnosisView,
+    ExportView,
     FailureView,
     JobView,
     NodeView,
@@ -157,8 +158,8 @@ def diagnosis_view(
     )
 
 
-def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
-    """A checkpoint."""
+def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
+    """A checkpoint of a job."""
     return CheckpointView(
         id=checkpoint.id,
         job_id=checkpoint.job_id,
@@ -176,6 +177,16 @@ def checkpoint_view(checkpoint: Checkpoint) -> CheckpointView:
         ),
         created_at=moment(checkpoint.created_ms),
         committed_at=maybe_moment(checkpoint.committed_ms),
+        verified_at=maybe_moment(checkpoint.verified_ms),
+        checked_at=maybe_moment(checkpoint.checked_ms),
+        corrupt_file=checkpoint.corrupt_file,
+        pinned=checkpoint.pinned,
+        export=None
+        if checkpoint.export is None
+        else ExportView(
+            folder=f"{job.id}/exports/{checkpoint.id}", **checkpoint.export.model_dump()
+        ),
+        held_by=job.holds.get(checkpoint.id, ()),
     )
 
 

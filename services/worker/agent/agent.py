@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.worker.agent.devices import take_inventory
+from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.inbox import Inbox
 from services.worker.agent.launch import Launcher
@@ -22,6 +23,7 @@ from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage import Storage
+from services.worker.agent.storage_rounds import Holdings, StorageRounds
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.warm_keeper import WarmKeeper
 
@@ -81,10 +83,16 @@ class Agent:
             settings.trainer,
             folder,
         )
+        storage = Storage(settings.checkpoint_root, node_id)
         self._supervisor = Supervisor(
             node_id,
             folder,
-            Storage(settings.checkpoint_root, node_id),
+            storage,
+            Exporter(
+                settings.checkpoint_root,
+                node_id,
+                rank_environment(settings, mark, network.interface),
+            ),
             Launcher(
                 node_id,
                 network.address,
@@ -95,7 +103,15 @@ class Agent:
             self._outbox.tell,
         )
         self._session = Session(
-            writing, node_id, self._incarnation, inventory, self._supervisor, self._outbox.tell
+            writing,
+            node_id,
+            self._incarnation,
+            inventory,
+            self._supervisor,
+            self._outbox.tell,
+        )
+        self._rounds = StorageRounds(
+            writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
         )
         self._inbox = Inbox(waiting, node_id, self._supervisor.handle, self._outbox.acknowledge)
 
@@ -119,6 +135,7 @@ class Agent:
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
                     group.create_task(self._supervisor.run()),
+                    group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping

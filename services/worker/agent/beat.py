@@ -35,13 +35,15 @@ local function take()
   at = at + 1
   return ARGV[at - 1]
 end
-local answer = {'kept', holder and 1 or 0}
-for key = 3, #KEYS, 4 do
-  local fence = tonumber(take())
+local fenced, unknown = {}, {}
+for key = 4, #KEYS, 4 do
+  local job, fence = take(), tonumber(take())
   local current = redis.call('HGET', KEYS[key], 'fence')
   local allowed = current and tonumber(current) <= fence
-  if not allowed then
-    table.insert(answer, (key - 3) / 4)
+  if current and not allowed or redis.call('SISMEMBER', KEYS[3], job) == 1 then
+    table.insert(fenced, (key - 4) / 4)
+  elseif not current then
+    table.insert(unknown, (key - 4) / 4)
   end
   for _ = 1, tonumber(take()) do
     local rank, sample = take(), take()
@@ -59,7 +61,7 @@ for key = 3, #KEYS, 4 do
     end
   end
 end
-return answer
+return {'kept', holder and 1 or 0, fenced, unknown}
 """
 _RELEASE: Final = """
 return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
@@ -70,12 +72,15 @@ return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
 class BeatAnswer:
     """What Redis said. ``taken_by``: another incarnation holds the lease and nothing was written.
 
-    ``lapsed``: the lease had run out and was taken anew. ``fenced``: gangs of void attempts.
+    ``lapsed``: the lease had run out and was taken anew. ``fenced``: gangs of void attempts, or of
+    jobs that were deleted. ``unknown``: gangs of jobs that Redis does not know and that nobody
+    deleted: it has lost them. Nothing was written of either.
     """
 
     taken_by: str | None = None
     lapsed: bool = False
     fenced: tuple[GangKey, ...] = ()
+    unknown: tuple[GangKey, ...] = ()
 
 
 class Beat:
@@ -107,7 +112,11 @@ class Beat:
         """
         by_gang = {(r.job_id, r.fence): r for r in records}
         gangs = list(dict.fromkeys([*samples, *by_gang]))
-        keys = [redis_keys.node_lease(self._node_id), redis_keys.node_beat(self._node_id)]
+        keys = [
+            redis_keys.node_lease(self._node_id),
+            redis_keys.node_beat(self._node_id),
+            redis_keys.DELETED_JOBS,
+        ]
         arguments: list[str | int] = [
             self._incarnation,
             redis_keys.NODE_LEASE_MS,
@@ -124,13 +133,14 @@ class Beat:
                 redis_keys.job_steps(job_id),
                 redis_keys.job_logs(job_id),
             ]
-            arguments.append(fence)
+            arguments += [job_id, fence]
             arguments += _counted_samples(samples.get(gang, ()))
             arguments += _counted_records(by_gang.get(gang))
-        kind, detail, *fenced = await self._script(keys=keys, args=arguments)
+        kind, detail, *lists = await self._script(keys=keys, args=arguments)
         if kind == "taken":
             return BeatAnswer(taken_by=str(detail))
-        return BeatAnswer(lapsed=not detail, fenced=tuple(gangs[int(index)] for index in fenced))
+        fenced, unknown = (tuple(gangs[int(index)] for index in indices) for indices in lists)
+        return BeatAnswer(lapsed=not detail, fenced=fenced, unknown=unknown)
 
     async def release(self) -> None:
         """Give the lease up, if it is ours."""

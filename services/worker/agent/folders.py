@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -28,6 +28,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
 
+ATTEMPTS_KEPT: Final = 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 private: made with mode 700, owner checked
 _PLACEMENTS: Final = TypeAdapter(tuple[RankPlacement, ...])
 _ENDS: Final[TypeAdapter[GangEnded | LaunchRefused]] = TypeAdapter(
@@ -172,6 +173,25 @@ class NodeFolder:
             if folder.ended() is None:
                 found.append(folder)
         return found
+
+    def prune(self, deleted: Iterable[str]) -> list[Path]:
+        """Remove the files of attempts that nobody asks for any more; answers which.
+
+        Those of deleted jobs, and of every other job all but its newest ones, if they have ended.
+        """
+        gone = set(deleted)
+        removed = []
+        for job in sorted(self.path.glob("jobs/job_*")):
+            kept = 0 if job.name in gone else ATTEMPTS_KEPT
+            numbers = sorted(int(p.name.removeprefix("attempt-")) for p in job.glob("attempt-*"))
+            for fence in numbers[: max(len(numbers) - kept, 0)]:
+                attempt = self.attempt(job.name, fence)
+                if attempt.ended() is not None:
+                    shutil.rmtree(attempt.path, ignore_errors=True)
+                    removed.append(attempt.path)
+            if not any(job.iterdir()):
+                job.rmdir()
+        return removed
 
     def remove_boards(self) -> None:
         """Remove whatever boards an earlier agent of this folder left."""

@@ -16,6 +16,7 @@ from typing import Final, Literal
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     CheckpointBegan,
+    CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
     Evaluated,
@@ -30,6 +31,7 @@ from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFailed,
     RankFinished,
+    RankFoundCorrupt,
     RankMessage,
     RankOrder,
     RankReady,
@@ -282,7 +284,8 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
 
 
 def _fact(
-    state: GangState, said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankEvaluated
+    state: GangState,
+    said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankFoundCorrupt | RankEvaluated,
 ) -> Fact:
     """What a rank said, as its agent tells it to the controller."""
     job_id, fence, node_id = state.job_id, state.fence, state.node_id
@@ -294,6 +297,8 @@ def _fact(
             return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankCheckpointFailed():
             return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankFoundCorrupt():
+            return CheckpointCorrupt(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankEvaluated():
             return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
 

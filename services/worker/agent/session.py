@@ -15,10 +15,11 @@ from services.contract.messages.telemetry import StepRecord
 from services.worker.agent.beat import Beat
 from services.worker.agent.redis_clients import REDIS_AWAY
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry import Records
+from services.worker.agent.telemetry import LINES_PER_BEAT, STEPS_PER_BEAT, Records
 
 BEAT_S: Final = 0.5
 _PAUSE_S: Final = 0.2
+_BEATS_HELD: Final = 120
 _TAKE_OVER: Final = """
 local holder = redis.call('GET', KEYS[1])
 if not holder or holder == ARGV[1] or holder == ARGV[2] then
@@ -44,6 +45,9 @@ class Session:
         inventory: What the node has.
         supervisor: What the beats tell about.
         tell: Takes the facts, in order.
+
+    Attributes:
+        loss_suspected: Set when Redis may have lost jobs that storage holds.
     """
 
     def __init__(
@@ -55,12 +59,15 @@ class Session:
         supervisor: Supervisor,
         tell: Callable[[Fact], None],
     ) -> None:
+        self.loss_suspected = asyncio.Event()
         self._redis = redis
         self._node_id = node_id
         self._incarnation = incarnation
         self._inventory = inventory
         self._supervisor = supervisor
         self._tell = tell
+        self._held: list[Records] = []
+        self._beats_held = 0
         self._beat = Beat(redis, node_id, incarnation)
         self._number = 0
         self._unconfirmed: Sequence[Records] | None = None
@@ -164,10 +171,14 @@ class Session:
         self._supervisor.urgent.clear()
         if self._unconfirmed is None:
             self._number += 1
-            self._unconfirmed = self._supervisor.take_records()
+            self._unconfirmed = _merged(self._held, self._supervisor.take_records())
         answer = await self._beat.write(self._number, self._supervisor.samples(), self._unconfirmed)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
+        # What nobody would take now is brought again once the job is known again.
+        self._beats_held = self._beats_held + 1 if answer.unknown else 0
+        lost = set(answer.unknown) if self._beats_held < _BEATS_HELD else set()
+        self._held = [r for r in self._unconfirmed if (r.job_id, r.fence) in lost]
         self._unconfirmed = None
         if not self._connected:
             self._connected = True
@@ -176,13 +187,29 @@ class Session:
             # The controller may have given this node up, or Redis may have lost what it knew.
             _log.warning("lease_had_lapsed")
             self.join()
+        if answer.lapsed or answer.unknown:
+            self.loss_suspected.set()
         self._supervisor.fence_off(list(answer.fenced))
-        self._supervisor.records_written()
+        self._supervisor.records_written(held_back=lost)
 
     def _lost(self, error: Exception) -> None:
         if self._connected:
             self._connected = False
             _log.warning("redis_unreachable", why=str(error))
+
+
+def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:
+    """One a gang: what was held back comes before what came since; of the steps, the newest."""
+    waiting = {(r.job_id, r.fence): r for r in held}
+    merged = []
+    for new in taken:
+        old = waiting.pop((new.job_id, new.fence), None)
+        if old is not None:
+            steps = (*old.steps, *new.steps)[-STEPS_PER_BEAT:]
+            logs = (*old.logs, *new.logs)[-LINES_PER_BEAT:]
+            new = replace(new, steps=steps, logs=logs)  # noqa: PLW2901 the same gang's
+        merged.append(new)
+    return merged
 
 
 def _taken(node_id: str, holder: str) -> str:

@@ -1,22 +1,45 @@
-"""What an agent does to a job's commit chain: open, commit, retire. Blocking: run in a thread."""
+"""What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
+import hashlib
 import secrets
 import shutil
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.durable import sync_folder
-from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest
-from services.contract.messages.commands import CommitCheckpoint, PurgeJob, RetireCheckpoint
+from services.contract.ids import job_of_checkpoint
+from services.contract.job_cards import JobCard, read_card, write_card
+from services.contract.manifests import (
+    AttemptOpened,
+    CheckpointDeleted,
+    DamagedRecord,
+    Manifest,
+    ShardFile,
+)
+from services.contract.messages.commands import (
+    CommitCheckpoint,
+    LaunchGang,
+    PurgeJob,
+    RetireCheckpoint,
+    VerifyCheckpoint,
+)
 from services.contract.messages.facts import (
+    ChainDamaged,
+    CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
+    JobFound,
     JobPurged,
+    RunningGang,
 )
 
+_READ_BYTES: Final = 1 << 20
 _log = structlog.get_logger()
 
 
@@ -36,18 +59,35 @@ class Storage:
         self.root = root
         self._node_id = node_id
 
-    def open_attempt(self, job_id: str, fence: int) -> None:
+    def open_attempt(self, command: LaunchGang) -> ChainDamaged | None:
         """Open the attempt in the job's chain; from then on older ones can commit nothing.
 
         So what they wrote and did not commit is removed: the new attempt may need its room.
+        Returns what of the chain is damaged, if anything is.
 
         Raises:
             FencedError: A newer attempt is open.
-            ChainError: The chain is damaged.
+            ChainError: The checkpoint that is to be loaded cannot be in this storage.
             OSError: The storage refuses.
         """
-        chain = CommitChain(self.root, job_id)
-        chain.append(AttemptOpened(job_id=job_id, fence=fence))
+        chain = CommitChain(self.root, command.job_id)
+        source = command.resume_from
+        if source is not None and not CommitChain(self.root, job_of_checkpoint(source)).exists:
+            raise ChainError(
+                f"{self.root} holds nothing of {job_of_checkpoint(source)}, whose checkpoint "
+                f"{source} is to be loaded: is the storage mounted on this node?"
+            )
+        chain.append(AttemptOpened(job_id=command.job_id, fence=command.fence))
+        card = JobCard(
+            job_id=command.job_id,
+            spec=command.spec,
+            owner=command.owner,
+            created_ms=command.created_ms,
+            fence=command.fence,
+            plan=command.plan,
+            resume_from=command.resume_from,
+        )
+        write_card(self.root, card)
         for folder in chain.abandoned():
             try:
                 shutil.rmtree(folder)
@@ -55,6 +95,37 @@ class Storage:
                 _log.warning("not_removed", folder=str(folder), why=str(error))
             else:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
+        damaged = chain.read().damaged
+        return self._damaged(command, damaged) if damaged else None
+
+    def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
+        """What storage tells of a job; None without a card, or of one that was deleted.
+
+        Args:
+            job_id: The job.
+            running: The gang of it that lives on this node.
+            last_step: Its last step.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        card = read_card(self.root, job_id)
+        chain = CommitChain(self.root, job_id)
+        if card is None:
+            return None
+        reading = chain.read()
+        fence = max(reading.fence, card.fence)
+        is_newest = running is not None and running.fence == fence == card.fence
+        return JobFound(
+            job_id=job_id,
+            fence=fence,
+            node_id=self._node_id,
+            card=card,
+            manifests=dict(reading.committed),
+            damaged=reading.damaged,
+            is_running=is_newest,
+            last_step=last_step if is_newest else 0,
+        )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
         """Link the manifest, if every shard file lies there with its size."""
@@ -62,7 +133,7 @@ class Storage:
         chain = CommitChain(self.root, command.job_id)
         try:
             # One that is linked stays linked, whatever became of its files since.
-            if manifest not in chain.records():
+            if chain.read().number_of(manifest) is None:
                 _check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
             number = chain.append(manifest)
         except (ChainError, OSError) as error:
@@ -104,6 +175,46 @@ class Storage:
             checkpoint_id=command.checkpoint_id,
         )
 
+    def verify(
+        self, command: VerifyCheckpoint
+    ) -> tuple[ChainDamaged | CheckpointVerified | CheckpointCorrupt | CheckpointUnread, ...]:
+        """Compare every shard of a committed checkpoint with its digest; tell what was found.
+
+        A storage that does not hold the job at all, or that does not answer, proves nothing.
+        """
+        about = {"job_id": command.job_id, "fence": command.fence, "node_id": self._node_id}
+        about["checkpoint_id"] = name = command.checkpoint_id
+        chain = CommitChain(self.root, command.job_id)
+        try:
+            if not chain.exists:
+                reason = f"{self.root} on {self._node_id} holds nothing of {command.job_id}"
+                return (CheckpointUnread.model_validate({**about, "reason": reason}),)
+            damaged = chain.read().damaged
+            told = (self._damaged(command, damaged),) if damaged else ()
+            try:
+                manifest = chain.find(name)
+            except ChainError as error:
+                found = {"file": "chain", "reason": str(error)}
+                return (*told, CheckpointCorrupt.model_validate({**about, **found}))
+            for shard in manifest.shards:
+                fault = _fault_of(chain.shard_folder(name) / shard.name, shard)
+                if fault is not None:
+                    found = {"file": f"shards/{name}/{shard.name}", "reason": fault}
+                    return (*told, CheckpointCorrupt.model_validate({**about, **found}))
+        except OSError as error:
+            return (CheckpointUnread.model_validate({**about, "reason": str(error)}),)
+        return (
+            *told,
+            CheckpointVerified.model_validate({**about, "bytes": manifest.total_bytes}),
+        )
+
+    def _damaged(
+        self, command: LaunchGang | VerifyCheckpoint, records: tuple[DamagedRecord, ...]
+    ) -> ChainDamaged:
+        return ChainDamaged(
+            job_id=command.job_id, fence=command.fence, node_id=self._node_id, records=records
+        )
+
     def _lost(self, command: CommitCheckpoint, error: Exception) -> CheckpointLost:
         return CheckpointLost(
             job_id=command.job_id,
@@ -116,8 +227,8 @@ class Storage:
 
 def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:
     try:
-        return list(chain.records()).index(manifest) + 1
-    except (ValueError, ChainError):
+        return chain.read().number_of(manifest)
+    except OSError:
         return None
 
 
@@ -129,6 +240,19 @@ def _check_shards(manifest: Manifest, folder: Path) -> None:
                 f"shard {shard.name} of rank {shard.rank} has {size} bytes, not the "
                 f"{shard.bytes} that the rank voted for"
             )
+
+
+def _fault_of(path: Path, shard: ShardFile) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(_READ_BYTES):
+                digest.update(part)
+    except FileNotFoundError:
+        return "the file is missing"
+    if digest.hexdigest() == shard.sha256:
+        return None
+    return f"its sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}"
 
 
 def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import structlog
@@ -13,11 +13,13 @@ from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
     DiagnoseGang,
+    ExportCheckpoint,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
     StopGang,
     TakeCheckpoint,
+    VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
     Fact,
@@ -28,6 +30,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
+from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import (
     CheckpointAsked,
@@ -53,6 +56,7 @@ class Supervisor:
         node_id: The node.
         folder: Its files.
         storage: The checkpoints of all jobs.
+        exporter: Puts their models together.
         launcher: Forks the ranks of a gang.
         tell: Takes the facts, in order.
 
@@ -65,6 +69,7 @@ class Supervisor:
         node_id: str,
         folder: NodeFolder,
         storage: Storage,
+        exporter: Exporter,
         launcher: Launcher,
         tell: Callable[[Fact], None],
     ) -> None:
@@ -72,6 +77,7 @@ class Supervisor:
         self._node_id = node_id
         self._folder = folder
         self._storage = storage
+        self._exporter = exporter
         self._launcher = launcher
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
@@ -79,16 +85,15 @@ class Supervisor:
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
-        # which may be slow and must not hold up a kill.
-        self._lanes: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
+        # which may be slow and must not hold up a kill. Long readings hold up neither.
+        self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stirred = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
 
     async def handle(self, command: Command) -> None:
         """Carry a command out; one that was carried out before changes nothing."""
-        on_storage = isinstance(command, CommitCheckpoint | RetireCheckpoint | PurgeJob)
-        async with self._lanes[command.job_id, on_storage]:
+        async with self._lanes[_lane(command)]:
             match command:
                 case LaunchGang():
                     await self._launch(command)
@@ -102,6 +107,10 @@ class Supervisor:
                     self._tell(await asyncio.to_thread(self._storage.commit, command))
                 case RetireCheckpoint():
                     await self._retire(command)
+                case ExportCheckpoint():
+                    self._tell_all(await self._exporter.export(command))
+                case VerifyCheckpoint():
+                    self._tell_all(await asyncio.to_thread(self._storage.verify, command))
                 case PurgeJob():
                     purged = asyncio.to_thread(purge, self._storage, command, self._node_id)
                     self._tell(await purged)
@@ -158,6 +167,15 @@ class Supervisor:
             if gang.living is not None and not gang.fenced
         )
 
+    def newest_gangs(self) -> dict[str, tuple[RunningGang, int]]:
+        """By job, its newest gang with live ranks, and the last step on their boards."""
+        found: dict[str, tuple[RunningGang, int]] = {}
+        for gang in sorted(self._gangs.values(), key=lambda gang: gang.fence):
+            if gang.living is not None and not gang.fenced:
+                steps = [sample.step for sample in gang.samples()]
+                found[gang.job_id] = (gang.living, max(steps, default=0))
+        return found
+
     def samples(self) -> dict[GangKey, list[RankSample]]:
         """Where every rank stands."""
         return {key: gang.samples() for key, gang in self._gangs.items() if not gang.fenced}
@@ -166,9 +184,12 @@ class Supervisor:
         """Steps and log lines that were not taken before; to be appended exactly once."""
         return [gang.take_records() for gang in self._gangs.values() if not gang.fenced]
 
-    def records_written(self) -> None:
-        """All records that were taken are in Redis: gangs without further ones are reported."""
-        self._settle(only_fenced=False)
+    def records_written(self, held_back: Collection[GangKey] = ()) -> None:
+        """All records that were taken are in Redis: gangs without further ones are reported.
+
+        Not those whose records were ``held_back``.
+        """
+        self._settle(only_fenced=False, besides=held_back)
         if self._silent:
             self.urgent.set()
 
@@ -182,7 +203,9 @@ class Supervisor:
             self._tell(ended)
             return
         try:
-            await asyncio.to_thread(self._storage.open_attempt, *key)
+            damage = await asyncio.to_thread(self._storage.open_attempt, command)
+            if damage is not None:
+                self._tell(damage)
             crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
@@ -233,8 +256,12 @@ class Supervisor:
         else:
             self._tell(fact)
 
-    def _settle(self, *, only_fenced: bool) -> None:
-        for key in list(self._silent):
+    def _tell_all(self, facts: Sequence[Fact]) -> None:
+        for fact in facts:
+            self._tell(fact)
+
+    def _settle(self, *, only_fenced: bool, besides: Collection[GangKey] = ()) -> None:
+        for key in self._silent.difference(besides):
             gang = self._gangs[key]
             if gang.drained() and (gang.fenced or not only_fenced):
                 self._conclude(key, gang)
@@ -252,3 +279,13 @@ class Supervisor:
             _log.error("end_not_recorded", job=key[0], fence=key[1], why=str(error))
         self._tell(end)
         _log.info("gang_ended", job=key[0], fence=key[1])
+
+
+def _lane(command: Command) -> tuple[str, str]:
+    match command:
+        case CommitCheckpoint() | RetireCheckpoint() | PurgeJob():
+            return command.job_id, "storage"
+        case VerifyCheckpoint() | ExportCheckpoint():
+            return "", "reading"  # one for all jobs: disks and threads are not many
+        case _:
+            return command.job_id, "gang"

@@ -1,22 +1,24 @@
 """Loads the checkpoint from which an attempt resumes."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from fsdp_core.errors import CheckpointError
-from services.contract.commit_chain import CommitChain
+from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import job_of_checkpoint
 from services.contract.manifests import Manifest
-from services.contract.messages.rank_pipe import RankSeat
+from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
 from services.worker.rank import shard_file
 from services.worker.rank.run import DataMismatchError, Run
 from services.worker.rank.training_state import restore
 
 
-def resume(run: Run, seat: RankSeat) -> int:
+def resume(run: Run, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
     """Fills the run from the seat's checkpoint, at any world size, and returns its step.
 
-    Without one it returns 0 and the run begins anew.
+    Without one it returns 0 and the run begins anew. One that is not what was committed is told
+    to the agent before the error is raised, so that the next attempt takes an older one.
 
     Raises:
         ChainError: The checkpoint was never committed, or it was deleted.
@@ -28,7 +30,11 @@ def resume(run: Run, seat: RankSeat) -> int:
         return 0
     job = job_of_checkpoint(seat.resume_from)
     chain = CommitChain(Path(seat.storage_root), job)
-    manifest = chain.find(seat.resume_from)
+    try:
+        manifest = chain.find(seat.resume_from)
+    except ChainError as error:
+        send(RankFoundCorrupt(checkpoint_id=seat.resume_from, file="chain", reason=str(error)))
+        raise
     # A clone may go on with other data; the same job must not do so unnoticed.
     if job == seat.job_id and manifest.data_digest not in ("", run.data.digest):
         raise DataMismatchError(
@@ -36,7 +42,13 @@ def resume(run: Run, seat: RankSeat) -> int:
             f"{manifest.data_digest}, here it is {run.data.digest}: the run would not be "
             "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
         )
-    _fill(run, chain.shard_folder(manifest.checkpoint_id), manifest)
+    try:
+        _fill(run, chain.shard_folder(manifest.checkpoint_id), manifest)
+    except shard_file.CorruptShardError as error:
+        name = f"shards/{manifest.checkpoint_id}/{error.path.name}"
+        reason = error.reason
+        send(RankFoundCorrupt(checkpoint_id=manifest.checkpoint_id, file=name, reason=reason))
+        raise
     return manifest.step
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.worker.rank import shard_file
+from services.worker.rank.staging import Staged, Staging
 from services.worker.rank.training_state import TrainingState
 
 Send = Callable[[RankMessage], None]
@@ -53,6 +55,7 @@ class CheckpointWriter:
         self._mode = mode
         self._data_digest = data_digest
         self._last_step = resumed_step
+        self._staging = Staging()
         self._failure: Exception | None = None
         self._in_flight: threading.Thread | None = None
 
@@ -74,9 +77,11 @@ class CheckpointWriter:
         if self._mode == "sync":
             self._write(checkpoint, state)
             return
-        staged = state.detached()
+        staged = self._staging.copy(state.tensors)
         self._in_flight = threading.Thread(
-            target=self._write, args=(checkpoint, staged), name=f"checkpoint at step {state.step}"
+            target=self._write_staged,
+            args=(checkpoint, replace(state, tensors=staged.tensors), staged),
+            name=f"checkpoint at step {state.step}",
         )
         self._in_flight.start()
 
@@ -99,6 +104,10 @@ class CheckpointWriter:
         if self._in_flight is not None:
             self._in_flight.join()
             self._in_flight = None
+
+    def _write_staged(self, checkpoint: str, state: TrainingState, staged: Staged) -> None:
+        staged.wait()
+        self._write(checkpoint, state)
 
     def _write(self, checkpoint: str, state: TrainingState) -> None:
         chain = CommitChain(Path(self._seat.storage_root), self._seat.job_id)

@@ -33,10 +33,21 @@ _DTYPES: Final = {
 }
 _ALIGNMENT: Final = 8
 _READ_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 22
 
 
 class CorruptShardError(RuntimeError):
-    """A shard file is missing, or is not what its manifest says that was committed."""
+    """A shard file is missing, or is not what its manifest says that was committed.
+
+    Args:
+        path: The file.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint file {path} {reason}")
+        self.path = path
+        self.reason = reason
 
 
 class UnsavableTensorError(TypeError):
@@ -56,7 +67,7 @@ def write(
     Args:
         folder: The checkpoint's, in that of the job's shards; made if missing.
         rank: Whose file.
-        tensors: By name, on the CPU.
+        tensors: By name.
         metadata: Text beside them.
 
     Raises:
@@ -96,11 +107,12 @@ def verify(folder: Path, shard: ShardFile) -> None:
             while part := file.read(_READ_BYTES):
                 digest.update(part)
     except OSError as error:
-        raise CorruptShardError(f"checkpoint file {path} cannot be read: {error}") from error
+        raise CorruptShardError(path, f"cannot be read: {error}") from error
     if digest.hexdigest() != shard.sha256:
         raise CorruptShardError(
-            f"checkpoint file {path} is corrupt: sha256 is {digest.hexdigest()}, the manifest "
-            f"says {shard.sha256}; restore the file or resume from another checkpoint"
+            path,
+            f"is corrupt: sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}; "
+            "restore the file or resume from another checkpoint",
         )
 
 
@@ -165,9 +177,7 @@ def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
             yield ShardReader(handle, folder, shard)
     except (OSError, SafetensorError) as error:
         verify(folder, shard)  # the digest says more than a parser's complaint
-        raise CorruptShardError(
-            f"checkpoint file {folder / shard.name} cannot be read: {error}"
-        ) from error
+        raise CorruptShardError(folder / shard.name, f"cannot be read: {error}") from error
 
 
 def _parts(
@@ -190,8 +200,11 @@ def _parts(
     yield len(text).to_bytes(8, "little")
     yield text
     for _, tensor in ordered:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        yield memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy types no buffer in 3.11
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        whole = memoryview(raw.numpy())  # type: ignore[arg-type]  # numpy types no buffer in 3.11
+        # In pieces, so that what was digested is still in the cache when it is written.
+        for start in range(0, len(whole), _PIECE_BYTES):
+            yield whole[start : start + _PIECE_BYTES]
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

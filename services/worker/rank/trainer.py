@@ -64,7 +64,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         watch.enter(RankPhase.BUILD)
         run = build(seat, gang, watch)
         watch.enter(RankPhase.LOAD)
-        resumed = resume(run, seat)
+        resumed = resume(run, seat, pipe.send)
         watch.resume(resumed)
         writer = CheckpointWriter(
             seat,

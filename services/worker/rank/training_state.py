@@ -8,7 +8,7 @@ Nothing else is state: data, schedule and seeds follow from the step and the spe
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -39,30 +39,21 @@ class TrainingState:
     Attributes:
         step: Steps that were made.
         loss: Of the last of them; None before the first.
-        tensors: By name, on the CPU.
+        tensors: By name, where they are: the next step changes them.
         text: The boxes and the random states that are no tensors, as safetensors metadata.
-        is_live: Whether the next step changes the tensors, because they were on the CPU already.
     """
 
     step: int
     loss: float | None
     tensors: Mapping[str, torch.Tensor]
     text: Mapping[str, str]
-    is_live: bool = True
-
-    def detached(self) -> "TrainingState":
-        """The same, in tensors that the next step does not change."""
-        if not self.is_live:
-            return self
-        copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        return replace(self, tensors=copies, is_live=False)
 
 
 def capture(run: Run, step: int, loss: float | None) -> TrainingState:
     """The state of ``run`` after ``step`` steps on this rank."""
     state = {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
     entries = local_shards(state, run.gang.mesh)
-    tensors = {entry.fqn: entry.tensor.cpu() for entry in entries}
+    tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
     if run.gang.device.type == "cuda":
         tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(run.gang.device)
@@ -84,8 +75,7 @@ def capture(run: Run, step: int, loss: float | None) -> TrainingState:
         "python_random": random.getstate(),
         "numpy_random": _numpy_state(),
     }
-    is_live = run.gang.device.type == "cpu"
-    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, is_live=is_live)
+    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)})
 
 
 def restore(run: Run, readers: Iterable[ShardReader]) -> None:

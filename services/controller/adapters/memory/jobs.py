@@ -47,6 +47,21 @@ class MemoryJobs:
             raise KeyReusedError(f"Idempotency-Key {claim.key!r} was used for another request")
         return known[1]
 
+    async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
+        """See ``JobStore.restore``."""
+        self._server.refuse_deposed(epoch)
+        job = decision.job
+        if job.id in self._server.jobs or job.id in self._server.deleted:
+            return False
+        self._server.jobs[job.id] = Stored(job, 1)
+        self._log(job, event_records(decision, actor), (creation(job),))
+        await self._server.wake()
+        return True
+
+    async def was_deleted(self, job_id: str) -> bool:
+        """See ``JobStore.was_deleted``."""
+        return job_id in self._server.deleted
+
     async def load(self, job_id: str) -> Stored:
         """See ``JobStore.load``."""
         if job_id not in self._server.jobs:
@@ -85,6 +100,7 @@ class MemoryJobs:
         """See ``JobStore.delete_unread``."""
         await self.load(job_id)
         del self._server.jobs[job_id]
+        self._server.deleted.add(job_id)
         for log in Log:
             self._server.logs.pop((job_id, log), None)
         self._server.samples.pop(job_id, None)

@@ -54,6 +54,7 @@ class RedisJobs:
         self._clients = clients
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
+        self._restore = clients.writes.register_script(scripts.RESTORE)
         self._delete = clients.writes.register_script(scripts.DELETE)
         self._send = clients.writes.register_script(scripts.SEND)
         self._unreadable: dict[str, int] = {}
@@ -88,6 +89,45 @@ class RedisJobs:
         if status == "ok" or claim is None:
             return Stored(job, 1)
         return _claimed(claim, claimed)
+
+    async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
+        """See ``JobStore.restore``."""
+        job = decision.job
+        puts = [t for c in job.checkpoints.values() for t in (c.id, c.model_dump_json())]
+        with answering():
+            status = await self._restore(
+                keys=[
+                    keys.job(job.id),
+                    keys.JOBS,
+                    keys.ACTIVE_JOBS,
+                    keys.EPOCH,
+                    keys.job_events(job.id),
+                    keys.job_checkpoints(job.id),
+                    keys.DELETED_JOBS,
+                    keys.job_history(job.id),
+                ],
+                args=[
+                    epoch,
+                    job.id,
+                    keys.WAKE,
+                    keys.MESSAGE_FIELD,
+                    job.model_dump_json(),
+                    job.fence,
+                    job.state,
+                    int(job.is_active),
+                    job.created_ms,
+                    *_listed(_bodies(event_records(decision, actor))),
+                    *_listed(puts),
+                    *_listed(_bodies((creation(job),))),
+                ],
+            )
+        _refuse(status, job.id)
+        return bool(status == "ok")
+
+    async def was_deleted(self, job_id: str) -> bool:
+        """See ``JobStore.was_deleted``."""
+        with answering():
+            return bool(await self._clients.reads.sismember(keys.DELETED_JOBS, job_id))
 
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
@@ -245,6 +285,7 @@ class RedisJobs:
                     keys.job(job_id),
                     keys.JOBS,
                     keys.ACTIVE_JOBS,
+                    keys.DELETED_JOBS,
                     keys.job_events(job_id),
                     keys.job_ranks(job_id),
                     keys.job_steps(job_id),

@@ -75,13 +75,36 @@ return {'ok', '1'}
 """
 )
 
+RESTORE: Final = (
+    _REFUSE_DEPOSED
+    + _TAKE_LIST
+    + """
+-- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history
+local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
+local fence, state, active, created = take(), take(), take(), take()
+if deposed(KEYS[4], epoch) then return 'deposed' end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 'known' end
+if redis.call('SISMEMBER', KEYS[7], id) == 1 then return 'deleted' end
+redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state', state)
+redis.call('ZADD', KEYS[2], created, id)
+if active == '1' then redis.call('SADD', KEYS[3], id) end
+for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[5], '*', field, event) end
+local puts = take_list()
+for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
+for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end
+redis.call('PUBLISH', wake, id)
+return 'ok'
+"""
+)
+
 DELETE: Final = """
--- KEYS: job, all jobs, active jobs, then all else that is kept with the job
+-- KEYS: job, all jobs, active jobs, deleted jobs, then all else that is kept with the job
 if redis.call('HGET', KEYS[1], 'version') ~= ARGV[1] then return 'stale' end
 redis.call('ZREM', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[2])
 redis.call('DEL', KEYS[1])
-for i = 4, #KEYS do redis.call('DEL', KEYS[i]) end
+redis.call('SADD', KEYS[4], ARGV[2])
+for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'ok'
 """
 

@@ -1,4 +1,4 @@
-"""Ranks, metrics, checkpoints and nodes."""
+"""Ranks, metrics and nodes."""
 
 from http import HTTPStatus
 from typing import Annotated
@@ -6,8 +6,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from services.contract.views import (
-    CheckpointList,
-    CheckpointView,
     DiagnosisView,
     JobView,
     MetricsView,
@@ -19,7 +17,7 @@ from services.contract.views import (
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
-from services.controller.domain.events import CheckpointAsked, DiagnosisAsked
+from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
 from services.controller.use_cases.jobs import change_course
 
@@ -68,32 +66,6 @@ async def metrics(
     """Loss and throughput by step, thinned out to `max_points`."""
     wanted = use_cases.StepRange(from_step, to_step, max_points)
     return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
-
-
-@router.get("/jobs/{job_id}/checkpoints", response_model=CheckpointList, dependencies=[READS])
-async def list_checkpoints(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """A job's checkpoints, newest first."""
-    return answer(request, await use_cases.list_checkpoints(ports, job_id))
-
-
-@router.post(
-    "/jobs/{job_id}/checkpoints",
-    status_code=HTTPStatus.ACCEPTED,
-    response_model=JobView,
-    dependencies=[OWNS_JOB],
-)
-async def take_checkpoint(
-    job_id: str, request: Request, ports: WithPorts, actor: WithActor
-) -> Response:
-    """Take a checkpoint at the next step on which the ranks agree."""
-    view = await change_course(ports, job_id, CheckpointAsked(), actor)
-    return answer(request, view, status=HTTPStatus.ACCEPTED)
-
-
-@router.get("/checkpoints/{checkpoint_id}", response_model=CheckpointView, dependencies=[READS])
-async def get_checkpoint(checkpoint_id: str, request: Request, ports: WithPorts) -> Response:
-    """One checkpoint: its state, its shards and their digests."""
-    return answer(request, await use_cases.get_checkpoint(ports, checkpoint_id))
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])

@@ -345,6 +345,14 @@ export interface ShardView {
   sha256: string;
 }
 
+export interface ExportView {
+  state: "RUNNING" | "DONE" | "FAILED";
+  folder: string;
+  files: string[];
+  bytes: number;
+  reason: string | null;
+}
+
 export interface CheckpointView {
   id: string;
   job_id: string;
@@ -359,6 +367,12 @@ export interface CheckpointView {
   shards: ShardView[];
   created_at: string;
   committed_at: string | null;
+  verified_at: string | null;
+  checked_at: string | null;
+  corrupt_file: string | null;
+  pinned: boolean;
+  held_by: string[];
+  export: ExportView | null;
 }
 
 export interface CheckpointList {

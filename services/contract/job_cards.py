@@ -1,0 +1,88 @@
+"""A job's card: what storage must know to find a job again when Redis has lost it.
+
+It lies beside the commit chain as ``<root>/<job id>/job.json`` and is written whenever an attempt is
+opened, before its first rank. A job that people deleted has ``deleted.json`` in its stead.
+"""
+
+import secrets
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.contract.commit_chain import DRAFT_PREFIX
+from services.contract.durable import make_folders, sync_folder, write_new
+from services.contract.ids import CheckpointId, JobId
+from services.contract.plans import GangPlan
+from services.contract.specs import JobSpec
+
+_CARD: Final = "job.json"
+_DELETED: Final = "deleted.json"
+
+
+class JobCard(BaseModel):
+    """A job and its newest attempt, as that attempt was opened."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: Literal[1] = 1
+    job_id: JobId
+    spec: JobSpec
+    owner: str
+    created_ms: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    plan: GangPlan
+    resume_from: CheckpointId | None = None
+
+
+def write_card(root: Path, card: JobCard) -> None:
+    """Writes the card durably, in the place of an older one.
+
+    Raises:
+        OSError: The storage refuses.
+    """
+    folder = root / card.job_id
+    make_folders(folder, root)
+    draft = folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
+    try:
+        write_new(draft, card.model_dump_json(indent=1).encode())
+        draft.replace(folder / _CARD)
+    finally:
+        draft.unlink(missing_ok=True)
+    (folder / _DELETED).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def read_card(root: Path, job_id: str) -> JobCard | None:
+    """The card of a job that nobody deleted; None where there is none that can be read."""
+    try:
+        card = JobCard.model_validate_json((root / job_id / _CARD).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return card if card.job_id == job_id else None
+
+
+def put_card_away(root: Path, job_id: str) -> bool:
+    """Marks a job as deleted: it is not found again. Answers whether it was not marked yet.
+
+    Raises:
+        OSError: The storage refuses.
+    """
+    folder = root / job_id
+    try:
+        (folder / _CARD).replace(folder / _DELETED)
+    except FileNotFoundError:
+        return False
+    sync_folder(folder)
+    return True
+
+
+def jobs_in(root: Path) -> list[str]:
+    """The ids of all jobs of which a storage root holds anything, oldest first.
+
+    Raises:
+        OSError: The storage refuses.
+    """
+    if not root.is_dir():
+        return []
+    return sorted(path.name for path in root.glob("job_*") if path.is_dir())

@@ -1,0 +1,185 @@
+"""Exports: whole tensors from boxes, however they lie, and nothing from what is not whole."""
+
+import hashlib
+import itertools
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import checkpoint_id
+from services.contract.manifests import AttemptOpened, Manifest, ShardFile
+from services.worker.agent.export import ExportOutcome, run_length, runs
+from tests.agent.conftest import JOB
+
+STEP = 10
+NAME = checkpoint_id(JOB, STEP, 1)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def value(place: Sequence[int], whole: Sequence[int]) -> float:
+    """What stands at a place of a tensor: its number in row-major order."""
+    return float(sum(p * math.prod(whole[dim + 1 :]) for dim, p in enumerate(place)))
+
+
+def content(whole: Sequence[int], box: Box) -> bytes:
+    ranges = [range(o, o + n) for o, n in zip(*box, strict=True)]
+    return b"".join(struct.pack("<f", value(p, whole)) for p in itertools.product(*ranges))
+
+
+def commit(root: Path, ranks: Sequence[dict[str, tuple[tuple[int, ...], Box]]]) -> Manifest:
+    """A committed checkpoint: of each rank, by name, the whole's shape and the box that it has."""
+    chain = CommitChain(root, JOB)
+    folder = chain.shard_folder(NAME)
+    folder.mkdir(parents=True)
+    shards = []
+    for rank, boxes in enumerate(ranks):
+        header: dict[str, object] = {}
+        parts = []
+        offset = 0
+        about: dict[str, object] = {}
+        for name, (whole, box) in boxes.items():
+            part = content(whole, box)
+            span = [offset, offset + len(part)]
+            header[name] = {"dtype": "F32", "shape": box[1], "data_offsets": span}
+            about[name] = {"global_shape": whole, "offsets": box[0], "shape": box[1]}
+            offset += len(part)
+            parts.append(part)
+        text = json.dumps({"version": 1, "boxes": about})
+        head = json.dumps({"__metadata__": {"meshloom": text}, **header}).encode()
+        path = folder / f"rank-{rank:05d}.safetensors"
+        path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        size = path.stat().st_size
+        shards.append(ShardFile(rank=rank, name=path.name, bytes=size, sha256=digest))
+    manifest = Manifest(
+        job_id=JOB,
+        checkpoint_id=NAME,
+        fence=1,
+        step=STEP,
+        world_size=len(ranks),
+        shards=tuple(shards),
+    )
+    chain.append(AttemptOpened(job_id=JOB, fence=1))
+    chain.append(manifest)
+    return manifest
+
+
+def export(root: Path, *options: str) -> ExportOutcome:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.worker.agent.export"),
+            *("--root", str(root), "--job", JOB, "--checkpoint", NAME, *options),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    outcome = ExportOutcome.model_validate_json(done.stdout)
+    assert done.returncode == (0 if outcome.reason is None else 1), done.stderr
+    return outcome
+
+
+def floats(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """The tensors of a safetensors file, by its specification."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header.pop("__metadata__")
+    found = {}
+    for name, entry in header.items():
+        start, end = (8 + size + place for place in entry["data_offsets"])
+        found[name] = (
+            entry["shape"],
+            list(struct.unpack(f"<{(end - start) // 4}f", raw[start:end])),
+        )
+    return found
+
+
+ROWS_AND_COLUMNS: list[dict[str, tuple[tuple[int, ...], Box]]] = [
+    {
+        "model.rows": ((5, 3), ((0, 0), (3, 3))),
+        "model.columns": ((4, 6), ((0, 0), (4, 2))),
+        "model.scalar": ((), ((), ())),
+        "optim.rows.exp_avg": ((5, 3), ((0, 0), (3, 3))),
+    },
+    {
+        "model.rows": ((5, 3), ((3, 0), (2, 3))),
+        "model.columns": ((4, 6), ((0, 2), (4, 4))),
+    },
+]
+
+
+def test_boxes_of_rows_and_of_columns_become_whole_tensors_of_the_model_alone(
+    tmp_path: Path,
+) -> None:
+    commit(tmp_path, ROWS_AND_COLUMNS)
+    outcome = export(tmp_path)
+    assert outcome.files == ("model.safetensors",)
+    folder = tmp_path / JOB / "exports" / NAME
+    assert [path.name for path in folder.parent.iterdir()] == [NAME]
+    assert floats(folder / "model.safetensors") == {
+        "rows": ([5, 3], [float(n) for n in range(15)]),
+        "columns": ([4, 6], [float(n) for n in range(24)]),
+        "scalar": ([], [0.0]),
+    }
+    assert outcome.bytes == (folder / "model.safetensors").stat().st_size
+    assert export(tmp_path) == outcome, "a second export takes the first one's place"
+
+
+def test_a_large_model_gets_several_files_and_their_index(tmp_path: Path) -> None:
+    commit(tmp_path, ROWS_AND_COLUMNS)
+    outcome = export(tmp_path, "--file-bytes", "100")
+    folder = tmp_path / JOB / "exports" / NAME
+    *parts, index = outcome.files
+    assert index == "model.safetensors.index.json"
+    said = json.loads((folder / index).read_text())
+    assert said["metadata"]["total_size"] == 4 * (15 + 24 + 1)
+    for name, part in said["weight_map"].items():
+        assert part in parts
+        assert name in floats(folder / part)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_nothing_is_exported_from_what_is_not_what_was_committed(
+    tmp_path: Path, damage: str
+) -> None:
+    manifest = commit(tmp_path, ROWS_AND_COLUMNS)
+    path = CommitChain(tmp_path, JOB).shard_folder(NAME) / manifest.shards[1].name
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes(whole[:-1] + (b"\0" if damage == "flip" else b""))
+    outcome = export(tmp_path)
+    assert outcome.corrupt_file == f"shards/{NAME}/{path.name}"
+    assert list((tmp_path / JOB / "exports").iterdir()) == []
+
+
+def test_a_checkpoint_that_lacks_a_part_is_not_exported(tmp_path: Path) -> None:
+    commit(tmp_path, ROWS_AND_COLUMNS[:1])
+    outcome = export(tmp_path)
+    assert "the shards hold 9 of 15" in str(outcome.reason)
+    assert outcome.corrupt_file is None
+
+
+@given(st.data())
+def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> None:
+    whole = data.draw(st.lists(st.integers(1, 4), max_size=4))
+    offsets = [data.draw(st.integers(0, extent - 1)) for extent in whole]
+    shape = [
+        data.draw(st.integers(1, extent - offset))
+        for extent, offset in zip(whole, offsets, strict=True)
+    ]
+    length = run_length(whole, shape)
+    found = [start + i for start in runs(whole, offsets, shape) for i in range(length)]
+    ranges = [range(o, o + n) for o, n in zip(offsets, shape, strict=True)]
+    assert found == [value(place, whole) for place in itertools.product(*ranges)]

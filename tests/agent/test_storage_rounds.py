@@ -1,0 +1,168 @@
+"""An agent's rounds through storage, with a real Redis that knows some jobs and not others."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.contract import redis_keys
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import checkpoint_id
+from services.contract.job_cards import read_card
+from services.contract.manifests import Manifest, ShardFile
+from services.contract.messages.commands import CommitCheckpoint
+from services.contract.messages.facts import Fact, GangEnded, JobFound, RunningGang
+from services.worker.agent.folders import ATTEMPTS_KEPT, NodeFolder
+from services.worker.agent.redis_clients import writing_client
+from services.worker.agent.storage import Storage
+from services.worker.agent.storage_rounds import Holdings, StorageRounds
+from tests.agent.conftest import JOB, NODE, launch
+
+pytestmark = pytest.mark.redis
+
+Gangs = Mapping[str, tuple[RunningGang, int]]
+
+
+class Rounds:
+    """An agent's rounds on a storage that holds one job with a committed checkpoint."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self.storage = Storage(root / "checkpoints", NODE)
+        self.folder = NodeFolder(root / "home", NODE)
+        self.told: list[Fact] = []
+        self._url = url
+        self.storage.open_attempt(launch(1))
+        self.storage.open_attempt(launch(2))
+        self.folder_of(10, 2)
+        shard = ShardFile(rank=0, name="rank-0.bin", bytes=1, sha256="0" * 64)
+        self.manifest = Manifest(
+            job_id=JOB,
+            checkpoint_id=checkpoint_id(JOB, 10, 2),
+            fence=2,
+            step=10,
+            world_size=1,
+            shards=(shard,),
+        )
+        self.storage.commit(CommitCheckpoint(job_id=JOB, fence=2, manifest=self.manifest))
+
+    def folder_of(self, step: int, fence: int) -> Path:
+        chain = CommitChain(self.storage.root, JOB)
+        folder = chain.shard_folder(checkpoint_id(JOB, step, fence))
+        folder.mkdir(parents=True)
+        (folder / "rank-0.bin").write_bytes(b"x")
+        return folder
+
+    def go(self, gangs: Gangs | None = None, *, grace_s: float = 0.0, times: int = 1) -> None:
+        async def rounds() -> None:
+            async with writing_client(self._url) as client:
+                holdings = Holdings(self.storage, self.folder, lambda: gangs or {})
+                agent = StorageRounds(client, holdings, self.told.append, grace_s=grace_s)
+                for _ in range(times):
+                    await agent.go()
+
+        asyncio.run(rounds())
+
+
+@pytest.fixture
+def rounds(tmp_path: Path, redis_url: str) -> Rounds:
+    return Rounds(tmp_path, redis_url)
+
+
+@pytest.fixture
+def client(redis_url: str) -> "redis.Redis":
+    return redis.Redis.from_url(redis_url, decode_responses=True)
+
+
+def test_a_job_that_redis_does_not_know_is_told_with_all_that_its_chain_commits(
+    rounds: Rounds,
+) -> None:
+    rounds.go()
+    (fact,) = rounds.told
+    assert isinstance(fact, JobFound)
+    assert (fact.fence, fact.manifests) == (2, {3: rounds.manifest})
+    assert fact.card.spec == launch().spec
+    assert not fact.is_running
+
+
+def test_only_the_newest_attempts_ranks_are_told_as_running(rounds: Rounds) -> None:
+    for fence, is_running in ((1, False), (2, True)):
+        rounds.told.clear()
+        gang = RunningGang(job_id=JOB, fence=fence, ranks=(0,))
+        rounds.go({JOB: (gang, 17)})
+        (fact,) = rounds.told
+        assert isinstance(fact, JobFound)
+        assert (fact.is_running, fact.last_step) == (is_running, 17 if is_running else 0)
+
+
+def test_a_known_job_is_not_told(rounds: Rounds, client: "redis.Redis") -> None:
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    rounds.go()
+    assert rounds.told == []
+
+
+def test_a_deleted_job_is_never_found_again_even_if_redis_forgets_that(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    client.sadd(redis_keys.DELETED_JOBS, JOB)
+    rounds.go()
+    client.flushdb()
+    rounds.go()
+    assert rounds.told == []
+    assert read_card(rounds.storage.root, JOB) is None
+    assert CommitChain(rounds.storage.root, JOB).committed() == [rounds.manifest]
+
+
+def test_a_job_that_stands_although_its_ranks_train_is_told_until_they_are_adopted(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    client.hset(redis_keys.job(JOB), "state", "PAUSED")
+    rounds.go()
+    assert rounds.told == []
+    rounds.go({JOB: (RunningGang(job_id=JOB, fence=2, ranks=(0,)), 17)})
+    assert [type(fact) for fact in rounds.told] == [JobFound]
+
+
+def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    overtaken, own = rounds.folder_of(7, 1), rounds.folder_of(20, 2)
+    draft = rounds.storage.root / JOB / "chain" / ".draft-of-the-dead"
+    draft.write_bytes(b"half")
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    rounds.go(grace_s=900, times=2)
+    assert all(path.exists() for path in (overtaken, own, draft))
+    rounds.go()
+    assert not overtaken.exists()
+    assert not draft.exists()
+    assert own.exists(), "its attempt may still commit it"
+    client.hset(redis_keys.job(JOB), "state", "FAILED")
+    rounds.go({JOB: (RunningGang(job_id=JOB, fence=2, ranks=(0,)), 1)})
+    assert own.exists(), "ranks of it live here"
+    rounds.go()
+    assert not own.exists()
+    chain = CommitChain(rounds.storage.root, JOB)
+    assert chain.shard_folder(rounds.manifest.checkpoint_id).exists()
+
+
+def test_files_of_old_attempts_are_pruned_and_those_of_deleted_jobs(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    fences = range(1, ATTEMPTS_KEPT + 6)
+    for fence in fences:
+        attempt = rounds.folder.attempt(JOB, fence)
+        attempt.open(())
+        if fence != 2:
+            attempt.close(
+                GangEnded(job_id=JOB, fence=fence, node_id=NODE, exits=(), last_step=fence)
+            )
+    rounds.go()
+    kept = {f for f in fences if rounds.folder.attempt(JOB, f).path.exists()}
+    assert kept == {2, *range(6, ATTEMPTS_KEPT + 6)}, "one that has not ended stays"
+    client.delete(redis_keys.job(JOB))
+    client.sadd(redis_keys.DELETED_JOBS, JOB)
+    rounds.go()
+    assert {f for f in fences if rounds.folder.attempt(JOB, f).path.exists()} == {2}
+    rounds.folder.remove_boards()

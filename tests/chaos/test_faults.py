@@ -1,0 +1,214 @@
+"""The fault table: each fault is really injected, and the job ends as if nothing had happened."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.contract import redis_keys
+from services.contract.queue import DrainRequest
+from services.contract.states import JobState, NodeState
+from services.contract.views import JobView
+from tests.chaos.conftest import LONG, STEPS, Losses, check, eventually, finish
+from tests.chaos.proxy import Mode
+from tests.cluster import Cluster, gone
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+SIZES = {"dim": 32, "layers": 2, "heads": 2}
+STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes, of which one is enough for a job."""
+    with Cluster(tmp_path_factory.mktemp("cluster"), {"loom-1": 2, "loom-2": 2}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> Losses:
+    """The losses of the job that nobody disturbs."""
+    job = cluster.submit(**LONG)
+    assert cluster.rested(job.id).state is JobState.SUCCEEDED
+    check(cluster, job.id)
+    return cluster.losses(job.id)
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Path:
+    """Where ranks are told to fail."""
+    return tmp_path
+
+
+@pytest.fixture
+def job(cluster: Cluster, undisturbed: Losses, orders: Path) -> JobView:
+    """The job, at a pace that leaves time for faults, once it has committed a checkpoint."""
+    assert len(undisturbed) == STEPS
+    arguments = {"orders": str(orders), "pace_s": 0.03, **SIZES}
+    model = {"factory": "faulty_models:FaultyDecoder", "args": arguments}
+    return cluster.committed(cluster.submit(**LONG, model=model).id)
+
+
+def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_attempt_goes_on(
+    cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
+) -> None:
+    faults = {
+        "raise": "ArithmeticError: this rank fails as it was told to",
+        "exit": "left with exit code 7 before it had finished",
+        "run out of memory": "can't allocate memory",
+    }
+    for fence, fault in enumerate(faults, start=1):
+        in_its_turn(cluster, job.id, attempt=fence)
+        (orders / "rank-1").write_text(fault)
+    finish(cluster, job.id, undisturbed)
+    *failed, last = cluster.client.attempts(job.id).items
+    assert last.failure is None
+    for attempt, words in zip(failed, faults.values(), strict=True):
+        assert attempt.failure is not None
+        assert attempt.failure.rank == 1
+        assert words in (attempt.failure.error or "")
+        assert attempt.time_to_detect_s is not None
+
+
+def test_a_frozen_node_with_nowhere_else_to_go_has_its_ranks_ended_when_it_wakes(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    here, elsewhere = homes(cluster, job)
+    cluster.client.drain(elsewhere, DrainRequest())
+    ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]
+    cluster.nodes[here].freeze()
+    cluster.in_state(job.id, JobState.RESTARTING)
+    cluster.nodes[here].thaw()
+    eventually(lambda: gone(ranks))
+    done = finish(cluster, job.id, undisturbed)
+    cluster.client.undrain(elsewhere)
+    assert done.attempt == 2
+
+
+def test_a_node_that_is_cut_off_is_left_and_what_it_trained_alone_counts_for_nothing(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    here, elsewhere = homes(cluster, job)
+    ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]
+    with cluster.links[here].misbehaving(Mode.BLACK_HOLE):
+        moved = cluster.at_step(job.id, 1, attempt=2)
+        assert homes(cluster, moved)[0] == elsewhere
+        eventually(lambda: cluster.node_view(here).state is NodeState.LOST)
+    eventually(lambda: gone(ranks))
+    eventually(lambda: cluster.node_view(here).state is NodeState.READY)
+    done = finish(cluster, job.id, undisturbed)
+    assert done.attempt == 2
+
+
+def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_back(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    cluster.controller.kill()
+    trained = trains_on(cluster, job, 50)
+    cluster.controller.start()
+    back = cluster.job(job.id)
+    assert back.state is JobState.RUNNING
+    assert cluster.at_step(job.id, trained).restarts == 0
+    done = finish(cluster, job.id, undisturbed)
+    assert (done.attempt, done.restarts) == (1, 0)
+
+
+def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]
+    cluster.controller.kill()
+    ranks[1].kill()
+    eventually(lambda: gone(ranks))
+    cluster.controller.start()
+    cluster.at_step(job.id, 1, attempt=2)
+    cluster.controller.kill()
+    eventually(lambda: logged_step(cluster, job.id, attempt=2) == STEPS)
+    cluster.controller.start()
+    done = finish(cluster, job.id, undisturbed)
+    (first, _) = cluster.client.attempts(job.id).items
+    assert first.failure is not None
+    assert (first.failure.rank, first.failure.signal) == (1, "SIGKILL")
+    assert (done.attempt, done.restarts) == (2, 1)
+
+
+def test_redis_killed_and_away_stops_no_training_and_loses_no_checkpoint(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    before = {c.id for c in cluster.client.checkpoints(job.id).items}
+    cluster.redis.kill()
+    trains_on(cluster, job, 60)  # a checkpoint falls into it
+    cluster.redis.start()
+    done = finish(cluster, job.id, undisturbed)
+    assert (done.attempt, done.restarts) == (1, 0)
+    assert before <= committed_ever(cluster, job.id)
+
+
+def test_redis_out_of_everybodys_reach_for_longer_than_a_lease_kills_no_job(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    for link in cluster.links.values():
+        link.mode = Mode.BLACK_HOLE
+    with redis.Redis.from_url(cluster.redis_url) as server:
+        leases = [redis_keys.node_lease(name) for name in cluster.nodes]
+        eventually(lambda: server.exists(*leases) == 0)
+    trains_on(cluster, job, 6)
+    for link in cluster.links.values():
+        link.mode = Mode.PASS
+    eventually(lambda: cluster.ready() == set(cluster.nodes))
+    done = finish(cluster, job.id, undisturbed)
+    assert (done.attempt, done.restarts) == (1, 0)
+
+
+def test_requests_whose_replies_are_lost_are_applied_once(
+    cluster: Cluster, job: JobView, undisturbed: Losses
+) -> None:
+    victim = cluster.rank_pid(job.id, 1, attempt=1)
+    for link in cluster.links.values():
+        link.mode = Mode.LOSE_REPLIES
+    trains_on(cluster, job, 60)
+    victim.kill()
+    eventually(lambda: all(link.replies_lost > 5 for link in cluster.links.values()))
+    for link in cluster.links.values():
+        link.mode = Mode.PASS
+    done = finish(cluster, job.id, undisturbed)
+    assert (done.attempt, done.restarts) == (2, 1)
+
+
+def in_its_turn(cluster: Cluster, job_id: str, *, attempt: int) -> None:
+    """Return once this attempt, and no later one, has made a step of its own."""
+    assert cluster.at_step(job_id, 1, attempt=attempt).attempt == attempt
+    eventually(lambda: logged_step(cluster, job_id, attempt=attempt) > 0)
+
+
+def homes(cluster: Cluster, job: JobView) -> tuple[str, str]:
+    """The node on which the job is, and the other one."""
+    assert job.plan is not None
+    here = job.plan.ranks[0].node_id
+    (elsewhere,) = set(cluster.nodes) - {here}
+    return here, elsewhere
+
+
+def trains_on(cluster: Cluster, job: JobView, steps: int) -> int:
+    """Return once the first attempt has made so many more steps, which its rank says by itself."""
+    goal = logged_step(cluster, job.id, attempt=1) + steps
+    assert goal < STEPS
+    eventually(lambda: logged_step(cluster, job.id, attempt=1) >= goal)
+    return goal
+
+
+def logged_step(cluster: Cluster, job_id: str, *, attempt: int) -> int:
+    """The newest step that rank 0 wrote of, whoever can or cannot be reached."""
+    logs = cluster.folder.glob(f"homes/*/nodes/*/jobs/{job_id}/attempt-{attempt}/rank-0.stdout.log")
+    return max(
+        (int(step) for log in logs for step in STEP_LINE.findall(log.read_text())), default=0
+    )
+
+
+def committed_ever(cluster: Cluster, job_id: str) -> set[str]:
+    """The checkpoints that a manifest names, retired or not."""
+    records = cluster.chain(job_id).records()
+    return {r.checkpoint_id for r in records if r.kind == "checkpoint_committed"}

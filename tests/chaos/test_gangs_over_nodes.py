@@ -1,0 +1,145 @@
+"""A gang on several nodes starts, fails, moves and goes on as one: real agents, real ranks."""
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from services.contract.queue import DrainRequest
+from services.contract.states import ExitReason, JobState, NodeState
+from services.contract.views import JobView, ResumeRequest, StopRequest
+from tests.chaos.conftest import LONG, Losses, check, eventually, finish
+from tests.cluster import Cluster, gone
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+HEAD, OTHER, LARGE = "loom-1", "loom-2", "loom-3"
+STEPS = 120
+WIDE = {
+    **LONG,
+    "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 20},
+    "resources": {"ranks": 4, "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two small nodes, and one that is as large as both."""
+    with Cluster(tmp_path_factory.mktemp("cluster"), {HEAD: 2, OTHER: 2, LARGE: 4}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> Losses:
+    """The losses of the same job on one node, which nobody disturbs."""
+    job = cluster.submit(**WIDE)
+    done = cluster.rested(job.id)
+    assert done.state is JobState.SUCCEEDED, done.failure
+    assert nodes_of(done) == [LARGE] * 4
+    check(cluster, job.id)
+    return cluster.losses(job.id)
+
+
+@pytest.fixture
+def over_two(cluster: Cluster, undisturbed: Losses) -> JobView:
+    """The job on the two small nodes, once it has committed a checkpoint."""
+    assert len(undisturbed) == STEPS
+    cluster.client.drain(LARGE, DrainRequest())
+    job = cluster.submit(**WIDE)
+    running = cluster.committed(job.id)
+    assert nodes_of(running) == [HEAD, HEAD, OTHER, OTHER]
+    return running
+
+
+def test_a_killed_rank_is_named_whichever_node_it_is_on_and_the_rest_ends_with_it(
+    cluster: Cluster, over_two: JobView, undisturbed: Losses
+) -> None:
+    job_id = over_two.id
+    peers = [cluster.rank_pid(job_id, rank, attempt=1) for rank in range(4)]
+    peers[3].kill()
+    cluster.job_when(job_id, lambda job: job.attempt == 2)
+    assert gone(peers)
+    (first, _) = cluster.client.attempts(job_id).items
+    assert first.failure is not None
+    assert (first.failure.rank, first.failure.node_id) == (3, OTHER)
+    assert first.failure.signal == "SIGKILL"
+    cluster.at_step(job_id, 1, attempt=2)
+    cluster.rank_pid(job_id, 0, attempt=2).kill()
+    done = finish(cluster, job_id, undisturbed)
+    assert done.restarts == 2
+    (_, second, third) = cluster.client.attempts(job_id).items
+    assert second.failure is not None
+    assert (second.failure.rank, second.failure.node_id) == (0, HEAD)
+    assert third.resumed_from is not None
+
+
+@pytest.mark.parametrize("victim", [OTHER, HEAD])
+def test_a_killed_agent_ends_the_ranks_of_both_nodes_and_the_job_goes_on_from_its_commit(
+    cluster: Cluster, over_two: JobView, undisturbed: Losses, victim: str
+) -> None:
+    job_id = over_two.id
+    node = cluster.nodes[victim]
+    ranks = [cluster.rank_pid(job_id, rank, attempt=1) for rank in range(4)]
+    family = node.family()
+    node.kill()
+    eventually(lambda: gone([*ranks, *family]))
+    assert node.left_over() == []
+    waiting = cluster.in_state(job_id, JobState.RESTARTING)
+    assert waiting.attempt == 1
+    node.start()
+    done = finish(cluster, job_id, undisturbed)
+    (first, second) = cluster.client.attempts(job_id).items
+    assert first.exit_reason is ExitReason.NODE_LOST
+    assert second.resumed_from is not None
+    assert done.attempt == 2
+
+
+def test_a_frozen_node_is_left_and_finds_nothing_to_do_when_it_wakes(
+    cluster: Cluster, over_two: JobView, undisturbed: Losses
+) -> None:
+    job_id = over_two.id
+    node = cluster.nodes[OTHER]
+    zombies = [cluster.rank_pid(job_id, rank, attempt=1) for rank in (2, 3)]
+    peers = [cluster.rank_pid(job_id, rank, attempt=1) for rank in (0, 1)]
+    node.freeze()
+    cluster.client.undrain(LARGE)
+    moved = cluster.at_step(job_id, 1, attempt=2)
+    assert nodes_of(moved) == [LARGE] * 4
+    assert gone(peers)
+    assert all(zombie.status() == psutil.STATUS_STOPPED for zombie in zombies)
+    assert cluster.node_view(OTHER).state is NodeState.LOST
+    node.thaw()
+    eventually(lambda: gone(zombies))
+    eventually(lambda: cluster.node_view(OTHER).state is NodeState.READY)
+    done = finish(cluster, job_id, undisturbed)
+    assert done.attempt == 2
+    assert node.left_over() == []
+
+
+def test_a_pause_and_a_drain_take_a_checkpoint_across_nodes_and_lose_no_step(
+    cluster: Cluster, over_two: JobView, undisturbed: Losses
+) -> None:
+    job_id = over_two.id
+    cluster.client.pause(job_id, StopRequest(checkpoint="required"))
+    paused = cluster.in_state(job_id, JobState.PAUSED)
+    newest = cluster.client.checkpoint(str(paused.latest_checkpoint))
+    (first,) = cluster.client.attempts(job_id).items
+    assert (newest.step, newest.world_size) == (first.last_step, 4)
+    assert {shard.rank for shard in newest.shards} == {0, 1, 2, 3}
+    cluster.client.resume(job_id, ResumeRequest())
+    again = cluster.at_step(job_id, newest.step + 1, attempt=2)
+    assert nodes_of(again) == [HEAD, HEAD, OTHER, OTHER]
+    cluster.client.undrain(LARGE)
+    cluster.client.drain(HEAD, DrainRequest())
+    moved = cluster.at_step(job_id, 1, attempt=3)
+    assert nodes_of(moved) == [LARGE] * 4
+    cluster.client.undrain(HEAD)
+    done = finish(cluster, job_id, undisturbed)
+    assert done.restarts == 0
+    assert [a.lost_steps for a in cluster.client.attempts(job_id).items] == [0, 0, 0]
+
+
+def nodes_of(job: JobView) -> list[str]:
+    assert job.plan is not None
+    return [rank.node_id for rank in job.plan.ranks]

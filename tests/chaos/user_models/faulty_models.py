@@ -1,0 +1,68 @@
+"""A decoder of which one rank fails as it is told to, once, whatever attempt it is in.
+
+An order is a file ``rank-<r>`` in the folder that the spec names, and its text is the fault. It is
+removed when it is read, so that the next attempt goes on.
+"""
+
+import ctypes
+import os
+import resource
+import threading
+from pathlib import Path
+
+import torch
+
+from services.worker.rank.models.decoder import Decoder
+
+_FOR_EVER_S = 1 << 30
+_ROOM_BYTES = 64 << 20
+
+
+class FaultyDecoder(Decoder):
+    """The built-in decoder, bit for bit, until an order is given.
+
+    Args:
+        orders: The folder of the orders.
+        pace_s: A rest before each pass, for a job that takes its time and no processor.
+        sizes: Of the decoder.
+    """
+
+    def __init__(self, orders: str, pace_s: float = 0.0, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self._orders = Path(orders)
+        self._pace_s = pace_s
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        order = self._orders / f"rank-{torch.distributed.get_rank()}"
+        if order.exists():
+            word = order.read_text()
+            order.unlink()
+            FAULTS[word]()
+        threading.Event().wait(self._pace_s)
+        return super().forward(tokens)
+
+
+def _raise() -> None:
+    raise ArithmeticError("this rank fails as it was told to")
+
+
+def _exit() -> None:
+    os._exit(7)
+
+
+def _run_out_of_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM_BYTES, used + _ROOM_BYTES))
+    torch.empty(1 << 30, dtype=torch.float64)
+
+
+def _hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(_FOR_EVER_S)  # unlike CDLL, it keeps the lock while C runs
+
+
+FAULTS = {
+    "raise": _raise,
+    "exit": _exit,
+    "run out of memory": _run_out_of_memory,
+    "hold the GIL": _hold_the_gil,
+}

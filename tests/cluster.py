@@ -1,0 +1,353 @@
+"""A cluster on one machine: a real Redis, controllers and agents, each to be killed or frozen.
+
+Nothing is started again by itself, so that a test says what comes back, and when. Everything dies
+with the test; what the processes wrote stays in the cluster's folder::
+
+    <folder>/<part>.log        redis, controller-1, loom-1, loom-2, …
+    <folder>/homes/<node>/     the node's home: logs of ranks, records of attempts
+    <folder>/checkpoints/      the storage that all nodes share
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+import psutil
+
+from services.cli.client import Client
+from services.cli.errors import CliError
+from services.contract.commit_chain import CommitChain
+from services.contract.states import JobState, NodeState
+from services.contract.views import JobView, NodeView
+from services.local.children import die_with_parent
+from services.local.embedded_redis import redis_program, wait_for_redis
+from services.local.settings import child_environment
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.processes import marked
+from tests.chaos.proxy import ChaosProxy
+from tests.e2e.conftest import REST, free_port, tiny_spec
+from tests.waiting import until
+
+ROOT: Final = Path(__file__).parents[1]
+PATIENCE_S: Final = 120.0
+_STOP_WITHIN_S: Final = 60
+
+
+@dataclass
+class Part:
+    """A process of the cluster: the same command in each of its lives.
+
+    Attributes:
+        name: Of the part.
+        command: What is run.
+        environment: All of the process's.
+        log: What it writes, all lives in a row.
+        process: Its present or last life.
+    """
+
+    name: str
+    command: Sequence[str | Path]
+    environment: Mapping[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it lives, frozen or not."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process of its present life."""
+        assert self.process is not None
+        assert self.is_running, f"{self.name} is dead:\n{self.tail()}"
+        return self.process.pid
+
+    def start(self) -> None:
+        """Begin a life."""
+        assert not self.is_running
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
+            )
+
+    def kill(self) -> None:
+        """``kill -9``, and reap it."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it in an orderly way, or else by force."""
+        if self.process is not None and self.is_running:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(_STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def restart(self) -> None:
+        """``kill -9``, then the next life."""
+        self.kill()
+        self.start()
+
+    def tail(self) -> str:
+        """The last words of its log."""
+        return self.log.read_text(errors="replace")[-4_000:] if self.log.exists() else ""
+
+
+@dataclass
+class Node(Part):
+    """An agent with all that it has started.
+
+    Attributes:
+        home: The node's files.
+        frozen: Processes that were stopped, in the order in which they were.
+    """
+
+    home: Path = field(default_factory=Path)
+    frozen: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def mark(self) -> str:
+        """What its processes carry."""
+        return NodeFolder(self.home, self.name).mark
+
+    def family(self) -> list[psutil.Process]:
+        """The agent's descendants: the warm process, the sentinel, the ranks."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def freeze(self) -> None:
+        """SIGSTOP the agent and all that it has started, as when a machine hangs."""
+        agent = psutil.Process(self.pid)
+        agent.suspend()  # first, so that it starts nothing more
+        self.frozen = [agent, *agent.children(recursive=True)]
+        for process in self.frozen[1:]:
+            process.suspend()
+
+    def thaw(self) -> None:
+        """Have it all go on."""
+        for process in reversed(self.frozen):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self.frozen = []
+
+    def left_over(self) -> list[psutil.Process]:
+        """Live processes of this node that its living agent, if any, did not start."""
+        own = {p.pid for p in self.family()} if self.is_running else set()
+        return [p for p in marked(self.mark) if p.pid not in own]
+
+
+class Cluster:
+    """All parts; use it as a context manager in the main thread, with which the parts die.
+
+    Args:
+        folder: Empty, for all files.
+        slots: The nodes and how many CPU ranks each takes.
+        controllers: How many; the client speaks to the first.
+        environment: More variables for all parts.
+
+    Attributes:
+        redis: The server.
+        controllers: In the order of their starts.
+        nodes: By name.
+        links: The proxies between Redis and its clients, by the client's name.
+        client: Speaks to the first controller.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        slots: Mapping[str, int],
+        *,
+        controllers: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.links: dict[str, ChaosProxy] = {}
+        self.nodes: dict[str, Node] = {}
+        self.controllers: list[Part] = []
+        self._slots = slots
+        self._controller_count = controllers
+        self._environment = {
+            name: value
+            for name, value in child_environment().items()
+            if not name.startswith("MESHLOOM_")
+        } | dict(environment or {})
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            program = stack.enter_context(redis_program(self.folder / "redis"))
+            self.redis_url = program.url
+            self.redis = Part("redis", program.command, self._environment, program.log)
+            self._start(self.redis, stack)
+            wait_for_redis(program.url)
+            for number in range(1, self._controller_count + 1):
+                self._add_controller(f"controller-{number}", stack)
+            for place, (name, slots) in enumerate(self._slots.items(), start=1):
+                self._add_node(name, slots, f"127.0.0.{place}", stack)
+            self.client = stack.enter_context(Client(self.url, patience_s=60))
+            until(lambda: self.ready() == set(self._slots), timeout_s=PATIENCE_S)
+            self._parts = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.close()
+
+    @property
+    def controller(self) -> Part:
+        """The first controller."""
+        return self.controllers[0]
+
+    @property
+    def storage(self) -> Path:
+        """Where the checkpoints of all jobs lie."""
+        return self.folder / "checkpoints"
+
+    def chain(self, job_id: str) -> CommitChain:
+        """The job's commit chain."""
+        return CommitChain(self.storage, job_id)
+
+    def ready(self) -> set[str]:
+        """The nodes that the controller calls ready and whose lease lives."""
+        with contextlib.suppress(CliError):
+            nodes = self.client.nodes().items
+            return {node.id for node in nodes if node.state is NodeState.READY and node.lease_s}
+        return set()
+
+    def node_view(self, name: str) -> NodeView:
+        """A node as the controller sees it."""
+        return next(node for node in self.client.nodes().items if node.id == name)
+
+    def submit(self, **changes: object) -> JobView:
+        """Submit the tiny job of two ranks, with changes."""
+        return self.client.submit(tiny_spec(**changes))
+
+    def job(self, job_id: str) -> JobView:
+        """The job now."""
+        return self.client.job(job_id)
+
+    def at_step(self, job_id: str, step: int, *, attempt: int = 1) -> JobView:
+        """The job once its attempt, or a later one, has made ``step`` steps."""
+
+        def reached(job: JobView) -> bool:
+            return job.attempt >= attempt and job.progress.step >= step
+
+        return self.job_when(job_id, reached)
+
+    def committed(self, job_id: str) -> JobView:
+        """The job once it has a committed checkpoint."""
+        return self.job_when(job_id, lambda job: job.latest_checkpoint is not None)
+
+    def in_state(self, job_id: str, *states: JobState) -> JobView:
+        """The job once it is in one of these states."""
+        return self.job_when(job_id, lambda job: job.state in states)
+
+    def job_when(self, job_id: str, condition: Callable[[JobView], bool]) -> JobView:
+        """The job once it fulfils ``condition``; one that has come to rest never will."""
+
+        def look() -> JobView | None:
+            job = self.job(job_id)
+            if condition(job):
+                return job
+            assert job.state not in REST, f"{job.state}: {job.reason} {job.failure}"
+            return None
+
+        return until(look, timeout_s=PATIENCE_S)
+
+    def rested(self, job_id: str) -> JobView:
+        """The job once it has ended or is paused."""
+        return self.job_when(job_id, lambda job: job.state in REST)
+
+    def losses(self, job_id: str) -> dict[int, float | None]:
+        """The loss of each step; of one that was made twice, the last one's."""
+        records = self.client.metrics(job_id, max_points=10_000).items
+        return {record.step: record.loss for record in records}
+
+    def rank_pid(self, job_id: str, rank: int, *, attempt: int) -> psutil.Process:
+        """The process of a rank of this attempt."""
+
+        def look() -> psutil.Process | None:
+            ranks = self.client.ranks(job_id)
+            pids = [r.pid for r in ranks.items if r.rank == rank and r.pid is not None]
+            return psutil.Process(pids[0]) if pids and ranks.attempt == attempt else None
+
+        return until(look, timeout_s=PATIENCE_S)
+
+    def _start(self, part: Part, stack: contextlib.ExitStack) -> None:
+        stack.callback(part.stop)
+        part.start()
+
+    def _link(self, name: str, stack: contextlib.ExitStack) -> str:
+        """A proxy of this client's own; answers the URL through it."""
+        parts = urlsplit(self.redis_url)
+        proxy = stack.enter_context(ChaosProxy.to(Path(parts.path)))
+        self.links[name] = proxy
+        return f"redis://:{parts.password}@127.0.0.1:{proxy.port}"
+
+    def _add_controller(self, name: str, stack: contextlib.ExitStack) -> None:
+        port = free_port()
+        environment = self._environment | {
+            "MESHLOOM_REDIS_URL": self._link(name, stack),
+            "MESHLOOM_HOST": "127.0.0.1",
+            "MESHLOOM_PORT": str(port),
+        }
+        command = [sys.executable, "-m", "services.controller"]
+        part = Part(name, command, environment, self.folder / f"{name}.log")
+        self.controllers.append(part)
+        if len(self.controllers) == 1:
+            self.url = f"http://127.0.0.1:{port}"
+        self._start(part, stack)
+
+    def _add_node(self, name: str, slots: int, address: str, stack: contextlib.ExitStack) -> None:
+        home = self.folder / "homes" / name
+        environment = self._environment | {
+            "MESHLOOM_REDIS_URL": self._link(name, stack),
+            "MESHLOOM_HOME": str(home),
+            "MESHLOOM_CHECKPOINT_ROOT": str(self.storage),
+            "MESHLOOM_NODE_ID": name,
+            "MESHLOOM_ADDRESS": address,
+            "MESHLOOM_CPU_SLOTS": str(slots),
+            "MESHLOOM_USER_PATH": str(ROOT / "tests" / "chaos" / "user_models"),
+        }
+        command = [sys.executable, "-m", "services.worker.agent"]
+        node = Node(name, command, environment, self.folder / f"{name}.log", home=home)
+        self.nodes[name] = node
+        stack.callback(node.thaw)
+        self._start(node, stack)
+
+
+def gone(processes: Sequence[psutil.Process]) -> bool:
+    """Whether none of them lives; one that nobody has reaped is dead."""
+
+    def lives(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return not any(map(lives, processes))
+
+
+@contextlib.contextmanager
+def node_frozen(node: Node) -> Iterator[None]:
+    """The node frozen until the block ends."""
+    node.freeze()
+    try:
+        yield
+    finally:
+        node.thaw()

@@ -1,0 +1,162 @@
+"""Checkpoints in the hands of people, and what becomes of jobs whose checkpoints are damaged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.errors import RefusedError
+from services.contract.commit_chain import CommitChain
+from services.contract.states import CheckpointState, ExitReason, JobState
+from services.contract.views import AttemptView, CheckpointView, JobView, ResumeRequest, StopRequest
+from services.local.settings import child_environment
+from tests.e2e.conftest import Stack
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+STEPS = {
+    "train": {"steps": 240, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 60, "keep_last": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> dict[int, float | None]:
+    job = stack.rested(stack.submit(**STEPS).id)
+    assert job.state is JobState.SUCCEEDED, job.failure
+    return stack.losses(job.id)
+
+
+def paused_behind(stack: Stack, step: int) -> JobView:
+    """A job that stands, with a committed checkpoint at its last step."""
+    job_id = stack.submit(**STEPS).id
+    stack.at_step(job_id, step)
+    stack.client.pause(job_id, StopRequest(checkpoint="required"))
+    paused = stack.rested(job_id)
+    assert paused.state is JobState.PAUSED, (paused.reason, paused.failure)
+    return paused
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def shard_of(stack: Stack, checkpoint: str, rank: int = 1) -> Path:
+    view = stack.client.checkpoint(checkpoint)
+    folder = CommitChain(stack.home / "checkpoints", view.job_id).shard_folder(view.id)
+    return folder / view.shards[rank].name
+
+
+def resumed(stack: Stack, job_id: str) -> JobView:
+    stack.client.resume(job_id, ResumeRequest())
+    return stack.rested(job_id)
+
+
+def kinds(stack: Stack, job_id: str) -> list[str]:
+    return [event.kind for event in stack.client.events(job_id).items]
+
+
+def meshloom(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *words],
+        env=child_environment(MESHLOOM_URL=stack.url, COLUMNS="200"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
+    stack: Stack, undisturbed: dict[int, float | None]
+) -> None:
+    job = paused_behind(stack, 70)
+    latest = stack.client.checkpoint(str(job.latest_checkpoint))
+    assert latest.step > 60
+    path = shard_of(stack, latest.id)
+    flip_a_bit(path)
+    done = resumed(stack, job.id)
+    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert done.restarts == 0, "the storage's fault costs no restart"
+    assert stack.losses(job.id) == undisturbed
+    events = stack.client.events(job.id).items
+    (corrupt,) = (event for event in events if event.kind == "checkpoint.corrupt")
+    assert corrupt.data["file"] == f"shards/{latest.id}/{path.name}"
+    steps = [stack.client.checkpoint(str(a.resumed_from)).step for a in _later(stack, job.id)]
+    assert steps == [latest.step, 60]
+    assert stack.client.checkpoint(latest.id).state is CheckpointState.CORRUPT
+
+    # What people do about it, by the command line.
+    refused = meshloom(stack, "verify", latest.id)
+    assert (refused.returncode, "CORRUPT" in refused.stdout) == (1, True), refused.stderr
+    flip_a_bit(path)
+    restored = meshloom(stack, "verify", latest.id)
+    assert (restored.returncode, "COMMITTED" in restored.stdout) == (0, True), restored.stderr
+    exported = meshloom(stack, "export", latest.id)
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    view = stack.client.checkpoint(latest.id).export
+    assert view is not None
+    folder = stack.home / "checkpoints" / view.folder
+    assert sum((folder / name).stat().st_size for name in view.files) == view.bytes
+    assert meshloom(stack, "pin", latest.id).returncode == 0
+    assert "pinned" in meshloom(stack, "checkpoints", job.id).stdout
+    kept = meshloom(stack, "rm-checkpoint", latest.id)
+    assert kept.returncode == 2
+    assert "unpin" in kept.stderr
+    assert meshloom(stack, "unpin", latest.id).returncode == 0
+    assert meshloom(stack, "rm-checkpoint", latest.id).returncode == 0
+    until(lambda: not path.parent.exists())
+    until(lambda: _is_forgotten(stack, latest.id))
+
+
+def _later(stack: Stack, job_id: str) -> list[AttemptView]:
+    return list(stack.client.attempts(job_id).items[1:])
+
+
+def _is_forgotten(stack: Stack, checkpoint: str) -> bool:
+    try:
+        stack.client.checkpoint(checkpoint)
+    except RefusedError as error:
+        return error.problem.status == 404
+    return False
+
+
+def test_a_truncated_manifest_costs_its_checkpoint_and_no_other(
+    stack: Stack, undisturbed: dict[int, float | None]
+) -> None:
+    job = paused_behind(stack, 70)
+    latest = stack.client.checkpoint(str(job.latest_checkpoint))
+    record = _record_of(stack, latest)
+    record.write_bytes(record.read_bytes()[:100])
+    done = resumed(stack, job.id)
+    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert stack.losses(job.id) == undisturbed
+    assert {"checkpoint.chain_damaged", "checkpoint.corrupt"} <= set(kinds(stack, job.id))
+    assert record.stat().st_size == 100, "nothing is ever written over a damaged record"
+
+
+def _record_of(stack: Stack, checkpoint: CheckpointView) -> Path:
+    chain = stack.home / "checkpoints" / checkpoint.job_id / "chain"
+    (record,) = (
+        path
+        for path in chain.glob("*.json")
+        if json.loads(path.read_bytes()).get("checkpoint_id") == checkpoint.id
+    )
+    return record
+
+
+def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_begins_anew(stack: Stack) -> None:
+    job = paused_behind(stack, 10)
+    (only,) = stack.client.checkpoints(job.id).items
+    shard_of(stack, only.id).unlink()
+    failed = resumed(stack, job.id)
+    assert failed.state is JobState.FAILED
+    assert failed.exit_reason is ExitReason.CHECKPOINT_FAILED
+    assert "no other committed checkpoint is left" in str(failed.reason)
+    with pytest.raises(RefusedError, match="every checkpoint"):
+        stack.client.resume(job.id, ResumeRequest())

@@ -1,0 +1,100 @@
+"""Redis loses everything while jobs train, stand and are done: storage brings them back."""
+
+from typing import Final
+
+import psutil
+import pytest
+import redis
+
+from services.cli.errors import CliError
+from services.contract.states import CheckpointState, JobState
+from services.contract.views import JobView, ResumeRequest, StopRequest
+from tests.e2e.conftest import LONG, Stack
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+_ENDLESS: Final = {
+    "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 50, "keep_last": 2},
+}
+
+
+def wipe(stack: Stack) -> None:
+    url = stack.part("services.worker.agent").environ()["MESHLOOM_REDIS_URL"]
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+        assert client.keys("ml:job:*") == []
+
+
+def job_in(stack: Stack, job_id: str, state: JobState) -> JobView:
+    """The job once it is known and in that state."""
+
+    def look() -> JobView | None:
+        try:
+            job = stack.job(job_id)
+        except CliError:  # not known yet
+            return None
+        return job if job.state is state else None
+
+    return until(look, timeout_s=120)
+
+
+def committed(stack: Stack, job_id: str) -> set[str]:
+    items = stack.client.checkpoints(job_id).items
+    return {c.id for c in items if c.state is CheckpointState.COMMITTED}
+
+
+def pids(stack: Stack, job_id: str) -> list[int | None]:
+    return [rank.pid for rank in stack.client.ranks(job_id).items]
+
+
+def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stack) -> None:
+    done = stack.rested(stack.submit(name="done", labels={"team": "loom"}).id)
+    assert done.state is JobState.SUCCEEDED, done.failure
+    standing_id = stack.submit(**LONG).id
+    stack.at_step(standing_id, 20)
+    stack.client.pause(standing_id, StopRequest(checkpoint="required"))
+    standing = stack.rested(standing_id)
+    training_id = stack.submit(**_ENDLESS).id
+    until(lambda: committed(stack, training_id))
+    before = {job: committed(stack, job) for job in (done.id, standing_id)}
+    ranks = until(lambda: [pid for pid in pids(stack, training_id) if pid])
+
+    wipe(stack)
+
+    # Whoever was training trains on, in the same attempt and the same processes, and commits.
+    training = job_in(stack, training_id, JobState.RUNNING)
+    assert training.attempt == 1
+    assert training.restarts == 0
+    newest = {c.step for c in stack.client.checkpoints(training_id).items}
+    until(lambda: _newest_step(stack, training_id) > max(newest, default=0))
+    until(lambda: pids(stack, training_id) == ranks)
+    assert all(psutil.pid_exists(pid) for pid in ranks if pid)
+    kinds = [event.kind for event in stack.client.events(training_id).items]
+    assert kinds[0] == "job.found_again"
+
+    # Who had ended has ended, who stood stands; both with all that they had committed.
+    again = job_in(stack, done.id, JobState.SUCCEEDED)
+    assert (again.name, again.labels, again.created_at) == ("done", done.labels, done.created_at)
+    found = job_in(stack, standing_id, JobState.PAUSED)
+    assert "found again in storage" in str(found.reason)
+    assert found.latest_checkpoint == standing.latest_checkpoint
+    assert {job: committed(stack, job) for job in before} == before
+
+    # And goes on from there, in an attempt that no older one shares its number with.
+    stack.client.resume(standing_id, ResumeRequest())
+    assert job_in(stack, standing_id, JobState.SUCCEEDED).attempt == 2
+    (attempt,) = stack.client.attempts(standing_id).items
+    assert attempt.resumed_from == standing.latest_checkpoint
+
+    stack.client.pause(training_id, StopRequest(checkpoint="required"))
+    paused = job_in(stack, training_id, JobState.PAUSED)
+    latest = stack.client.checkpoint(str(paused.latest_checkpoint))
+    assert latest.step == paused.progress.step
+    stack.client.kill(training_id)
+
+
+def _newest_step(stack: Stack, job_id: str) -> int:
+    items = stack.client.checkpoints(job_id).items
+    return max((c.step for c in items if c.state is CheckpointState.COMMITTED), default=0)
