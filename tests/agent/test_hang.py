@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangDiagnosed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import RankFinished
@@ -20,6 +21,7 @@ from services.worker.agent.gang import (
     LookInto,
     MessageCame,
     RankState,
+    StopAsked,
     Tell,
     Ticked,
     decide,
@@ -123,6 +125,18 @@ def test_a_hung_gang_that_cannot_be_looked_into_is_killed_all_the_same() -> None
     late = first_look_into(seen) + LOOKED_INTO_WITHIN_S
     _, seen = standing_still(state, LOOKED_INTO_WITHIN_S, start=6.1)
     assert [(round(now - late, 1) <= 0.1, effect) for now, effect in seen] == [(True, Kill((0, 1)))]
+
+
+def test_a_kill_while_a_hung_gang_is_looked_into_waits_for_what_is_found() -> None:
+    state, _ = standing_still(gang(), 6)
+    kill = StopGang(job_id=JOB, fence=1, mode="kill")
+    state, effects = decide(state, StopAsked(kill), 6.1)
+    assert effects == ()
+    again, effects = decide(state, LookedInto(findings()), 6.2)
+    assert effects == (Kill((0, 1)),)
+    assert again.hang == findings()
+    _, seen = standing_still(state, LOOKED_INTO_WITHIN_S, start=6.1)
+    assert [effect for _, effect in seen] == [Kill((0, 1))]
 
 
 def test_who_asks_learns_what_was_found_and_nobody_is_killed() -> None:

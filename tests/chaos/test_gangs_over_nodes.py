@@ -52,26 +52,25 @@ def over_two(cluster: Cluster, undisturbed: Losses) -> JobView:
     return running
 
 
-def test_a_killed_rank_is_named_whichever_node_it_is_on_and_the_rest_ends_with_it(
+def test_a_rank_that_is_frozen_or_killed_is_named_whichever_node_told_first(
     cluster: Cluster, over_two: JobView, undisturbed: Losses
 ) -> None:
     job_id = over_two.id
-    peers = [cluster.rank_pid(job_id, rank, attempt=1) for rank in range(4)]
-    peers[3].kill()
-    cluster.job_when(job_id, lambda job: job.attempt == 2)
-    assert gone(peers)
-    (first, _) = cluster.client.attempts(job_id).items
-    assert first.failure is not None
-    assert (first.failure.rank, first.failure.node_id) == (3, OTHER)
-    assert first.failure.signal == "SIGKILL"
+    ranks = [cluster.rank_pid(job_id, rank, attempt=1) for rank in range(4)]
+    ranks[3].suspend()
     cluster.at_step(job_id, 1, attempt=2)
-    cluster.rank_pid(job_id, 0, attempt=2).kill()
+    assert gone(ranks)
+    cluster.rank_pid(job_id, 2, attempt=2).kill()
     done = finish(cluster, job_id, undisturbed)
     assert done.restarts == 2
-    (_, second, third) = cluster.client.attempts(job_id).items
-    assert second.failure is not None
-    assert (second.failure.rank, second.failure.node_id) == (0, HEAD)
-    assert third.resumed_from is not None
+    (frozen, killed, last) = cluster.client.attempts(job_id).items
+    assert frozen.exit_reason is ExitReason.HANG
+    assert frozen.failure is not None
+    assert (frozen.failure.rank, frozen.failure.node_id) == (3, OTHER)
+    assert killed.failure is not None
+    assert (killed.failure.rank, killed.failure.node_id) == (2, OTHER)
+    assert killed.failure.signal == "SIGKILL"
+    assert last.resumed_from is not None
 
 
 @pytest.mark.parametrize("victim", [OTHER, HEAD])
@@ -107,6 +106,8 @@ def test_a_frozen_node_is_left_and_finds_nothing_to_do_when_it_wakes(
     moved = cluster.at_step(job_id, 1, attempt=2)
     assert nodes_of(moved) == [LARGE] * 4
     assert gone(peers)
+    (first, _) = cluster.client.attempts(job_id).items
+    assert first.exit_reason is ExitReason.NODE_LOST
     assert all(zombie.status() == psutil.STATUS_STOPPED for zombie in zombies)
     assert cluster.node_view(OTHER).state is NodeState.LOST
     node.thaw()

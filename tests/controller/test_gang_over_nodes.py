@@ -9,8 +9,9 @@ from services.contract.messages.facts import (
     LaunchRefused,
     RankExit,
 )
+from services.contract.messages.findings import Findings, RankFinding
 from services.contract.plans import GangPlan, RankPlacement
-from services.contract.states import ExitReason, JobState
+from services.contract.states import ExitReason, FailureClass, JobState
 from services.contract.views import StopRequest
 from services.controller.domain import planner
 from services.controller.domain.decide import decide
@@ -164,3 +165,45 @@ def test_the_rank_that_failed_by_itself_is_named_whichever_node_reports_first() 
         failure = play(job, events).job.attempts[0].failure
         assert failure is not None
         assert (failure.rank, failure.exit_code) == (2, 7)
+
+
+def hung(job: Job, node: str, *, stopped: int | None = None) -> GangEnded:
+    """Its agent found that its ranks stand still: all in a collective, but the stopped one."""
+    ranks = tuple(
+        RankFinding(
+            rank=rank,
+            pid=100 + rank,
+            phase="FORWARD",
+            process="T" if rank == stopped else "S",
+            frames=() if rank == stopped else ("wait (torch/distributed/c10d.py:1)",),
+        )
+        for rank in ((0, 1) if node == HEAD else (2, 3))
+    )
+    found = Findings(why="hang", still_s=6.0, allowed_s=5.0, ranks=ranks)
+    end = ended(job, node, signal=9, standing=ExitStanding.VICTIM)
+    return end.model_copy(update={"hang": found})
+
+
+def test_of_ranks_that_hang_on_several_nodes_the_one_that_is_stopped_is_named() -> None:
+    job = starting()
+    waiting, frozen = hung(job, HEAD), hung(job, OTHER, stopped=3)
+    for events in ([waiting, frozen], [frozen, waiting]):
+        (attempt,) = play(job, events).job.attempts
+        assert attempt.exit_reason is ExitReason.HANG
+        assert attempt.failure is not None
+        assert (attempt.failure.rank, attempt.failure.node_id) == (3, OTHER)
+        assert attempt.diagnosis is not None
+        assert (attempt.diagnosis.verdict, attempt.diagnosis.rank) == (FailureClass.FROZEN, 3)
+
+
+def test_ranks_that_hang_because_a_node_is_gone_are_not_blamed() -> None:
+    job = starting()
+    lost = NodeLost(OTHER, "loom-2 is lost")
+    orders: list[list[JobEvent]] = [[hung(job, HEAD), lost], [lost, hung(job, HEAD)]]
+    for events in orders:
+        (attempt,) = play(job, events).job.attempts
+        assert attempt.exit_reason is ExitReason.NODE_LOST
+        assert attempt.failure is not None
+        assert attempt.failure.error == "loom-2 is lost"
+        assert attempt.diagnosis is not None
+        assert attempt.diagnosis.verdict is FailureClass.NODE_LOST

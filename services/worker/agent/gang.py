@@ -107,6 +107,15 @@ class GangState:
     hang: Findings | None = None
 
     @property
+    def is_looking(self) -> bool:
+        """Whether its ranks hang and are being looked into.
+
+        They are killed right after. Whoever else wants them dead waits so long: on other nodes of
+        the gang the ranks hang too, and only here it may be seen why.
+        """
+        return self.hung_at is not None and self.hang is None
+
+    @property
     def ended(self) -> bool:
         """Whether every rank is reaped."""
         return all(rank.ended for rank in self.ranks.values())
@@ -331,7 +340,8 @@ def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
 
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:
     if command.mode == "kill":
-        return _kill_all(replace(state, stopped="the controller asked for it"))
+        state = replace(state, stopped="the controller asked for it")
+        return (state, ()) if state.is_looking else _kill_all(state)
     deadline = now + command.grace_s
     if state.kill_at is not None:
         # A repeated or second drain may shorten the grace, never lengthen it.
@@ -386,7 +396,7 @@ def _ticked(state: GangState, now: float) -> Decision:
         return _kill_all(replace(state, stopped="it did not drain within its grace"))
     if state.hung_at is not None and now >= state.hung_at + LOOKED_INTO_WITHIN_S:
         return _kill_hung(state)
-    if state.echo_until is not None and now >= state.echo_until:
+    if state.echo_until is not None and now >= state.echo_until and not state.is_looking:
         return _kill_survivors(state)
     wedged = tuple(
         rank.rank
