@@ -136,7 +136,7 @@ def test_ranks_that_are_well_go_on_while_they_are_looked_into_and_a_frozen_one_i
     os.kill(victim, signal.SIGSTOP)
     job, found = failed(stack, job_id)
     assert (found.verdict, found.rank) == (FailureClass.FROZEN, 1), found
-    assert sorted(stacks_of(found)) == [0]
+    assert 0 in stacks_of(found)
     assert job.failure is not None
 
 
