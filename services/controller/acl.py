@@ -71,11 +71,13 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     record = keys.job(_ANY_JOB)
     # Running a script takes all rights on the keys that it names; what it does to them is judged
     # by the rules below.
-    yield f"+eval +evalsha {_patterns([*own, *told, record, keys.FACTS])}"
+    named = [*own, *told, record, keys.DELETED_JOBS, keys.FACTS]
+    yield f"+eval +evalsha {_patterns(named)}"
     # Those without a key would show the names of all.
     keyless = "-scan -randomkey -dbsize"
     yield f"+@string +@keyspace +@hash +@stream -@dangerous {keyless} {_patterns(own)}"
     yield f"+hget +hmget %R~{record}"
+    yield f"+sismember %R~{keys.DELETED_JOBS}"
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
     yield f"+xadd %W~{keys.FACTS}"
 

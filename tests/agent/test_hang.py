@@ -162,7 +162,7 @@ def test_a_rank_that_has_finished_is_not_waited_for() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0.01, 0.9), st.booleans()), min_size=1, max_size=200))
+@given(st.lists(st.tuples(st.floats(0.01, 0.45), st.booleans()), min_size=1, max_size=200))
 def test_the_time_that_counts_is_the_time_since_anything_moved(
     course: list[tuple[float, bool]],
 ) -> None:

@@ -6,7 +6,7 @@ from services.contract.messages.facts import AGENT_DIED, RankExit
 from services.contract.messages.findings import Findings, RankFinding
 from services.contract.states import ExitReason, FailureClass, JobState
 from services.controller.domain import diagnose, retry
-from services.controller.domain.attempt import Attempt, Diagnosis, NodeExit
+from services.controller.domain.attempt import Attempt, Diagnosis, NodeExit, NodeFindings
 from services.controller.domain.decide import decide
 from services.controller.domain.events import DiagnosisAsked, KillAsked, NodeLost
 from services.controller.domain.job import Job
@@ -53,7 +53,7 @@ def verdict(*ranks: RankFinding, why: str = "hang", still_s: float = 5.2) -> Dia
     found = Findings.model_validate(
         {"why": why, "still_s": still_s, "allowed_s": 5.0, "ranks": ranks}
     )
-    return diagnose.of_findings(found, NODE)
+    return diagnose.of_findings([NodeFindings(node_id=NODE, findings=found)], len(ranks))
 
 
 def test_a_stopped_process_is_frozen() -> None:
@@ -95,6 +95,21 @@ def test_ranks_that_all_wait_have_started_different_collectives() -> None:
     assert (found.verdict, found.rank) == (FailureClass.COLLECTIVE_MISMATCH, None)
     found = verdict(finding(0), finding(1, issued={"dp_shard": 38}))
     assert (found.verdict, found.rank) == (FailureClass.COLLECTIVE_MISMATCH, 1)
+
+
+def test_a_rank_to_blame_is_found_on_whichever_node_it_is() -> None:
+    parts = [
+        NodeFindings(
+            node_id=f"node-{rank}",
+            findings=Findings(why="hang", still_s=5.0 + rank, allowed_s=5.0, ranks=(one,)),
+        )
+        for rank, one in enumerate((finding(0), finding(1, process="T")))
+    ]
+    found = diagnose.of_findings(parts, 2)
+    assert (found.verdict, found.rank, found.node_id) == (FailureClass.FROZEN, 1, "node-1")
+    # The other node has not told: that all wait here is no sign of different collectives.
+    found = diagnose.of_findings(parts[:1], 2)
+    assert (found.verdict, found.rank) == (FailureClass.HANG, None)
 
 
 def test_ranks_that_make_progress_are_well_when_somebody_asks() -> None:
@@ -227,7 +242,7 @@ def test_a_hang_restarts_the_job_within_its_budget_and_names_the_rank() -> None:
     assert attempt.failure is not None
     assert attempt.failure.rank == 1
     assert newest(job).verdict is FailureClass.FROZEN
-    assert attempt.hang is None
+    assert attempt.hang == ()
     job = play(job, [placed(job), launched(job, 2), progressed(job, 4, 2), hung(job, 2)]).job  # type: ignore[list-item]
     assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.RESTARTS_EXHAUSTED)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.messages.base import Address
 from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
@@ -21,7 +22,14 @@ from services.contract.messages.commands import (
     RetireCheckpoint,
     StopGang,
 )
-from services.contract.messages.facts import CheckpointLost, CheckpointRetired, LaunchRefused
+from services.contract.messages.facts import (
+    CheckpointLost,
+    CheckpointRetired,
+    ExitStanding,
+    GangEnded,
+    GangLaunched,
+    LaunchRefused,
+)
 from services.contract.requests import JobPatch
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import StopRequest
@@ -60,9 +68,10 @@ from tests.controller.histories import NOW, node, spec
 
 SLOTS = {"loom-1": 4, "loom-2": 2}
 NODES = tuple(SLOTS)
-EVERYBODY = max(SLOTS.values())
+EVERYBODY = sum(SLOTS.values())
 STEPS = 30
 HOLDER = "job_" + "0" * 26
+STORE = Address(host="10.0.0.1", port=4711)
 STOPS = st.builds(
     StopRequest,
     checkpoint=st.sampled_from(["required", "best_effort", "none"]),
@@ -90,6 +99,7 @@ class Gang:
 
     launch: LaunchGang
     node_id: str
+    ranks: frozenset[int]
     incarnation: str
     step: int
     draining: bool = False
@@ -100,8 +110,8 @@ class House:
     """The world outside the controller."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    gangs: dict[tuple[str, int], Gang] = field(default_factory=dict)
-    launched: set[tuple[str, int]] = field(default_factory=set)
+    gangs: dict[tuple[str, int, str], Gang] = field(default_factory=dict)
+    launched: set[tuple[str, int, str]] = field(default_factory=set)
     opened: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     chain: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     inboxes: dict[str, list[Command]] = field(default_factory=lambda: defaultdict(list))
@@ -110,9 +120,9 @@ class House:
 
 
 class Lifecycle(RuleBasedStateMachine):
-    """Three jobs on two nodes, of four seats and of two."""
+    """Three jobs on two nodes, of four seats and of two; some need both nodes."""
 
-    @initialize(ranks=st.tuples(*[st.sampled_from([2, 4])] * 3), budget=st.integers(0, 2))
+    @initialize(ranks=st.tuples(*[st.sampled_from([2, 4, 6])] * 3), budget=st.integers(0, 2))
     def begin(self, ranks: tuple[int, ...], budget: int) -> None:
         self.now = NOW
         self.house = House({name: node(name, slots=count) for name, count in SLOTS.items()})
@@ -210,7 +220,7 @@ class Lifecycle(RuleBasedStateMachine):
             case RetireCheckpoint():
                 self._retire(command, name)
 
-    @rule(rounds=st.integers(1, 3), steps=st.integers(1, 9), votes=st.sampled_from([0, 1, 4, 4]))
+    @rule(rounds=st.integers(1, 3), steps=st.integers(1, 9), votes=st.sampled_from([0, 1, 6, 6]))
     def prosper(self, rounds: int, steps: int, votes: int) -> None:
         """All goes well for a while: what is commanded is done, what is told is heard."""
         for _ in range(rounds):
@@ -243,11 +253,13 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), steps=st.integers(1, 12))
     def train(self, which: int, steps: int) -> None:
         for gang in self._gangs(which):
+            if not self._is_whole(gang):
+                continue  # ranks wait for each other
             gang.step = min(gang.step + steps, STEPS)
             job = self.jobs[gang.launch.job_id]
             self._tell(self._by(gang, histories.progressed(job, gang.step, gang.launch.fence)))
 
-    @rule(which=st.integers(0, 2), votes=st.integers(0, 4))
+    @rule(which=st.integers(0, 2), votes=st.integers(0, 6))
     def save(self, which: int, votes: int) -> None:
         """Ranks write a checkpoint; some of them may never vote."""
         for gang in self._gangs(which):
@@ -255,16 +267,20 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), how=st.sampled_from(["killed", "raised", "drained", "done"]))
     def end(self, which: int, how: str) -> None:
-        for gang in self._gangs(which):
+        gangs = self._gangs(which)
+        whole = all(map(self._is_whole, gangs))
+        if how in {"killed", "raised"}:
+            gangs = gangs[:1]  # on another node they stand until they are told
+        for gang in gangs:
             job, fence = self.jobs[gang.launch.job_id], gang.launch.fence
-            if how == "done":
+            if how == "done" and whole:
                 gang.step = STEPS
                 self._save(gang, EVERYBODY)
                 self._end(gang, histories.finished(job, fence, step=STEPS))
-            elif how == "drained" and gang.draining:
+            elif how == "drained" and gang.draining and whole:
                 self._save(gang, EVERYBODY)
                 self._end(gang, histories.finished(job, fence, step=gang.step, drained=True))
-            elif how == "raised" and job.spec.resources.ranks > 1:
+            elif how == "raised" and 1 in gang.ranks:
                 self._end(gang, histories.crashed(job, "ValueError: x", fence, gang.step))
             else:
                 self._end(gang, histories.killed(job, fence, gang.step))
@@ -368,7 +384,12 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _gangs(self, which: int) -> list[Gang]:
         job_id = self._job(which).id
-        return [g for (name, _), g in self.house.gangs.items() if name == job_id]
+        return [g for (name, _, _), g in self.house.gangs.items() if name == job_id]
+
+    def _is_whole(self, gang: Gang) -> bool:
+        job_id, fence = gang.launch.job_id, gang.launch.fence
+        nodes = {seat.node_id for seat in gang.launch.plan.ranks}
+        return all((job_id, fence, name) in self.house.gangs for name in nodes)
 
     def _put(self, name: str, **fields: object) -> None:
         self.house.nodes[name] = self.house.nodes[name].model_copy(update=fields)
@@ -377,37 +398,58 @@ class Lifecycle(RuleBasedStateMachine):
         self.house.facts += facts
 
     def _by(self, gang: Gang, fact: GangFact) -> GangFact:
-        return fact.model_copy(update={"node_id": gang.node_id})
+        """What the agent of the gang's node tells of it: of its own ranks alone."""
+        changes: dict[str, object] = {"node_id": gang.node_id}
+        if isinstance(fact, GangEnded):
+            changes["exits"] = tuple(gone for gone in fact.exits if gone.rank in gang.ranks)
+        if isinstance(fact, GangLaunched):
+            changes["pids"] = {r: pid for r, pid in fact.pids.items() if r in gang.ranks}
+            changes["store"] = STORE if 0 in gang.ranks else None
+        return fact.model_copy(update=changes)
 
     def _launch(self, command: LaunchGang, name: str, *, refuses: bool) -> None:
-        key = (command.job_id, command.fence)
+        key = (command.job_id, command.fence, name)
         if key in self.house.launched:
             return
-        self.house.launched.add(key)
+        ranks = frozenset(s.rank for s in command.plan.ranks if s.node_id == name)
+        assert (command.store is None) == (0 in ranks), "only rank 0 opens the store"
         overtaken = self.house.opened[command.job_id] > command.fence
         if refuses or overtaken:
-            refusal = LaunchRefused(
-                job_id=command.job_id, fence=command.fence, node_id=name, reason="no room"
-            )
-            self._tell(refusal)
+            self._refuse(command, name)
             return
+        self.house.launched.add(key)
         self.house.opened[command.job_id] = command.fence
         job = self.jobs[command.job_id]
         if command.resume_from is not None:
             assert command.resume_from in self.house.chain[command.job_id], "nothing to load"
         step = int(command.resume_from.rsplit("-", 2)[1][1:]) if command.resume_from else 0
-        gang = Gang(command, name, self.house.nodes[name].incarnation, step)
+        gang = Gang(command, name, ranks, self.house.nodes[name].incarnation, step)
         self.house.gangs[key] = gang
         self._tell(self._by(gang, histories.launched(job, command.fence)))
 
     def _stop(self, command: StopGang, name: str) -> None:
-        gang = self.house.gangs.get((command.job_id, command.fence))
-        if gang is None or gang.node_id != name:
+        key = (command.job_id, command.fence, name)
+        if key not in self.house.launched:
+            self._refuse(command, name)
+            return
+        gang = self.house.gangs.get(key)
+        if gang is None:
             return
         gang.draining = True
         if command.mode == "kill":
             job = self.jobs[command.job_id]
-            self._end(gang, histories.killed(job, command.fence, gang.step))
+            killed = histories.killed(job, command.fence, gang.step)
+            victims = [
+                gone.model_copy(update={"standing": ExitStanding.VICTIM}) for gone in killed.exits
+            ]
+            self._end(gang, killed.model_copy(update={"exits": tuple(victims)}))
+
+    def _refuse(self, command: LaunchGang | StopGang, name: str) -> None:
+        self.house.launched.add((command.job_id, command.fence, name))
+        refusal = LaunchRefused(
+            job_id=command.job_id, fence=command.fence, node_id=name, reason="no room"
+        )
+        self._tell(refusal)
 
     def _commit(self, command: CommitCheckpoint, name: str) -> None:
         job, manifest = self.jobs[command.job_id], command.manifest
@@ -449,11 +491,12 @@ class Lifecycle(RuleBasedStateMachine):
         if gang.step == 0 or name in self.house.chain[job.id]:
             return
         facts: list[GangFact] = [histories.began(job, gang.step, fence)]
-        facts += histories.votes(job, gang.step, fence)[:votes]
+        cast = histories.votes(job, gang.step, fence)[:votes]
+        facts += [vote for vote in cast if vote.shard.rank in gang.ranks]
         self._tell(*(self._by(gang, fact) for fact in facts))
 
     def _end(self, gang: Gang, fact: GangFact) -> None:
-        self.house.gangs.pop((gang.launch.job_id, gang.launch.fence))
+        self.house.gangs.pop((gang.launch.job_id, gang.launch.fence, gang.node_id))
         self._tell(self._by(gang, fact))
 
 

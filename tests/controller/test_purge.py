@@ -4,7 +4,10 @@ import pytest
 
 from services.contract.messages.commands import PurgeJob
 from services.contract.messages.facts import JobPurged
+from services.controller.domain.errors import StateConflictError
+from services.controller.domain.events import PurgeAsked
 from tests.controller.conftest import House
+from tests.controller.histories import NODE, STEPS, finished, play, running, saved
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -90,3 +93,15 @@ def test_a_job_that_is_being_purged_is_not_resumed(house: House) -> None:
     house.in_state(job_id, "CANCELLED")
     assert purge(house, job_id) == 202
     assert house.client.post(f"/v1/jobs/{job_id}/resume").status_code == 409
+
+
+def test_a_pinned_checkpoint_keeps_its_job() -> None:
+    job = running()
+    done = play(job, [*saved(job, STEPS), finished(job)]).job
+    (kept,) = done.checkpoints.values()
+    pinned = done.model_copy(
+        update={"checkpoints": {kept.id: kept.model_copy(update={"pinned": True})}}
+    )
+    with pytest.raises(StateConflictError, match="unpin"):
+        play(pinned, [PurgeAsked(NODE)])
+    assert len(play(done, [PurgeAsked(NODE)]).sends) == 1

@@ -1,5 +1,8 @@
 """Who runs next: order, whole gangs, back-filling that delays nobody, preemption."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from services.contract.ids import new_job_id
 from services.contract.states import JobState
 from services.contract.views import StopRequest
@@ -9,7 +12,7 @@ from services.controller.domain.job import Job
 from services.controller.domain.node import Drain, Lease, Node
 from services.controller.domain.placement import Seated, Standing, place, stand
 from services.controller.domain.queue import MakeRoom, Turn, Waits, turns
-from tests.controller.histories import NOW, launched, node, play, progressed, spec
+from tests.controller.histories import NODE, NOW, launched, node, play, progressed, spec
 from tests.controller.test_placement import ask
 
 _numbers = iter(range(1, 10_000))
@@ -201,3 +204,49 @@ def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
     room = look([*jobs, wide], house)[wide.id].outcome
     assert isinstance(room, MakeRoom)
     assert {victim.id for victim in room.victims} == {job.id for job in jobs}
+
+
+# --- over time ------------------------------------------------------------------------------------
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(0, 6)), min_size=1, max_size=14
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(arrivals=ARRIVALS, knows=st.booleans())
+def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
+    *, arrivals: list[tuple[int, int, int]], knows: bool
+) -> None:
+    """Jobs (ranks, seconds, seconds since the one before) whose estimates are right, or unknown."""
+    house = node(slots=4)
+    leases = {house.id: Lease(house.incarnation, 5000)}
+    coming: list[tuple[int, Job, int]] = []
+    at_ms = NOW
+    for ranks, lasts_s, gap_s in arrivals:
+        at_ms += gap_s * 1_000
+        coming.append((at_ms, waiting(ranks), lasts_s * 1_000))
+    lasts = {job.id: lasts_ms for _, job, lasts_ms in coming}
+    queued: list[Job] = []
+    running: dict[str, tuple[int, Job]] = {}
+    promised: dict[str, int] = {}
+    while coming or queued or running:
+        now = min([at for at, _, _ in coming] + [end for end, _ in running.values()])
+        queued += [job for at, job, _ in coming if at <= now]
+        coming = [entry for entry in coming if entry[0] > now]
+        running = {name: entry for name, entry in running.items() if entry[0] > now}
+        jobs = [*(job for _, job in running.values()), *queued]
+        left = {name: end - now for name, (end, _) in running.items()}
+        outlook = lasts | left if knows else {}
+        for turn in turns(jobs, stand([house], jobs, leases), outlook, now):
+            match turn.outcome:
+                case Seated() as seat:
+                    assert now <= promised.get(turn.job.id, now), "begins later than was promised"
+                    event = GangPlaced(planner.gang(turn.job.spec, seat), {NODE: "life-1"})
+                    placed = play(turn.job, [event], now).job
+                    running[placed.id] = (now + lasts[placed.id], placed)
+                    queued = [job for job in queued if job.id != placed.id]
+                case Waits(start_ms=int(start_ms)):
+                    promised.setdefault(turn.job.id, start_ms)
+        assert sum(job.spec.resources.ranks for _, job in running.values()) <= 4
+        assert running or not queued, "with nobody in the way, somebody begins"

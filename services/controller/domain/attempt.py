@@ -39,6 +39,13 @@ class Diagnosis(Record):
     at_ms: int = 0
 
 
+class NodeFindings(Record):
+    """What the agent of a node found when it looked into its ranks."""
+
+    node_id: NodeId
+    findings: Findings
+
+
 class NodeExit(Record):
     """How a rank on a node ended."""
 
@@ -52,10 +59,11 @@ class Attempt(Record):
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
-    stopped in an orderly way. ``hang`` is what a node found before it killed ranks that made no
-    progress; ``oom_kills`` counts the kernel's kills for want of memory. ``failed_ms``: when the
-    first rank exited, or a lost node was last heard of, where that is known. ``corrupt_source`` is
-    the file by which the checkpoint that it was to load proved to be corrupt.
+    stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
+    progress, ``looks`` what they found when somebody asked last; ``oom_kills`` counts the kernel's
+    kills for want of memory. ``failed_ms``: when the first rank exited, or a lost node was last
+    heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it
+    was to load proved to be corrupt.
     """
 
     fence: int
@@ -77,8 +85,8 @@ class Attempt(Record):
     lost: str | None = None
     lost_nodes: tuple[NodeId, ...] = ()
     farewell: bool = False
-    hang: Findings | None = None
-    hung_node: NodeId | None = None
+    hang: tuple[NodeFindings, ...] = ()
+    looks: tuple[NodeFindings, ...] = ()
     oom_kills: int = 0
     diagnosis: Diagnosis | None = None
     failed_ms: int | None = None

@@ -9,7 +9,8 @@ Of ranks that stand still the first of these that holds decides:
 2. an awake process whose pulse stands still never gives the interpreter's lock back;
 3. a rank that fetches data while the others wait for it in a collective has a stalled source;
 4. a rank that waits in no collective while others do hangs in code of its own;
-5. all wait, each in a collective: they have started different ones.
+5. all wait, each in a collective: they have started different ones. Where not every node has
+   told, the one that they wait for may be on another.
 """
 
 import signal
@@ -17,9 +18,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.contract.messages.facts import AGENT_DIED
-from services.contract.messages.findings import Findings, RankFinding
+from services.contract.messages.findings import RankFinding
 from services.contract.states import ExitReason, FailureClass
-from services.controller.domain.attempt import Attempt, Diagnosis, Failure
+from services.controller.domain.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
 NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"
 _DESYNC: Final = "fsdp_core.errors.DesyncError"
@@ -90,8 +91,8 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         return _diagnosis(
             FailureClass.KILLED_BY_OPERATOR, "the job was killed on request", advice="As asked."
         )
-    if attempt.hang is not None and attempt.lost is None:
-        return of_findings(attempt.hang, attempt.hung_node)
+    if attempt.hang and attempt.lost is None:
+        return of_findings(attempt.hang, attempt.world_size)
     kind = classify(attempt, failure)
     evidence = [_told_by(failure)] if failure is not None and failure.rank is not None else []
     if attempt.lost is not None:
@@ -127,18 +128,27 @@ def classify(attempt: Attempt, failure: Failure | None) -> FailureClass:
     return FailureClass.CRASH
 
 
-def of_findings(found: Findings, node_id: str | None) -> Diagnosis:
-    """The verdict on ranks that live."""
-    evidence = [_standing(rank) for rank in found.ranks]
+def of_findings(parts: Sequence[NodeFindings], world_size: int) -> Diagnosis:
+    """The verdict on ranks that live, or lived when they were looked into.
+
+    Args:
+        parts: What each node told; at least one.
+        world_size: How many ranks the attempt has on all nodes.
+    """
+    ranks = sorted((r for part in parts for r in part.findings.ranks), key=lambda r: r.rank)
+    still_s = min(part.findings.still_s for part in parts)
+    evidence = [_standing(rank) for rank in ranks]
     # Asked while all is well, or before it is known that it is not.
-    if found.why == "asked" and found.still_s < _STILL_S and not _stopped(found.ranks):
+    asked = all(part.findings.why == "asked" for part in parts)
+    if asked and still_s < _STILL_S and not _stopped(ranks):
         return _diagnosis(FailureClass.NONE, "the ranks make progress", evidence=evidence)
-    kind, rank, what = _of_standstill(found.ranks)
+    kind, rank, what = _of_standstill(ranks, is_whole=len(ranks) == world_size)
+    nodes = {r.rank: part.node_id for part in parts for r in part.findings.ranks}
     return _diagnosis(
         kind,
-        f"no rank made progress for {found.still_s:.1f} s: {what}",
+        f"no rank made progress for {still_s:.1f} s: {what}",
         rank=rank,
-        node_id=node_id,
+        node_id=None if rank is None else nodes[rank],
         evidence=evidence,
     )
 
@@ -156,7 +166,9 @@ def behind(ranks: Sequence[RankFinding]) -> tuple[int, ...]:
     )
 
 
-def _of_standstill(ranks: Sequence[RankFinding]) -> tuple[FailureClass, int | None, str]:
+def _of_standstill(
+    ranks: Sequence[RankFinding], *, is_whole: bool
+) -> tuple[FailureClass, int | None, str]:
     frozen = _stopped(ranks)
     if frozen:
         return (
@@ -180,10 +192,10 @@ def _of_standstill(ranks: Sequence[RankFinding]) -> tuple[FailureClass, int | No
     if own:
         one = own[0]
         return FailureClass.HANG, one.rank, f"rank {one.rank} does not return{_at(one)}"
-    if len(ranks) > 1:
+    if is_whole and len(ranks) > 1:
         what = "every rank waits in a collective, and not in the same one"
         return FailureClass.COLLECTIVE_MISMATCH, late[0] if late else None, what
-    return FailureClass.HANG, ranks[0].rank if ranks else None, "it waits in a collective"
+    return FailureClass.HANG, None, "all ranks that were seen wait in collectives, for one unseen"
 
 
 def _stopped(ranks: Sequence[RankFinding]) -> list[RankFinding]:

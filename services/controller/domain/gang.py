@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from services.contract.ids import NodeId
 from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
 from services.contract.messages.facts import (
     Evaluated,
@@ -17,11 +16,10 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
-from services.contract.messages.findings import Findings
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
 from services.controller.domain import diagnose
-from services.controller.domain.attempt import Attempt, NodeExit
+from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -125,13 +123,12 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
-    hang = _together(attempt.hang, fact.hang)
+    hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
         exits=attempt.exits + exits,
         last_step=max(attempt.last_step, fact.last_step),
-        hang=hang,
-        hung_node=None if hang is None else _hung_node(draft.job, hang, fact.node_id),
+        hang=attempt.hang + hang,
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if not all(gone.finished or gone.drained for gone in fact.exits):
@@ -146,13 +143,15 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None:
         return
-    found = diagnose.of_findings(fact.findings, fact.node_id)
-    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
-    known = attempt.diagnosis
-    if known is not None and found.model_copy(update={"at_ms": known.at_ms}) == known:
+    look = NodeFindings(node_id=fact.node_id, findings=fact.findings)
+    if look in attempt.looks:
         return
-    draft.change_attempt(diagnosis=found)
-    draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
+    looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
+    found = diagnose.of_findings(looks, attempt.world_size)
+    found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
+    draft.change_attempt(diagnosis=found, looks=looks)
+    if len(looks) == len(attempt.live_nodes):
+        draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
 
 
 def on_node_lost(event: NodeLost, draft: Draft) -> None:
@@ -268,21 +267,6 @@ def _launch(draft: Draft, nodes: Sequence[str]) -> None:
             created_ms=job.created_ms,
         )
         draft.send(command, [node])
-
-
-def _together(known: Findings | None, more: Findings | None) -> Findings | None:
-    """What all nodes found so far: ranks that wait on one hang because of a rank on another."""
-    if known is None or more is None:
-        return known or more
-    still_s = max(known.still_s, more.still_s)
-    return known.model_copy(update={"still_s": still_s, "ranks": known.ranks + more.ranks})
-
-
-def _hung_node(job: Job, hang: Findings, reporter: NodeId) -> NodeId:
-    """The node of the rank that is to blame; where that is no single one, the node that told."""
-    blamed = diagnose.of_findings(hang, None).rank
-    seats = () if job.plan is None else job.plan.ranks
-    return next((seat.node_id for seat in seats if seat.rank == blamed), reporter)
 
 
 def _kill_rest(draft: Draft) -> None:

@@ -16,7 +16,8 @@ def on_purge(event: PurgeAsked, draft: Draft) -> None:
     """Command the removal; asked again, command it again.
 
     Raises:
-        StateConflictError: The job has not ended, or clones begin with its checkpoints.
+        StateConflictError: The job has not ended, clones begin with its checkpoints, or one is
+            pinned.
     """
     job = draft.job
     refuse_unless_ended(job)
@@ -26,6 +27,9 @@ def on_purge(event: PurgeAsked, draft: Draft) -> None:
             f"clones that have no checkpoint of their own yet begin with those of this job: "
             f"{holders}; delete them first, or wait for their first checkpoint"
         )
+    pinned = sorted(c.id for c in job.checkpoints.values() if c.pinned)
+    if pinned:
+        raise StateConflictError(f"{', '.join(pinned)}: pinned; unpin first what is to be removed")
     draft.send(PurgeJob(job_id=job.id, fence=job.fence), [event.node_id])
     if job.purge_node != event.node_id:
         words = f"its checkpoints are being removed by {event.node_id}; then it is forgotten"

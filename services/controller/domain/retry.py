@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.messages.facts import ExitStanding
-from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason
 from services.controller.domain import diagnose
 from services.controller.domain.attempt import Attempt, Failure, NodeExit
@@ -67,8 +66,9 @@ def first_failure(attempt: Attempt) -> Failure | None:
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
         key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
-    if attempt.hang is not None and attempt.lost is None:
-        return _hang(attempt, attempt.hang)
+    # Ranks that wait for a node that is lost hang, too.
+    if attempt.hang and attempt.lost is None:
+        return _hang(attempt)
     if attempt.refusal is not None:
         return Failure(error=attempt.refusal)
     is_own = bool(failed) and failed[0].exit.standing == ExitStanding.OWN_FAILURE
@@ -83,7 +83,7 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
         return ExitReason.NODE_LOST
     if attempt.refusal is not None:
         return ExitReason.LAUNCH_FAILED
-    if attempt.hang is not None:
+    if attempt.hang:
         return ExitReason.HANG
     if failure is None:
         return ExitReason.CHECKPOINT_FAILED
@@ -143,18 +143,6 @@ def describe(failure: Failure | None) -> str:
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
 
 
-def _in_vain(job: Job) -> int:
-    """How many attempts of this run, the newest ones in a row, saved no step."""
-    following = job.resume_point.step
-    count = 0
-    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
-        if following > attempt.resumed_step:
-            break
-        count += 1
-        following = attempt.resumed_step
-    return count
-
-
 def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
     if job.latest_checkpoint is not None:
         # Each such attempt strikes one checkpoint out: this ends by itself.
@@ -165,19 +153,30 @@ def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
     return GiveUp(ExitReason.CHECKPOINT_FAILED, _NOTHING_LEFT.format(what=what))
 
 
-def _hang(attempt: Attempt, found: Findings) -> Failure:
-    """A hang is no rank's exit: the agent killed them all. Which one is to blame is worked out."""
-    diagnosis = diagnose.of_findings(found, attempt.hung_node)
-    standing = {finding.rank: finding for finding in found.ranks}
-    # Where all are to blame, any one tells where they stood.
-    one = standing.get(-1 if diagnosis.rank is None else diagnosis.rank)
+def _hang(attempt: Attempt) -> Failure:
+    """A hang is no rank's exit: agents killed them all. Which one is to blame is worked out."""
+    diagnosis = diagnose.of_findings(attempt.hang, attempt.world_size)
+    blamed = [r for part in attempt.hang for r in part.findings.ranks if r.rank == diagnosis.rank]
+    # Where no single one is to blame, the attempt itself tells where it stood.
     return Failure(
         rank=diagnosis.rank,
-        node_id=attempt.hung_node,
-        phase=None if one is None else one.phase,
-        step=attempt.last_step if one is None else one.step,
+        node_id=diagnosis.node_id,
+        phase=blamed[0].phase if blamed else None,
+        step=blamed[0].step if blamed else attempt.last_step,
         error=diagnosis.summary,
     )
+
+
+def _in_vain(job: Job) -> int:
+    """How many attempts of this run, the newest ones in a row, saved no step."""
+    following = job.resume_point.step
+    count = 0
+    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+        if following > attempt.resumed_step:
+            break
+        count += 1
+        following = attempt.resumed_step
+    return count
 
 
 def _failure(entry: NodeExit) -> Failure:

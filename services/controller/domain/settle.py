@@ -192,7 +192,8 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         failure=failure,
         last_step=last_step,
         lost_steps=max(last_step - saved, 0),
-        hang=None,
+        hang=(),
+        looks=(),
         diagnosis=attempt.diagnosis
         if diagnosis is None
         else diagnosis.model_copy(update={"at_ms": draft.now_ms}),

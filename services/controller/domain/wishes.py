@@ -141,6 +141,7 @@ def on_diagnosis(_event: DiagnosisAsked, draft: Draft) -> None:
             f"the job is {job.state} and no rank of it lives; how the last attempt ended is at "
             f"GET /v1/jobs/{job.id}/diagnosis"
         )
+    draft.change_attempt(looks=())
     draft.send(DiagnoseGang(job_id=job.id, fence=attempt.fence), attempt.live_nodes)
     draft.note("diagnosis.asked", "the agents were asked to look into the ranks")
 

@@ -17,7 +17,7 @@ from services.worker.agent.launch import Launcher
 from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
-from services.worker.agent.processes import sweep
+from services.worker.agent.processes import NODE_MARK, sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
@@ -88,11 +88,7 @@ class Agent:
             node_id,
             folder,
             storage,
-            Exporter(
-                settings.checkpoint_root,
-                node_id,
-                rank_environment(settings, mark, network.interface),
-            ),
+            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Launcher(
                 node_id,
                 network.address,

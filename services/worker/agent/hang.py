@@ -19,8 +19,9 @@ from services.contract.states import RankPhase
 SHORTEST_S: Final = 5.0
 STEPS_ALLOWED: Final = 3.0
 SLOW_PHASE_S: Final = 300.0
-LOOKS_EVERY_S: Final = 1.0
-"""A longer break between two looks was not the ranks' fault."""
+LOOKS_EVERY_S: Final = 0.5
+"""A longer break between two looks, which come ten times a second, was not the ranks' fault: the
+machine was stopped, or has so much else to do that they may starve as well."""
 
 _SLOW_PHASES: Final = frozenset(
     {

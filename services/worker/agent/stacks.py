@@ -1,4 +1,7 @@
-"""The Python stacks of ranks: asked for by a signal, read from the files that ranks write."""
+"""The Python stacks of ranks: asked for by a signal, read from the files that ranks write.
+
+Of a rank that does not answer, what ``spying`` can see.
+"""
 
 import asyncio
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
+from services.worker.agent.spying import spied_frames, spy
 
 ANSWERED_WITHIN_S: Final = 1.5
 _LOOK_EVERY_S: Final = 0.02
@@ -23,7 +27,7 @@ _FRAME: Final = re.compile(r'^  File "(?P<path>[^"]*)", line (?P<line>\d+) in (?
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a rank wrote, and of it the frames of its training thread, innermost first."""
+    """What a rank wrote or was seen to do, and the frames of its training thread, innermost first."""
 
     text: str
     frames: tuple[str, ...]
@@ -53,7 +57,19 @@ async def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, Stacks]:
         if answered and time.monotonic() - quiet_since > _QUIET_S:
             break
     texts = {rank: _read(files[rank], sizes[rank]) for rank in sizes}
-    return {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
+    told = {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
+    return told | await _seen({rank: pid for rank, pid in pids.items() if rank not in told})
+
+
+async def _seen(silent: Mapping[int, int]) -> dict[int, Stacks]:
+    texts = await asyncio.gather(*map(spy, silent.values()))
+    return {
+        rank: Stacks(
+            text, tuple(_shown(*frame) for frame in spied_frames(text, pid)[:_FRAMES_KEPT])
+        )
+        for (rank, pid), text in zip(silent.items(), texts, strict=True)
+        if text is not None
+    }
 
 
 def training_frames(text: str) -> tuple[str, ...]:
@@ -63,11 +79,13 @@ def training_frames(text: str) -> tuple[str, ...]:
     """
     *_, last = _THREAD.split(text)
     found = (_FRAME.match(line) for line in last.splitlines())
-    return tuple(
-        f"{'/'.join(Path(m['path']).parts[-_PARTS_OF_A_PATH:])}:{m['line']} in {m['name']}"
-        for m in found
-        if m is not None
-    )[:_FRAMES_KEPT]
+    return tuple(_shown(m["path"], int(m["line"]), m["name"]) for m in found if m is not None)[
+        :_FRAMES_KEPT
+    ]
+
+
+def _shown(path: str, line: int, name: str) -> str:
+    return f"{'/'.join(Path(path).parts[-_PARTS_OF_A_PATH:])}:{line} in {name}"
 
 
 def _ask(pid: int) -> None:

@@ -32,6 +32,7 @@ from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer, take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
 _prctl = ctypes.CDLL(None).prctl
 
@@ -42,14 +43,20 @@ class WarmProcess:
     Args:
         channel: The end of the socket to the agent.
         trainer: What a rank runs, as ``package.module:callable``.
+        agent: Its process, which may look into ranks.
         wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
     """
 
     def __init__(
-        self, channel: WarmChannel, trainer: str, wake: tuple[socket.socket, socket.socket]
+        self,
+        channel: WarmChannel,
+        trainer: str,
+        agent: int,
+        wake: tuple[socket.socket, socket.socket],
     ) -> None:
         self._channel = channel
         self._trainer = trainer
+        self._agent = agent
         self._wake = wake
         self._ranks: set[int] = set()
         self._selector = selectors.DefaultSelector()
@@ -110,6 +117,8 @@ class WarmProcess:
         try:
             os.setsid()
             die_with_parent(warm)
+            # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
+            _prctl(_PR_SET_PTRACER, self._agent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
@@ -164,7 +173,7 @@ def main() -> None:
     gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
     channel.send(WarmReady(import_s=time.monotonic() - started, threads=threads))
-    WarmProcess(channel, arguments.trainer, wake).serve()
+    WarmProcess(channel, arguments.trainer, arguments.agent, wake).serve()
 
 
 def _reaped(pid: int, status: int) -> RankReaped:

@@ -1,0 +1,51 @@
+"""The stack of a process that cannot answer any more, read from its memory by py-spy.
+
+A stopped process handles no signal, so faulthandler is silent; its memory can still be read, where
+the kernel lets the agent do so: ranks allow their agent (Yama), and a container needs no more than
+its default rights. Where it is not allowed, or py-spy is not installed, there is just no stack.
+"""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+_WITHIN_S: Final = 4.0
+_TEXT_KEPT: Final = 24_000
+_FRAME: Final = re.compile(r"^ +(?P<name>\S.*) \((?P<path>.*):(?P<line>\d+)\)$")
+
+
+async def spy(pid: int) -> str | None:
+    """All Python stacks of a process; None where they cannot be had."""
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which(
+        "py-spy"
+    )
+    if program is None:
+        return None
+    # It may not stop the process: what is frozen would be set going again afterwards.
+    dump = await asyncio.create_subprocess_exec(
+        *(program, "dump", "--nonblocking", "--pid", str(pid)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(_WITHIN_S):
+            said, _ = await dump.communicate()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            dump.kill()
+        await dump.wait()
+        return None
+    return said.decode(errors="replace")[:_TEXT_KEPT] if dump.returncode == 0 else None
+
+
+def spied_frames(text: str, pid: int) -> tuple[tuple[str, int, str], ...]:
+    """Path, line and function of the main thread's frames, innermost first."""
+    _, _, own = text.partition(f"Thread {pid} ")
+    block = own.partition("\nThread ")[0]
+    found = (_FRAME.match(line) for line in block.splitlines())
+    return tuple((m["path"], int(m["line"]), m["name"]) for m in found if m is not None)
