@@ -27,12 +27,14 @@ from tests.chaos.watch import Watch, logged_step
 from tests.cluster import Cluster
 from tests.controller.replays import replay_all
 from tests.e2e.conftest import REST
+from tests.waiting import until
 
 SLOTS: Final = {"loom-1": 2, "loom-2": 2}
 RANKS: Final = 2
 _SIZES: Final = {"dim": 32, "layers": 2, "heads": 2}
 _LOOK_EVERY_S: Final = 0.1
 _RECOVERS_WITHIN_S: Final = 180.0
+_ALONE_WITHIN_S: Final = 1_200.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Options:
     minutes: float
     kill_every_s: float
     faults: int | None = None
-    steps: int = 3_000
+    steps: int = 2_000
     pace_s: float = 0.05
     command: str = ""
 
@@ -115,7 +117,9 @@ class ChaosRun:
 
     def _undisturbed(self) -> Losses:
         """The losses of a job that is left alone, and takes no rests."""
-        job = self._cluster.rested(self._submit(pace_s=0.0))
+        job_id = self._submit(pace_s=0.0)
+        until(lambda: not self._is_running(job_id), timeout_s=_ALONE_WITHIN_S, every_s=0.5)
+        job = self._cluster.job(job_id)
         if job.state is not JobState.SUCCEEDED:
             raise ViolationError(f"a job that was left alone is {job.state}: {job.reason}")
         return {record.step: record.loss for record in self._records(job.id)}
