@@ -6,6 +6,7 @@ How long things took is not asserted, for the machine may be busy: it is written
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import redis
 
@@ -14,6 +15,7 @@ from services.contract.views import JobView
 from tests.chaos import invariants
 from tests.chaos.invariants import Losses
 from tests.cluster import PATIENCE_S, Cluster
+from tests.e2e.conftest import tiny_spec
 from tests.waiting import until
 
 STEPS = 300
@@ -24,6 +26,16 @@ LONG = {
 }
 
 
+def paced(orders: Path, pace_s: float) -> dict[str, object]:
+    """The decoder of the tiny job, at a pace that leaves time for faults, which it takes orders of.
+
+    Its losses are those of the built-in one.
+    """
+    sizes = tiny_spec()["model"]["args"]  # type: ignore[index]  # a dict of dicts
+    arguments = {"orders": str(orders), "pace_s": pace_s, **sizes}
+    return {"factory": "faulty_models:FaultyDecoder", "args": arguments}
+
+
 def finish(cluster: Cluster, job_id: str, undisturbed: Losses) -> JobView:
     """See the job to its end; whatever was done to it, nothing may be lost or done twice."""
     done = cluster.rested(job_id)
@@ -31,6 +43,7 @@ def finish(cluster: Cluster, job_id: str, undisturbed: Losses) -> JobView:
     attempts = cluster.client.attempts(job_id).items
     invariants.check_losses(cluster.losses(job_id), undisturbed, attempts, len(undisturbed))
     check(cluster, job_id)
+    invariants.check_histories(cluster.redis_url)
     _record(cluster, job_id)
     return done
 

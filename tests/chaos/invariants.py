@@ -1,5 +1,6 @@
 """What holds whatever is broken: looked up in Redis and in storage themselves, not in the API."""
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manife
 from services.contract.messages.telemetry import StepRecord
 from services.contract.states import ExitReason
 from services.contract.views import AttemptView, EventView
+from services.controller.adapters.redis import redis_ports
+from tests.controller.replays import replay_all
 
 Losses = dict[int, float | None]
 _ONCE = ("job.placing", "attempt.ended", "checkpoint.committed", "checkpoint.sealed")
@@ -131,6 +134,20 @@ def check_chain(chain: CommitChain, job_id: str) -> list[Manifest]:
     for manifest in committed:
         _check_shards(chain, manifest)
     return committed
+
+
+def check_histories(redis_url: str) -> None:
+    """All jobs' histories, decided anew by the pure domain, make the records that are kept.
+
+    Raises:
+        AssertionError: They make others.
+    """
+
+    async def replay() -> None:
+        async with redis_ports(redis_url) as ports:
+            await replay_all(ports)
+
+    asyncio.run(replay())
 
 
 def deleted(chain: CommitChain) -> set[str]:

@@ -1,6 +1,5 @@
 """The chaos program: long jobs on a cluster of our own, and one fault after the other."""
 
-import asyncio
 import statistics
 import threading
 import time
@@ -18,14 +17,12 @@ from services.cli.errors import CliError
 from services.contract.messages.telemetry import StepRecord
 from services.contract.states import JobState
 from services.contract.views import AttemptView, JobView, StopRequest
-from services.controller.adapters.redis import redis_ports
 from tests.chaos import invariants
 from tests.chaos.faults import Planned, Scene, schedule
 from tests.chaos.figures import Figures, Injected
 from tests.chaos.invariants import Losses, ViolationError
 from tests.chaos.watch import Watch, logged_step
 from tests.cluster import Cluster
-from tests.controller.replays import replay_all
 from tests.e2e.conftest import REST
 from tests.waiting import until
 
@@ -260,19 +257,13 @@ def torment(options: Options, folder: Path, console: Console) -> Figures:
         run = ChaosRun(options, cluster, client, console)
         try:
             run.run()
-            asyncio.run(_replay(cluster.redis_url))
+            invariants.check_histories(cluster.redis_url)
         except AssertionError as violation:  # a ViolationError is one
             run.figures.violation = str(violation)
     orphans = [process for node in cluster.nodes.values() for process in node.left_over()]
     if orphans and run.figures.violation is None:
         run.figures.violation = f"processes were left over: {orphans}"
     return run.figures
-
-
-async def _replay(redis_url: str) -> None:
-    """Decide all histories anew with the pure domain: they make the records that are kept."""
-    async with redis_ports(redis_url) as ports:
-        await replay_all(ports)
 
 
 def _wait() -> None:

@@ -11,14 +11,13 @@ from services.contract import redis_keys
 from services.contract.queue import DrainRequest
 from services.contract.states import JobState, NodeState
 from services.contract.views import JobView
-from tests.chaos.conftest import LONG, STEPS, check, eventually, finish
+from tests.chaos.conftest import LONG, STEPS, check, eventually, finish, paced
 from tests.chaos.invariants import Losses
 from tests.chaos.proxy import Mode
 from tests.cluster import Cluster, gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
-SIZES = {"dim": 32, "layers": 2, "heads": 2}
 STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
@@ -48,9 +47,7 @@ def orders(tmp_path: Path) -> Path:
 def job(cluster: Cluster, undisturbed: Losses, orders: Path) -> JobView:
     """The job, at a pace that leaves time for faults, once it has committed a checkpoint."""
     assert len(undisturbed) == STEPS
-    arguments = {"orders": str(orders), "pace_s": 0.03, **SIZES}
-    model = {"factory": "faulty_models:FaultyDecoder", "args": arguments}
-    return cluster.committed(cluster.submit(**LONG, model=model).id)
+    return cluster.committed(cluster.submit(**LONG, model=paced(orders, 0.03)).id)
 
 
 def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_attempt_goes_on(

@@ -1,6 +1,7 @@
 """A gang on several nodes starts, fails, moves and goes on as one: real agents, real ranks."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from services.contract.queue import DrainRequest
 from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import JobView, ResumeRequest, StopRequest
-from tests.chaos.conftest import LONG, check, eventually, finish
+from tests.chaos.conftest import LONG, check, eventually, finish, paced
 from tests.chaos.invariants import Losses
 from tests.cluster import Cluster, gone
 
@@ -43,11 +44,11 @@ def undisturbed(cluster: Cluster) -> Losses:
 
 
 @pytest.fixture
-def over_two(cluster: Cluster, undisturbed: Losses) -> JobView:
+def over_two(cluster: Cluster, undisturbed: Losses, tmp_path: Path) -> JobView:
     """The job on the two small nodes, once it has committed a checkpoint."""
     assert len(undisturbed) == STEPS
     cluster.client.drain(LARGE, DrainRequest())
-    job = cluster.submit(**WIDE)
+    job = cluster.submit(**WIDE, model=paced(tmp_path, 0.05))
     running = cluster.committed(job.id)
     assert nodes_of(running) == [HEAD, HEAD, OTHER, OTHER]
     return running

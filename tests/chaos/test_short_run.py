@@ -22,6 +22,7 @@ def test_a_seed_names_its_faults_and_each_kind_comes_before_any_comes_twice() ->
         assert {planned.fault for planned in half} == set(FAULTS)
 
 
+@pytest.mark.timeout(600)
 def test_a_short_run_breaks_no_promise(tmp_path: Path) -> None:
     options = Options(seed=441, minutes=10, kill_every_s=1, faults=4, steps=1_000, pace_s=0.02)
     said = io.StringIO()
