@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster import ROOT, Cluster
+from tests.cluster import Cluster
+from tests.parts import ROOT
 from tests.waiting import until
 
 _FIRST_WITHIN_S = 120.0

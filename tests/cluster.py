@@ -9,12 +9,8 @@ with the test; what the processes wrote stays in the cluster's folder::
 """
 
 import contextlib
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
 from urllib.parse import urlsplit
@@ -26,131 +22,14 @@ from services.cli.errors import CliError
 from services.contract.commit_chain import CommitChain
 from services.contract.states import JobState, NodeState
 from services.contract.views import JobView, NodeView
-from services.local.children import die_with_parent
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import child_environment
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.processes import marked
 from tests.chaos.proxy import ChaosProxy
 from tests.e2e.conftest import REST, free_port, tiny_spec
+from tests.parts import ROOT, Node, Part
 from tests.waiting import until
 
-ROOT: Final = Path(__file__).parents[1]
 PATIENCE_S: Final = 120.0
-_STOP_WITHIN_S: Final = 60
-
-
-@dataclass
-class Part:
-    """A process of the cluster: the same command in each of its lives.
-
-    Attributes:
-        name: Of the part.
-        command: What is run.
-        environment: All of the process's.
-        log: What it writes, all lives in a row.
-        process: Its present or last life.
-    """
-
-    name: str
-    command: Sequence[str | Path]
-    environment: Mapping[str, str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it lives, frozen or not."""
-        return self.process is not None and self.process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        """The process of its present life."""
-        assert self.process is not None
-        assert self.is_running, f"{self.name} is dead:\n{self.tail()}"
-        return self.process.pid
-
-    def start(self) -> None:
-        """Begin a life."""
-        assert not self.is_running
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
-            )
-
-    def kill(self) -> None:
-        """``kill -9``, and reap it."""
-        os.kill(self.pid, signal.SIGKILL)
-        assert self.process is not None
-        self.process.wait()
-
-    def stop(self) -> None:
-        """End it in an orderly way, or else by force."""
-        if self.process is not None and self.is_running:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
-            try:
-                self.process.wait(_STOP_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
-    def restart(self) -> None:
-        """``kill -9``, then the next life."""
-        self.kill()
-        self.start()
-
-    def tail(self) -> str:
-        """The last words of its log."""
-        return self.log.read_text(errors="replace")[-4_000:] if self.log.exists() else ""
-
-
-@dataclass
-class Node(Part):
-    """An agent with all that it has started.
-
-    Attributes:
-        home: The node's files.
-        frozen: Processes that were stopped, in the order in which they were.
-    """
-
-    home: Path = field(default_factory=Path)
-    frozen: list[psutil.Process] = field(default_factory=list)
-
-    @property
-    def mark(self) -> str:
-        """What its processes carry."""
-        return NodeFolder(self.home, self.name).mark
-
-    def family(self) -> list[psutil.Process]:
-        """The agent's descendants: the warm process, the sentinel, the ranks."""
-        return psutil.Process(self.pid).children(recursive=True)
-
-    def freeze(self) -> None:
-        """SIGSTOP the agent and all that it has started, as when a machine hangs."""
-        agent = psutil.Process(self.pid)
-        agent.suspend()  # first, so that it starts nothing more
-        self.frozen = [agent, *agent.children(recursive=True)]
-        for process in self.frozen[1:]:
-            process.suspend()
-
-    def thaw(self) -> None:
-        """Have it all go on."""
-        for process in reversed(self.frozen):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-        self.frozen = []
-
-    def left_over(self) -> list[psutil.Process]:
-        """Live processes of this node that its living agent, if any, did not start."""
-        own = {p.pid for p in self.family()} if self.is_running else set()
-        return [p for p in marked(self.mark) if p.pid not in own]
 
 
 class Cluster:
@@ -330,24 +209,3 @@ class Cluster:
         self.nodes[name] = node
         stack.callback(node.thaw)
         self._start(node, stack)
-
-
-def gone(processes: Sequence[psutil.Process]) -> bool:
-    """Whether none of them lives; one that nobody has reaped is dead."""
-
-    def lives(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    return not any(map(lives, processes))
-
-
-@contextlib.contextmanager
-def node_frozen(node: Node) -> Iterator[None]:
-    """The node frozen until the block ends."""
-    node.freeze()
-    try:
-        yield
-    finally:
-        node.thaw()

@@ -11,7 +11,8 @@ import psutil
 
 from services.contract.views import JobView
 from tests.chaos.proxy import Mode
-from tests.cluster import Cluster, node_frozen
+from tests.cluster import Cluster
+from tests.parts import node_frozen
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from services.contract.views import JobView
 from tests.chaos.conftest import LONG, STEPS, check, eventually, finish, paced
 from tests.chaos.invariants import Losses
 from tests.chaos.proxy import Mode
-from tests.cluster import Cluster, gone
+from tests.cluster import Cluster
+from tests.parts import gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 

@@ -11,7 +11,8 @@ from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from tests.chaos.conftest import LONG, check, eventually, finish, paced
 from tests.chaos.invariants import Losses
-from tests.cluster import Cluster, gone
+from tests.cluster import Cluster
+from tests.parts import gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
