@@ -110,6 +110,8 @@ class ScriptedAgent:
                 memory_bytes=(1 + seat.rank) << 30,
                 issued={"dp_shard": 100 - 2 * seat.rank},
                 completed={"dp_shard": 100 - 2 * seat.rank},
+                arrival_lag_s=0.2 * seat.rank,
+                straggler_score=0.6 * seat.rank,
                 seen_ms=seconds * 1000 + micros // 1000,
             )
             ranks = redis_keys.job_ranks(gang.job_id)

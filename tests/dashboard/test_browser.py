@@ -157,11 +157,21 @@ def test_each_rank_has_a_row_and_a_silent_one_is_greyed(scene: Scene, visit: Ope
     expect(first).to_contain_text("blocks.3")
     expect(first).to_contain_text("1 GiB")
     expect(second).to_contain_text("2 GiB")
-    expect(second.locator(".lag")).to_have_text("2")
+    expect(second.locator(".lag")).to_have_text(re.compile(r"^200 ms straggler$"))
     scene.agent.beat(scene.gang, _STEPS)
     expect(first).to_contain_text("now")
     expect(first).to_contain_text(re.compile("no word for"), timeout=15_000)
     expect(first).to_have_class("stale")
+
+
+def test_the_mesh_is_a_grid_of_ranks_on_nodes(scene: Scene, visit: Open) -> None:
+    page = visit().open(f"#/jobs/{scene.running.id}")
+    cells = page.locator(".mesh-node li")
+    expect(cells).to_have_count(2)
+    expect(page.locator(".mesh-node h3")).to_have_text(scene.agent.node_id)
+    expect(cells.nth(1)).to_have_attribute(
+        "title", re.compile(r"^rank 1 on cpu: dp_shard 1; [a-z-]+$")
+    )
 
 
 def test_checkpoints_attempts_events_and_logs_are_there(scene: Scene, visit: Open) -> None:

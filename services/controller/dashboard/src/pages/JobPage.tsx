@@ -10,6 +10,7 @@ import { Diagnosis } from "../job/Diagnosis";
 import { Events } from "../job/Events";
 import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
+import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
 import { compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
@@ -42,6 +43,7 @@ export function JobPage({ id }: { id: string }) {
       {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
       <CurvePanels job={job} />
       <Ranks job={job} />
+      <MeshGrid job={job} />
       <Diagnosis job={job} />
       <div className="columns">
         <Checkpoints job={job} />
