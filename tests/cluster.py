@@ -1,9 +1,9 @@
-"""A cluster on one machine: a real Redis, controllers and agents, each to be killed or frozen.
+"""A cluster on one machine: a real Redis, a controller and agents, each to be killed or frozen.
 
 Nothing is started again by itself, so that a test says what comes back, and when. Everything dies
 with the test; what the processes wrote stays in the cluster's folder::
 
-    <folder>/<part>.log        redis, controller-1, loom-1, loom-2, …
+    <folder>/<part>.log        controller, loom-1, loom-2, …
     <folder>/homes/<node>/     the node's home: logs of ranks, records of attempts
     <folder>/checkpoints/      the storage that all nodes share
 """
@@ -38,36 +38,25 @@ class Cluster:
     Args:
         folder: Empty, for all files.
         slots: The nodes and how many CPU ranks each takes.
-        controllers: How many; the client speaks to the first.
-        environment: More variables for all parts.
 
     Attributes:
         redis: The server.
-        controllers: In the order of their starts.
+        controller: The only one.
         nodes: By name.
         links: The proxies between Redis and its clients, by the client's name.
-        client: Speaks to the first controller.
+        client: Speaks to the controller.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        slots: Mapping[str, int],
-        *,
-        controllers: int = 1,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, slots: Mapping[str, int]) -> None:
         self.folder = folder
         self.links: dict[str, ChaosProxy] = {}
         self.nodes: dict[str, Node] = {}
-        self.controllers: list[Part] = []
         self._slots = slots
-        self._controller_count = controllers
         self._environment = {
             name: value
             for name, value in child_environment().items()
             if not name.startswith("MESHLOOM_")
-        } | dict(environment or {})
+        }
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -76,8 +65,7 @@ class Cluster:
             self.redis = Part("redis", program.command, self._environment, program.log)
             self._start(self.redis, stack)
             wait_for_redis(program.url)
-            for number in range(1, self._controller_count + 1):
-                self._add_controller(f"controller-{number}", stack)
+            self._add_controller(stack)
             for place, (name, slots) in enumerate(self._slots.items(), start=1):
                 self._add_node(name, slots, f"127.0.0.{place}", stack)
             self.client = stack.enter_context(Client(self.url, patience_s=60))
@@ -87,11 +75,6 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._parts.close()
-
-    @property
-    def controller(self) -> Part:
-        """The first controller."""
-        return self.controllers[0]
 
     @property
     def storage(self) -> Path:
@@ -179,19 +162,17 @@ class Cluster:
         self.links[name] = proxy
         return f"redis://:{parts.password}@127.0.0.1:{proxy.port}"
 
-    def _add_controller(self, name: str, stack: contextlib.ExitStack) -> None:
+    def _add_controller(self, stack: contextlib.ExitStack) -> None:
         port = free_port()
         environment = self._environment | {
-            "MESHLOOM_REDIS_URL": self._link(name, stack),
+            "MESHLOOM_REDIS_URL": self._link("controller", stack),
             "MESHLOOM_HOST": "127.0.0.1",
             "MESHLOOM_PORT": str(port),
         }
         command = [sys.executable, "-m", "services.controller"]
-        part = Part(name, command, environment, self.folder / f"{name}.log")
-        self.controllers.append(part)
-        if len(self.controllers) == 1:
-            self.url = f"http://127.0.0.1:{port}"
-        self._start(part, stack)
+        self.url = f"http://127.0.0.1:{port}"
+        self.controller = Part("controller", command, environment, self.folder / "controller.log")
+        self._start(self.controller, stack)
 
     def _add_node(self, name: str, slots: int, address: str, stack: contextlib.ExitStack) -> None:
         home = self.folder / "homes" / name
