@@ -30,7 +30,8 @@ def main() -> None:
     console.print(figures.table())
     console.print(
         f"goodput {figures.goodput:.1%}: {figures.useful_steps} useful steps of "
-        f"{figures.step_time_s * 1000:.0f} ms in {figures.wall_s:.0f} s, {figures.jobs} jobs"
+        f"{figures.step_time_s * 1000:.0f} ms (median) in {figures.wall_s:.0f} s, "
+        f"{figures.jobs} jobs; {figures.useful_part:.1%} of the time was spent in useful steps"
     )
     if asked.report:
         figures.write(asked.report)

@@ -35,12 +35,17 @@ class Injected:
 
 @dataclass
 class Figures:
-    """A run. ``goodput`` = useful steps x step time / wall time, the step time being a median."""
+    """A run.
+
+    ``useful_s`` is what the useful steps took, each its own time: on a machine whose speed changes
+    the median step says little.
+    """
 
     seed: int
     command: str
     wall_s: float = 0.0
     useful_steps: int = 0
+    useful_s: float = 0.0
     step_time_s: float = 0.0
     jobs: int = 0
     faults: list[Injected] = field(default_factory=list)
@@ -48,12 +53,21 @@ class Figures:
 
     @property
     def goodput(self) -> float:
-        """Between 0 and 1."""
+        """Useful steps x median step time / wall time."""
         return self.useful_steps * self.step_time_s / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def useful_part(self) -> float:
+        """The part of the wall time that was spent in useful steps."""
+        return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps({**asdict(self), "goodput": self.goodput}, indent=1))
+        path.write_text(
+            json.dumps(
+                {**asdict(self), "goodput": self.goodput, "useful_part": self.useful_part}, indent=1
+            )
+        )
 
     def table(self) -> Table:
         """One line a kind of fault: median, 95th percentile and maximum of each time."""

@@ -219,6 +219,7 @@ class ChaosRun:
         if max(losses) != saved:
             raise ViolationError(f"the job ends at step {max(losses)}, and step {saved} is saved")
         self.figures.useful_steps += saved
+        self.figures.useful_s += sum({r.step: r.step_time_s for r in records}.values())
         self.figures.jobs += 1
 
     def _records(self, job_id: str) -> list[StepRecord]:

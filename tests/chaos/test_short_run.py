@@ -29,5 +29,5 @@ def test_a_short_run_breaks_no_promise(tmp_path: Path) -> None:
     figures = torment(options, tmp_path, Console(file=said, width=120))
     assert figures.violation is None, said.getvalue()
     assert len(figures.faults) == options.faults
-    assert 0 < figures.goodput < 1
+    assert 0 < figures.useful_part < 1
     figures.write(tmp_path / "figures.json")
