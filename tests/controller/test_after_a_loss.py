@@ -235,7 +235,7 @@ def test_a_join_that_comes_twice_says_nothing_of_a_gang_launched_behind_it() -> 
         await leader.hear(joined(NODE))
         await leader.ports.jobs.create(first_decision(job), ADA, None)
         await leader.happen(job, placed(job))
-        told = [joined(NODE, number=2), launched(job)]
+        told: list[Fact] = [joined(NODE, number=2), launched(job)]
         entries = await leader.hear(*told)
         await heed(leader.ports, entries, 1)  # the next leader, if this one acknowledged nothing
         await leader.hear(*told)  # written twice, for the agent missed Redis's answer
