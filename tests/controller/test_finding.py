@@ -1,23 +1,28 @@
 """What the controller makes of jobs that storage tells of."""
 
-from services.contract.ids import checkpoint_id
+from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord
+from services.contract.messages.commands import LaunchGang, RetireCheckpoint
 from services.contract.messages.facts import JobFound
-from services.contract.states import CheckpointState, JobState
+from services.contract.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.effects import Decision
-from services.controller.domain.events import FoundInStorage, ResumeAsked
+from services.controller.domain.events import FoundInStorage, PinAsked, ResumeAsked
 from services.controller.domain.finding import found_again
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Origin
 from tests.controller.histories import (
     NODE,
     NOW,
     STEPS,
+    commands,
     finished,
+    killed,
+    launched,
     linked,
     new_job,
     placed,
     play,
+    progressed,
     saved,
 )
 
@@ -26,9 +31,14 @@ NODES = {NODE: "life-9", "loom-2": "life-1"}
 
 
 def found(
-    steps: dict[int, int], *, fence: int = 3, is_running: bool = False, last_step: int = 0
+    steps: dict[int, int],
+    *,
+    fence: int = 3,
+    source: int = 10,
+    is_running: bool = False,
+    last_step: int = 0,
 ) -> JobFound:
-    """A chain with checkpoints of these steps, by number."""
+    """A chain with attempt 1's checkpoints of these steps, by number; ``fence`` began at one."""
     job = new_job()
     plan = placed(job).plan
     card = JobCard(
@@ -38,7 +48,7 @@ def found(
         created_ms=NOW,
         fence=fence,
         plan=plan,
-        resume_from=checkpoint_id(job.id, 10, 1) if fence > 1 else None,
+        resume_from=checkpoint_id(job.id, source, 1) if fence > 1 else None,
     )
     manifests = {number: linked(job, step).manifest for number, step in steps.items()}
     return JobFound(
@@ -59,7 +69,7 @@ def take_in(fact: JobFound) -> Decision:
 
 
 def test_a_found_job_stands_with_its_checkpoints_and_a_fence_behind_all_others() -> None:
-    decision = take_in(found({2: 10, 5: 20}))
+    decision = take_in(found({2: 10, 5: 20}, source=20))
     job = decision.job
     assert (job.state, job.fence, job.owner, job.created_ms) == (JobState.PAUSED, 3, "ada", NOW)
     assert {c.step: (c.state, c.number) for c in job.checkpoints.values()} == {
@@ -127,3 +137,74 @@ def test_an_index_that_fell_behind_is_completed_and_damage_is_told() -> None:
         30: CheckpointState.COMMITTED,
     }
     assert "checkpoint.chain_damaged" in [note.kind for note in decision.notes]
+
+
+def test_found_checkpoints_are_pinned_until_somebody_unpins_them() -> None:
+    steps = {2: 10, 3: 20, 4: 30}
+    job = take_in(found(steps, is_running=True, last_step=35)).job
+    saved_more = play(job, saved(job, 40, fence=3, number=7), LATER)
+    assert not [c for c in commands(saved_more) if isinstance(c, RetireCheckpoint)]
+    # Told again, or by another node, it does not take back what somebody said since.
+    freed = play(saved_more.job, [PinAsked(checkpoint_id(job.id, 10, 1), pin=False)], LATER)
+    again = play(freed.job, [FoundInStorage(found(steps), NODES)], LATER)
+    later = play(again.job, saved(job, 50, fence=3, number=8), LATER)
+    retired = [c.checkpoint_id for c in commands(later) if isinstance(c, RetireCheckpoint)]
+    assert retired == [checkpoint_id(job.id, 10, 1)]
+
+
+def test_an_event_says_why_found_checkpoints_are_pinned() -> None:
+    made = take_in(found({2: 10}))
+    assert "pinned, for pins and holds were lost with Redis" in made.notes[0].message
+    more = play(made.job, [FoundInStorage(found({2: 10, 4: 30}), NODES)], LATER)
+    assert [(n.kind, n.data["step"]) for n in more.notes] == [("checkpoint.pinned", 30)]
+
+
+def test_a_clone_without_a_checkpoint_of_its_own_begins_with_its_origins_again() -> None:
+    source = new_job_id(NOW - 1, bytes(10))
+    begun = checkpoint_id(source, 50, 2)
+    fact = found({})
+    fact = fact.model_copy(update={"card": fact.card.model_copy(update={"resume_from": begun})})
+    resumed = play(take_in(fact).job, [ResumeAsked()], LATER).job
+    opened = play(resumed, [placed(resumed)], LATER)
+    (launch,) = [c for c in commands(opened) if isinstance(c, LaunchGang)]
+    assert launch.resume_from == begun
+    assert opened.job.origin == Origin(job_id=source, checkpoint_id=begun, step=50, held=True)
+    own = fact.model_copy(update={"manifests": found({3: 60}).manifests})
+    assert take_in(own).job.resume_point.step == 60
+
+
+def test_a_job_that_was_resumed_from_an_older_checkpoint_does_not_return_to_the_line_it_left() -> (
+    None
+):
+    # The card of attempt 3 says that it began with the checkpoint of step 10.
+    made = take_in(found({2: 10, 5: 40}, is_running=True, last_step=15))
+    assert "it had left later ones behind" in made.notes[0].message
+    job = made.job
+    lost = play(job, [killed(job, fence=3, step=15)], LATER).job
+    assert (lost.state, lost.resume_point.step) == (JobState.RESTARTING, 10)
+    gone_on = play(job, [*saved(job, 20, fence=3, number=7), killed(job, 3, 25)], LATER).job
+    assert gone_on.resume_point.step == 20
+
+
+def test_a_line_whose_beginning_is_gone_does_not_make_a_job_begin_anew() -> None:
+    job = take_in(found({5: 40})).job
+    assert job.resume_point.step == 40
+
+
+def test_ranks_that_drain_although_nobody_is_known_to_have_asked_cost_nothing() -> None:
+    adopted = take_in(found({2: 10}, is_running=True, last_step=42)).job
+    drained = finished(adopted, 3, step=43, drained=True)
+    job = play(adopted, [*saved(adopted, 43, fence=3, number=7), drained], LATER).job
+    assert (job.state, job.restarts, job.attempts[-1].exit_reason) == (
+        JobState.PAUSED,
+        0,
+        ExitReason.PAUSED,
+    )
+    assert "it had been asked to stop; who asked was lost with Redis" in str(job.reason)
+    assert "step 43" in str(job.reason)
+    # Redis may also have lost no more than its last second.
+    for told in ([], [launched(adopted)], [launched(adopted), progressed(adopted)]):
+        fresh = new_job()
+        events = [placed(fresh), *told, finished(fresh, step=5, drained=True)]
+        stood = play(fresh, events).job
+        assert (stood.state, stood.restarts) == (JobState.PAUSED, 0)

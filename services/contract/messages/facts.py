@@ -44,11 +44,14 @@ class NodeJoined(Message):
     """An agent is there, with this inventory and these gangs.
 
     ``incarnation`` differs in each life of an agent; every gang of an earlier life is gone.
+    ``number`` counts the joins of that life: a fact may be written twice, and the second time it
+    speaks of the past.
     """
 
     kind: Literal["node_joined"] = "node_joined"
     node_id: NodeId
     incarnation: str
+    number: int = Field(default=0, ge=0)
     inventory: Inventory
     gangs: tuple[RunningGang, ...] = ()
 

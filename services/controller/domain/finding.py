@@ -1,5 +1,7 @@
 """Jobs that storage told of after Redis had lost them: made anew, and their ranks adopted."""
 
+from services.contract.ids import job_of_checkpoint
+from services.contract.job_cards import JobCard
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
 from services.contract.states import ExitReason, JobState
 from services.controller.domain import checkpoint as checkpoints
@@ -8,16 +10,18 @@ from services.controller.domain.checkpoint import LINKED_STATES
 from services.controller.domain.commits import on_damaged
 from services.controller.domain.effects import Decision, Draft, Note
 from services.controller.domain.events import FoundInStorage
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Origin
 
 FOUND_AGAIN = "found again in storage"
+_PINNED = "pinned, for pins and holds were lost with Redis: unpin those that retention may give up"
 
 
 def found_again(fact: JobFound, now_ms: int) -> Decision:
     """The job as its card and its commit chain tell of it.
 
     It stands PAUSED, or has SUCCEEDED if its last step is committed. Its next attempt is numbered
-    behind all that opened the chain.
+    behind all that opened the chain, and goes on in the line of the newest one. What was pinned or
+    held nobody knows any more: all its checkpoints are pinned until somebody unpins them.
     """
     card = fact.card
     job = Job(
@@ -30,7 +34,7 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         fence=fact.fence,
         run_fence=fact.fence,
     )
-    indexed = _with_checkpoints(job, fact, now_ms)
+    indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
     latest = indexed.latest_checkpoint
     saved = 0 if latest is None else latest.step
     count = len(indexed.checkpoints)
@@ -42,7 +46,10 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
             "exit_reason": ExitReason.COMPLETED,
             "ended_ms": now_ms,
         }
-    note = Note("job.found_again", reason, {"fence": fact.fence, "node_id": fact.node_id})
+    words = f"{reason}; all are {_PINNED}" if count else reason
+    if indexed.base_checkpoint is not None:
+        words += f"; it had left later ones behind to go on from {indexed.base_checkpoint}"
+    note = Note("job.found_again", words, {"fence": fact.fence, "node_id": fact.node_id})
     return Decision(indexed.model_copy(update=changes), notes=(note,))
 
 
@@ -50,6 +57,9 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
     """What storage tells of a job that is known: checkpoints that the index lacks, live ranks."""
     job, fact = draft.job, event.fact
     draft.change(checkpoints=_with_checkpoints(job, fact, draft.now_ms).checkpoints)
+    for new in (c for name, c in draft.job.checkpoints.items() if name not in job.checkpoints):
+        words = f"checkpoint of step {new.step} was {FOUND_AGAIN}; it is {_PINNED}"
+        draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
     if fact.fence > job.fence and job.attempt is None:
         draft.change(fence=fact.fence)
     if fact.damaged:
@@ -57,10 +67,19 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
             job_id=job.id, fence=fact.fence, node_id=fact.node_id, records=fact.damaged
         )
         on_damaged(damage, draft)
-    is_ours = job.state == JobState.PAUSED and not job.attempts and job.fence == fact.fence
     nodes = dict.fromkeys(seat.node_id for seat in fact.card.plan.ranks)
-    if is_ours and fact.is_running and event.incarnations.keys() >= nodes.keys():
+    awaited = awaits_adoption(draft.job, fact.fence) and fact.is_running
+    if awaited and event.incarnations.keys() >= nodes.keys():
         _adopt(fact, {node: event.incarnations[node] for node in nodes}, draft)
+
+
+def awaits_adoption(job: Job, fence: int) -> bool:
+    """Whether ranks of this attempt, should any live, are to become the job's again.
+
+    It was made anew from storage, and nobody has resumed it since. Its fence may be behind: who
+    told of it first may not have seen yet that the attempt was opened.
+    """
+    return job.state == JobState.PAUSED and not job.attempts and 0 < job.fence <= fence
 
 
 def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
@@ -90,8 +109,36 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
     )
 
 
+def _in_line(job: Job, card: JobCard) -> Job:
+    """The job with what its newest attempt began with as the place to go on from.
+
+    A clone begins with another job's checkpoint, until it has one of its own. An attempt that left
+    later checkpoints behind was resumed from an older one by a person, or because they are corrupt:
+    those do not count, unless all that there was to do is in them.
+    """
+    source = card.resume_from
+    if source is None:
+        return job
+    origin_id = job_of_checkpoint(source)
+    if origin_id != job.id:
+        step = checkpoints.step_and_fence(source)[0]
+        is_held = not job.checkpoints
+        origin = Origin(job_id=origin_id, checkpoint_id=source, step=step, held=is_held)
+        return job.model_copy(update={"origin": origin})
+    older = [c for c in job.checkpoints.values() if c.fence < card.fence]
+    newest = max(older, key=lambda c: (c.step, c.fence), default=None)
+    # A source that is gone is nothing to go on from: if nothing followed it, all others count.
+    is_known = source in job.checkpoints or len(older) < len(job.checkpoints)
+    if newest is None or newest.id == source or not is_known:
+        return job
+    if newest.step >= job.spec.train.steps:
+        return job
+    line = {"base_checkpoint": source, "base_fence": card.fence - 1}
+    return job.model_copy(update=line)
+
+
 def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
-    """The job with an index of what its chain commits."""
+    """The job with an index of what its chain commits; what is new to it is pinned."""
     book = dict(job.checkpoints)
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
@@ -105,5 +152,6 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
                 number=number,
                 manifest=manifest,
             )
-            book[manifest.checkpoint_id] = checkpoints.commit(known, link, now_ms)
+            linked = checkpoints.commit(known, link, now_ms)
+            book[linked.id] = linked.model_copy(update={"pinned": known is None})
     return job.model_copy(update={"checkpoints": book})

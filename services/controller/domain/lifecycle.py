@@ -25,6 +25,7 @@ _GIVEN_UP: Final = "the job's own fault, or the restart budget is used up"
 _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
+_STOOD: Final = "the ranks drained, and who had asked for it was lost with Redis"
 _NO_RANK: Final = "; no rank is running"
 
 EDGES: Final[tuple[Edge, ...]] = (
@@ -35,17 +36,20 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.PLACING, JobState.STARTING, "all ranks are launched"),
     Edge(JobState.PLACING, JobState.RUNNING, "the first step, told before the launch"),
     Edge(JobState.PLACING, JobState.PAUSING, _PAUSE),
+    Edge(JobState.PLACING, JobState.PAUSED, _STOOD),
     Edge(JobState.PLACING, JobState.RESTARTING, _RETRIED),
     Edge(JobState.PLACING, JobState.CANCELLING, _STOP),
     Edge(JobState.PLACING, JobState.SUCCEEDED, _ALL_DONE),
     Edge(JobState.PLACING, JobState.FAILED, _GIVEN_UP),
     Edge(JobState.STARTING, JobState.RUNNING, "the first step of the attempt"),
     Edge(JobState.STARTING, JobState.PAUSING, _PAUSE),
+    Edge(JobState.STARTING, JobState.PAUSED, _STOOD),
     Edge(JobState.STARTING, JobState.RESTARTING, _RETRIED),
     Edge(JobState.STARTING, JobState.CANCELLING, _STOP),
     Edge(JobState.STARTING, JobState.SUCCEEDED, _ALL_DONE),
     Edge(JobState.STARTING, JobState.FAILED, _GIVEN_UP),
     Edge(JobState.RUNNING, JobState.PAUSING, _PAUSE),
+    Edge(JobState.RUNNING, JobState.PAUSED, _STOOD),
     Edge(
         JobState.RUNNING,
         JobState.RESTARTING,

@@ -21,7 +21,7 @@ class Drain(Record):
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
-    ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
+    ``joins`` is the number of its incarnation's newest join. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
     another join makes it a node again. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
     """
@@ -32,6 +32,7 @@ class Node(Record):
     inventory: Inventory
     joined_ms: int
     fact_id: str
+    joins: int = 0
     left: bool = False
     drain: Drain | None = Field(default=None, exclude=True)
 
@@ -62,8 +63,16 @@ def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
         inventory=fact.inventory,
         joined_ms=_time(fact_id) if known is None or is_new_life else known.joined_ms,
         fact_id=fact_id,
+        joins=fact.number,
         drain=None if known is None else known.drain,
     )
+
+
+def is_new_word(known: Node | None, fact: NodeJoined, fact_id: str) -> bool:
+    """Whether the agent that was there says anew what it runs; a fact may be written twice."""
+    if known is None or known.incarnation != fact.incarnation:
+        return False
+    return fact.number > known.joins and _is_newer(fact_id, known.fact_id)
 
 
 def leave(known: Node, fact: NodeLeft, fact_id: str) -> Node:

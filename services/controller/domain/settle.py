@@ -33,6 +33,8 @@ def settle(draft: Draft) -> None:
         _conclude_training(draft, attempt)
     elif stop is not None:
         _conclude_stop(draft, attempt, stop)
+    elif attempt.has_drained():
+        _stand(draft)
     else:
         _conclude_failure(draft, attempt)
 
@@ -87,6 +89,17 @@ def _conclude_stop(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     else:
         _end_attempt(draft, ExitReason.CANCELLED)
         _cancel(draft, ExitReason.CANCELLED, f"cancelled on request; {kept}")
+
+
+def _stand(draft: Draft) -> None:
+    """Ranks drain only if they are asked to: the wish is forgotten, and nobody is at fault."""
+    saved = draft.job.resume_point.step
+    _end_attempt(draft, ExitReason.PAUSED)
+    reason = (
+        "it had been asked to stop; who asked was lost with Redis; "
+        f"what is saved ends at step {saved}"
+    )
+    draft.move(JobState.PAUSED, reason)
 
 
 def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:

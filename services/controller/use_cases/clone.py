@@ -6,6 +6,8 @@ of its own or is deleted: at no moment may retention take what the clone will lo
 
 from dataclasses import dataclass
 
+import structlog
+
 from services.contract.entry_points import EntryPoints
 from services.contract.problems import Fault
 from services.contract.requests import CloneRequest
@@ -27,6 +29,8 @@ from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import Drafting, draft_job, foreseen
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,21 @@ async def let_go_of_origin(ports: Ports, job: Job, epoch: int) -> None:
     # First the clone: it must never be sent back to a checkpoint that may be gone.
     await _apply(ports, job.id, OriginReleased(), actor, epoch)
     await release_origin(ports, job, actor, epoch)
+
+
+async def hold_origin(ports: Ports, job: Job, actor: Actor, epoch: int) -> None:
+    """Hold again what a clone begins with, as far as the job that it was cloned from is known.
+
+    Raises:
+        DeposedError: ``epoch`` is over.
+    """
+    if job.origin is None or job.origin.checkpoint_id is None or not job.origin.held:
+        return
+    hold = HoldAsked(job.origin.checkpoint_id, job.id)
+    try:
+        await _apply(ports, job.origin.job_id, hold, actor, epoch)
+    except (NotFoundError, RecordUnreadableError, InvalidRequestError) as error:
+        _log.warning("origin_not_held", job_id=job.id, origin=job.origin.job_id, why=str(error))
 
 
 async def release_origin(ports: Ports, job: Job, actor: Actor, epoch: int | None = None) -> None:

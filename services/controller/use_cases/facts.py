@@ -29,6 +29,7 @@ from services.controller.domain import node as nodes
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
+from services.controller.domain.finding import awaits_adoption
 from services.controller.domain.history import Occurrence
 from services.controller.domain.node import Node
 from services.controller.domain.purging import is_purged
@@ -165,6 +166,9 @@ async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
     if isinstance(fact, NodeJoined):
         node = nodes.join(known.get(fact.node_id), fact, told.entry.id)
         if node != known.get(fact.node_id):
+            # Before the join is remembered: what was told behind it must not be held against it.
+            if nodes.is_new_word(known.get(fact.node_id), fact, told.entry.id):
+                await _end_missing(ports, fact, epoch)
             await ports.nodes.put(node, epoch)
             _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
         if node.fact_id == told.entry.id:
@@ -198,6 +202,24 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         )
 
 
+async def _end_missing(ports: Ports, fact: NodeJoined, epoch: int) -> None:
+    """Ask for the end of gangs that the node launched and, by its own word, has no longer.
+
+    Their end was told and lost. To the command to end them the agent answers with the end that it
+    wrote down. One whose launch was not heard of yet may be younger than this word.
+    """
+    running = {(gang.job_id, gang.fence) for gang in fact.gangs}
+    for stored in await ports.jobs.active():
+        job, attempt = stored.job, stored.job.attempt
+        if attempt is None or attempt.incarnations.get(fact.node_id) != fact.incarnation:
+            continue
+        is_missing = (job.id, attempt.fence) not in running
+        if is_missing and fact.node_id in attempt.launched and fact.node_id in attempt.live_nodes:
+            _log.warning("gang_is_missing", node_id=fact.node_id, job_id=job.id)
+            kill = StopGang(job_id=job.id, fence=attempt.fence, mode="kill")
+            await ports.jobs.send((Send(fact.node_id, kill),), epoch)
+
+
 async def _kill_orphans(
     ports: Ports, node_id: str, gangs: Sequence[RunningGang], epoch: int
 ) -> None:
@@ -211,7 +233,8 @@ async def _kill_orphans(
         except RecordUnreadableError:
             is_orphan = False  # nobody can tell
         else:
-            is_orphan = job.attempt is None or job.attempt.fence != gang.fence
+            is_current = job.attempt is not None and job.attempt.fence == gang.fence
+            is_orphan = not is_current and not awaits_adoption(job, gang.fence)
         if is_orphan:
             _log.warning("orphan_gang", node_id=node_id, job_id=gang.job_id, fence=gang.fence)
             kill = StopGang(job_id=gang.job_id, fence=gang.fence, mode="kill")

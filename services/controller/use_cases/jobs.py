@@ -113,7 +113,8 @@ async def purge_job(ports: Ports, job_id: str, actor: Actor) -> JobView | None:
             that could remove them.
     """
     job = (await ports.jobs.load(job_id)).job
-    if job.is_terminal and not job.attempts:
+    # Of one that was found again in storage the attempts are forgotten, not the files.
+    if job.is_terminal and job.fence == 0:
         await delete_job(ports, job_id, actor)
         return None
     nodes = [node for node in await ports.nodes.nodes() if node.state == NodeState.READY]

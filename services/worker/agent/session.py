@@ -70,6 +70,7 @@ class Session:
         self._beats_held = 0
         self._beat = Beat(redis, node_id, incarnation)
         self._number = 0
+        self._joins = 0
         self._unconfirmed: Sequence[Records] | None = None
         self._connected = True
 
@@ -120,10 +121,12 @@ class Session:
 
     def join(self) -> None:
         """Tell that this agent is there, with what it runs."""
+        self._joins += 1
         self._tell(
             NodeJoined(
                 node_id=self._node_id,
                 incarnation=self._incarnation,
+                number=self._joins,
                 inventory=self._inventory,
                 gangs=self._supervisor.running(),
             )

@@ -1,0 +1,254 @@
+"""What the leader makes of facts after Redis has lost some or all of what it knew."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.job_cards import JobCard
+from services.contract.messages.commands import PurgeJob, StopGang
+from services.contract.messages.facts import (
+    Fact,
+    GangEnded,
+    GangLaunched,
+    JobFound,
+    NodeJoined,
+    RunningGang,
+)
+from services.contract.states import JobState
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.decide import first_decision
+from services.controller.domain.errors import StateConflictError
+from services.controller.domain.events import GangPlaced, JobEvent, PinAsked
+from services.controller.domain.history import Occurrence
+from services.controller.domain.job import Job
+from services.controller.domain.node import Lease
+from services.controller.ports.jobs import Actor
+from services.controller.ports.machines import Entry
+from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.facts import heed
+from services.controller.use_cases.jobs import purge_job
+from tests.controller import test_gang_over_nodes as wide
+from tests.controller.histories import (
+    NODE,
+    NOW,
+    STEPS,
+    finished,
+    launched,
+    linked,
+    new_job,
+    node,
+    placed,
+)
+
+OTHER = wide.OTHER
+ADA = Actor("ada")
+
+
+class Leader:
+    """A leader of a Redis that stands in one process, on virtual time."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+        self.server = MemoryServer(lambda: self.now)
+        self.ports = memory_ports(self.server)
+        self.server.epoch = 1
+
+    async def hear(self, *facts: Fact) -> list[Entry]:
+        entries = []
+        for fact in facts:
+            self.now += 1
+            entries.append(Entry(f"{self.now}-0", fact.model_dump_json()))
+        await heed(self.ports, entries, 1)
+        return entries
+
+    async def happen(self, job: Job, *events: JobEvent) -> None:
+        happened = [Occurrence(event, self.now) for event in events]
+        await apply_events(self.ports, job.id, happened, ADA)
+
+    async def job(self, job_id: str) -> Job:
+        return (await self.ports.jobs.load(job_id)).job
+
+    def kills(self, name: str) -> list[tuple[str, int]]:
+        sent = self.server.commands(name)
+        return [(c.job_id, c.fence) for c in sent if isinstance(c, StopGang) and c.mode == "kill"]
+
+
+def play(course: Callable[[Leader], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await course(Leader())
+
+    asyncio.run(run())
+
+
+def joined(name: str, *gangs: RunningGang, life: str = "life-1", number: int = 1) -> NodeJoined:
+    return NodeJoined(
+        node_id=name, incarnation=life, inventory=node(name).inventory, gangs=gangs, number=number
+    )
+
+
+def gang(job: Job, *ranks: int, fence: int = 1) -> RunningGang:
+    return RunningGang(job_id=job.id, fence=fence, ranks=ranks)
+
+
+def found(
+    job: Job,
+    *steps: int,
+    teller: str = NODE,
+    opened: GangPlaced | None = None,
+    is_running: bool = False,
+    resume_from: str | None = None,
+) -> JobFound:
+    card = JobCard(
+        job_id=job.id,
+        spec=job.spec,
+        owner="ada",
+        created_ms=NOW,
+        fence=1,
+        plan=(opened or placed(job)).plan,
+        resume_from=resume_from,
+    )
+    return JobFound(
+        job_id=job.id,
+        fence=1,
+        node_id=teller,
+        card=card,
+        manifests={2 + i: linked(job, step).manifest for i, step in enumerate(steps)},
+        is_running=is_running,
+    )
+
+
+def test_ranks_are_no_orphans_because_another_node_told_of_their_job_first() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await leader.hear(joined(OTHER), found(job, 10, teller=OTHER))
+        await leader.hear(joined(NODE, gang(job, 0, 1)))
+        assert leader.kills(NODE) == []
+        await leader.hear(found(job, 10, is_running=True))
+        assert (await leader.job(job.id)).state is JobState.RUNNING
+
+    play(course)
+
+
+def test_ranks_on_two_nodes_are_adopted_whichever_node_joins_and_tells_first() -> None:
+    async def course(leader: Leader) -> None:
+        job = wide.wide_job()
+        seats = wide.placed_on_two(job)
+        await leader.hear(joined("loom-3"), found(job, 10, teller="loom-3", opened=seats))
+        await leader.hear(joined(OTHER, gang(job, 2, 3)))
+        await leader.hear(found(job, 10, teller=OTHER, opened=seats, is_running=True))
+        await leader.hear(joined(NODE, gang(job, 0, 1)))
+        assert (await leader.job(job.id)).state is JobState.PAUSED
+        await leader.hear(found(job, 10, opened=seats, is_running=True))
+        adopted = await leader.job(job.id)
+        assert adopted.state is JobState.RUNNING
+        assert adopted.attempt is not None
+        assert set(adopted.attempt.live_nodes) == {NODE, OTHER}
+        assert leader.kills(NODE) == leader.kills(OTHER) == []
+
+    play(course)
+
+
+def test_ranks_of_an_older_attempt_than_the_one_found_are_orphans() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        newer = found(job, 10, teller=OTHER).model_copy(update={"fence": 2})
+        await leader.hear(joined(OTHER), newer, joined(NODE, gang(job, 0, 1)))
+        assert leader.kills(NODE) == [(job.id, 1)]
+
+    play(course)
+
+
+def test_what_a_found_clone_begins_with_is_held_for_it_again() -> None:
+    async def course(leader: Leader) -> None:
+        source = new_job()
+        clone = source.model_copy(update={"id": new_job_id(NOW, bytes(9) + b"\2")})
+        begun = checkpoint_id(source.id, 50, 1)
+        await leader.hear(joined(NODE), found(source, 50), found(clone, resume_from=begun))
+        assert (await leader.job(source.id)).holds == {begun: (clone.id,)}
+        # A clone of a job that nobody knows is found all the same.
+        orphan = source.model_copy(update={"id": new_job_id(NOW, bytes(9) + b"\3")})
+        elsewhere = checkpoint_id(new_job_id(NOW, bytes(9) + b"\4"), 50, 1)
+        await leader.hear(found(orphan, resume_from=elsewhere))
+        assert (await leader.job(orphan.id)).resume_point.checkpoint_id == elsewhere
+
+    play(course)
+
+
+def test_a_found_job_is_purged_with_its_files_and_only_once_nothing_of_it_is_pinned() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await leader.hear(joined(NODE), found(job, STEPS))
+        leader.server.leases[NODE] = Lease("life-1", 5_000)
+        refused = None
+        try:
+            await purge_job(leader.ports, job.id, ADA)
+        except StateConflictError as error:
+            refused = str(error)
+        assert "unpin first" in str(refused)
+        await leader.happen(job, PinAsked(checkpoint_id(job.id, STEPS, 1), pin=False))
+        view = await purge_job(leader.ports, job.id, ADA)
+        assert view is not None
+        assert view.state is JobState.SUCCEEDED
+        assert [type(c) for c in leader.server.commands(NODE)] == [PurgeJob]
+
+    play(course)
+
+
+def test_an_end_that_was_lost_is_asked_for_at_the_nodes_next_join() -> None:
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(joined(NODE, gang(job, 0, 1), number=2))
+        assert leader.kills(NODE) == []
+        await leader.hear(joined(NODE, number=3))
+        assert leader.kills(NODE) == [(job.id, 1)]
+        await leader.hear(finished(job, step=5, drained=True), joined(NODE, number=4))
+        assert leader.kills(NODE) == [(job.id, 1)]
+        assert (await leader.job(job.id)).state is JobState.PAUSED
+
+    play(course)
+
+
+def test_of_a_gang_over_two_nodes_only_the_part_whose_end_was_lost_is_asked_for() -> None:
+    async def course(leader: Leader) -> None:
+        job = wide.wide_job()
+        await leader.hear(joined(NODE), joined(OTHER))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        parts: list[GangLaunched] = [wide.launched(job, NODE), wide.launched(job, OTHER)]
+        await leader.happen(job, wide.placed_on_two(job))
+        # The other node has not launched its part yet: its word may be older than that.
+        await leader.hear(parts[0], joined(OTHER, number=2))
+        assert leader.kills(OTHER) == []
+        await leader.hear(parts[1], joined(NODE, gang(job, 0, 1), number=2))
+        await leader.hear(joined(OTHER, number=3))
+        assert (leader.kills(NODE), leader.kills(OTHER)) == ([], [(job.id, 1)])
+        end: GangEnded = wide.ended(job, OTHER, signal=9)
+        await leader.hear(end, joined(OTHER, number=4))
+        assert leader.kills(OTHER) == [(job.id, 1)]
+
+    play(course)
+
+
+def test_a_join_that_comes_twice_says_nothing_of_a_gang_launched_behind_it() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await leader.hear(joined(NODE))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        await leader.happen(job, placed(job))
+        told: list[Fact] = [joined(NODE, number=2), launched(job)]
+        entries = await leader.hear(*told)
+        await heed(leader.ports, entries, 1)  # the next leader, if this one acknowledged nothing
+        await leader.hear(*told)  # written twice, for the agent missed Redis's answer
+        assert leader.kills(NODE) == []
+        assert (await leader.job(job.id)).state is JobState.STARTING
+
+    play(course)
+
+
+async def training(leader: Leader) -> Job:
+    job = new_job()
+    await leader.hear(joined(NODE))
+    await leader.ports.jobs.create(first_decision(job), ADA, None)
+    await leader.happen(job, placed(job))
+    await leader.hear(launched(job))
+    return job
