@@ -132,6 +132,25 @@ def test_a_job_obeys_its_owner_and_operators_alone(guarded: House) -> None:
     assert client.post("/v1/jobs/job_nope/pause", headers=bob).status_code == 404
 
 
+def test_only_the_owner_has_a_checkpoint_kept_for_a_clone(guarded: House) -> None:
+    client = guarded.client
+    alice, bob = make(guarded, "submitter", "alice"), make(guarded, "submitter", "bob")
+    job_id = client.post("/v1/jobs", json=job_body(), headers=alice).json()["id"]
+    path, begun = f"/v1/jobs/{job_id}/clone", {"from_checkpoint": "latest"}
+    refused = client.post(path, json=begun, headers=bob)
+    assert refusal(refused) == (403, "not_the_owner")
+    assert "without from_checkpoint" in refused.json()["detail"]
+    for allowed in (alice, bearer(BOOTSTRAP)):
+        answer = client.post(path, json=begun, headers=allowed)
+        assert answer.status_code == 422, "it has no checkpoint yet"
+        assert answer.json()["errors"][0]["code"] == "unknown_checkpoint"
+    mine = client.post(path, json={}, headers=bob)
+    assert (mine.status_code, mine.json()["owner"]) == (202, "bob")
+    for name, ids in (("alice", [job_id]), ("bob", [mine.json()["id"]]), ("bo", [])):
+        page = client.get(f"/v1/jobs?owner={name}", headers=bob).json()
+        assert [job["id"] for job in page["items"]] == ids
+
+
 def test_an_agents_token_sees_its_own_node_alone(guarded: House) -> None:
     agent = make(guarded, "agent", "loom-1")
     assert guarded.client.get("/v1/nodes/loom-1", headers=agent).status_code == 404

@@ -1,13 +1,30 @@
 """Another job of the same spec, and the checkpoint that it begins with."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from services.contract import redis_keys as keys
+from services.contract.entry_points import EntryPoints
 from services.contract.messages.commands import RetireCheckpoint
+from services.contract.requests import CloneRequest
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.jobs import MemoryJobs
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.effects import Decision
+from services.controller.domain.errors import (
+    KeyReusedError,
+    MeshloomError,
+    StoreUnavailableError,
+)
 from services.controller.domain.events import HoldAsked, HoldReleased
 from services.controller.domain.job import Origin
+from services.controller.ports.jobs import Actor, Claim, Stored
+from services.controller.use_cases.clone import Cloning, clone
 from tests.controller.conftest import House
 from tests.controller.histories import (
+    NOW,
     commands,
     killed,
     launched,
@@ -127,6 +144,51 @@ def test_a_clone_that_is_killed_early_begins_again_where_it_began() -> None:
     assert lost.attempts[-1].lost_steps == 5
     assert (lost.resume_point.step, lost.resume_point.checkpoint_id) == (10, name)
     assert play(first, [*saved(first, 15), killed(first, step=17)]).job.resume_point.step == 15
+
+
+class Failing(MemoryJobs):
+    """Its store fails when a job is created: before or after that was done."""
+
+    def __init__(self, server: MemoryServer, error: MeshloomError, *, too_late: bool) -> None:
+        super().__init__(server)
+        self._error = error
+        self._too_late = too_late
+
+    async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
+        if self._too_late:
+            await super().create(decision, actor, claim)
+        raise self._error
+
+
+@pytest.mark.anyio
+async def test_a_clone_that_came_not_to_be_holds_nothing_and_one_that_did_holds_on() -> None:
+    source = play(running(), saved(running(), 10)).job
+    cloning = Cloning(source.id, CloneRequest(from_checkpoint="latest"))
+    ticks = itertools.count(NOW)
+    for error, too_late in (
+        (KeyReusedError("used"), False),
+        (StoreUnavailableError("gone"), False),
+        (StoreUnavailableError("gone"), True),
+    ):
+        server = MemoryServer(now_ms=lambda: next(ticks))
+        server.jobs[source.id] = Stored(source, 1)
+        ports = replace(memory_ports(server), jobs=Failing(server, error, too_late=too_late))
+        with pytest.raises(type(error)):
+            await clone(ports, cloning, Actor("ada"), EntryPoints())
+        clones = [name for name in server.jobs if name != source.id]
+        held = [name for names in server.jobs[source.id].job.holds.values() for name in names]
+        assert held == clones
+        assert len(clones) == int(too_late)
+
+
+def test_a_clone_whose_record_cannot_be_read_gives_its_checkpoint_back(house: House) -> None:
+    source, _ = trained(house)
+    body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
+    clone_id = house.act(source, "clone", body)["id"]
+    house.agent.launches(clone_id)
+    house.redis.hset(keys.job(clone_id), "doc", "[" * 500)
+    assert house.client.delete(f"/v1/jobs/{clone_id}").status_code == 204
+    assert _last_kind(house, source) == "checkpoint.released"
 
 
 def _last_kind(house: House, job_id: str) -> str:

@@ -133,6 +133,46 @@ def test_a_refusal_of_one_node_ends_the_others_and_the_attempt() -> None:
     assert over.attempts[0].exit_reason is ExitReason.LAUNCH_FAILED
 
 
+def test_a_node_that_refuses_because_the_attempt_had_failed_is_not_blamed() -> None:
+    job = wide_job()
+    echo = LaunchRefused(
+        job_id=job.id, fence=1, node_id=OTHER, reason="it was stopped before its launch"
+    )
+    refused = LaunchRefused(job_id=job.id, fence=1, node_id=HEAD, reason="it has no such secret")
+    over = play(job, [placed_on_two(job), refused, echo]).job
+    assert over.attempts[0].exit_reason is ExitReason.LAUNCH_FAILED
+    assert over.reason == (
+        "loom-1 could not launch its ranks: it has no such secret; restart 1 of 3"
+    )
+    over = play(job, [placed_on_two(job), NodeLost(HEAD, "loom-1 is lost"), echo]).job
+    assert over.attempts[0].exit_reason is ExitReason.NODE_LOST
+    assert over.attempts[0].diagnosis is not None
+    assert over.attempts[0].diagnosis.verdict is FailureClass.NODE_LOST
+    assert over.reason == "loom-1 is lost; restart 1 of 3"
+
+
+def test_a_refusal_is_the_cause_even_if_a_node_is_lost_afterwards() -> None:
+    job = wide_job()
+    refused = LaunchRefused(job_id=job.id, fence=1, node_id=OTHER, reason="no room")
+    lost = NodeLost(HEAD, "loom-1 is lost")
+    over = play(job, [placed_on_two(job), launched(job, HEAD), refused, lost]).job
+    assert over.attempts[0].exit_reason is ExitReason.LAUNCH_FAILED
+    assert over.attempts[0].diagnosis is not None
+    assert over.attempts[0].diagnosis.verdict is FailureClass.LAUNCH_FAILED
+    assert over.reason == "loom-2 could not launch its ranks: no room; restart 1 of 3"
+
+
+def test_a_refusal_of_an_attempt_that_is_to_stop_is_no_failure() -> None:
+    job = wide_job()
+    refusals = [
+        LaunchRefused(job_id=job.id, fence=1, node_id=name, reason="it was stopped")
+        for name in (HEAD, OTHER)
+    ]
+    over = play(job, [placed_on_two(job), PauseAsked(StopRequest()), *refusals]).job
+    assert over.state is JobState.PAUSED
+    assert over.attempts[0].refusal is None
+
+
 def test_a_lost_node_ends_the_others_and_their_seats_are_taken_until_they_are_gone() -> None:
     job = starting()
     lost = decide(job, NodeLost(OTHER, "loom-2 is lost"), NOW)

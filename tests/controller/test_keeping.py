@@ -14,15 +14,22 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointUnread,
     CheckpointVerified,
+    JobPurged,
 )
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.events import (
     CancelAsked,
+    ExportAsked,
     HoldAsked,
     HoldReleased,
+    JobEvent,
+    KillAsked,
+    NodeLost,
+    PauseAsked,
     PinAsked,
+    PurgeAsked,
     RemovalAsked,
     ResumeAsked,
     VerifyAsked,
@@ -31,16 +38,19 @@ from services.controller.domain.job import Job
 from tests.controller.histories import (
     NODE,
     NOW,
+    began,
     commands,
     crashed,
     finished,
     killed,
     launched,
+    linked,
     placed,
     play,
     progressed,
     running,
     saved,
+    votes,
 )
 
 
@@ -173,6 +183,72 @@ def test_retention_keeps_the_last_verified_one_pinned_ones_and_those_of_other_jo
     job = play(job, [let_go, unpin, verified(job, 60), *saved(job, 70, number=8)]).job
     kept = {step for step, state in states(job).items() if state is CheckpointState.COMMITTED}
     assert kept == {60, 70}
+
+
+def test_retention_counts_only_what_the_job_may_go_on_from() -> None:
+    job = with_saved(20, 40, checkpoint={"keep_last": 2})
+    job = play(job, [PauseAsked(StopRequest(checkpoint="none"))]).job
+    job = play(job, [finished(job, step=41, drained=True), ResumeAsked(named(job, 20))]).job
+    job = play(job, [placed(job), launched(job, 2), progressed(job, 21, 2)]).job
+    job = play(job, saved(job, 30, fence=2, number=6)).job
+    assert states(job) == {
+        20: CheckpointState.COMMITTED,
+        40: CheckpointState.DELETING,
+        30: CheckpointState.COMMITTED,
+    }
+    # The newest proves to be corrupt: there is one to fall back on.
+    job = play(job, [killed(job, fence=2, step=35)]).job
+    job = play(job, [placed(job)], NOW + 20_000).job
+    broken = [corrupt(job, 30, of=2), crashed(job, "CorruptCheckpointError", fence=3, step=0)]
+    job = play(job, broken, NOW + 20_001).job
+    assert (job.state, job.resume_point.step) == (JobState.RESTARTING, 20)
+
+
+def test_the_verified_checkpoint_that_is_kept_is_one_to_go_on_from() -> None:
+    job = with_saved(20, 40, checkpoint={"keep_last": 2})
+    job = play(job, [verified(job, 20), PauseAsked(StopRequest(checkpoint="none"))]).job
+    job = play(job, [finished(job, step=41, drained=True), ResumeAsked(named(job, 20))]).job
+    job = play(job, [placed(job), launched(job, 2), progressed(job, 21, 2)]).job
+    for number, step in enumerate((50, 60, 70), start=6):
+        job = play(job, saved(job, step, fence=2, number=number)).job
+        if step == 50:
+            job = play(job, [verified(job, 40)]).job
+    kept = {step for step, state in states(job).items() if state is CheckpointState.COMMITTED}
+    assert kept == {20, 60, 70}
+
+
+def test_a_late_commit_does_not_retire_what_the_living_attempt_began_with() -> None:
+    job = with_saved(20, checkpoint={"keep_last": 1})
+    job = play(job, [began(job, 40), *votes(job, 40), NodeLost(NODE, "lost")]).job
+    job = play(job, [placed(job, "life-2"), launched(job, 2)], NOW + 30_000).job
+    assert job.attempts[-1].resumed_from == named(job, 20)
+    job = play(job, [linked(job, 40, number=3)], NOW + 30_001).job
+    assert states(job)[20] is CheckpointState.COMMITTED
+    job = play(job, [progressed(job, 21, 2)], NOW + 30_002).job
+    job = play(job, [linked(job, 39, number=4)], NOW + 30_003).job
+    assert states(job)[20] is CheckpointState.COMMITTED
+    # Its own commit is what it would go on from, had it not been overtaken.
+    job = play(job, saved(job, 50, fence=2, number=5), NOW + 30_004).job
+    assert states(job)[20] is CheckpointState.DELETING
+
+
+def test_nothing_is_asked_of_checkpoints_that_are_being_purged() -> None:
+    job = with_saved(10)
+    job = play(job, [KillAsked(), killed(job)]).job
+    name = named(job, 10)
+    purged = play(job, [PurgeAsked(NODE)]).job
+    wishes: list[JobEvent] = [
+        HoldAsked(name, new_job_id(NOW, bytes(9) + b"\1")),
+        PinAsked(name),
+        VerifyAsked(name, NODE),
+        ExportAsked(name, NODE),
+    ]
+    for wish in wishes:
+        with pytest.raises(StateConflictError, match="are being removed by loom-1"):
+            play(purged, [wish])
+    failed = JobPurged(job_id=job.id, fence=job.fence, node_id=NODE, error="read-only")
+    for wish in wishes:
+        assert play(purged, [failed, wish]).notes
 
 
 def test_what_something_still_needs_is_not_deleted() -> None:

@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contract.ids import new_job_id
+from services.contract.plans import RankPlacement
 from services.contract.states import JobState
 from services.contract.views import StopRequest
 from services.controller.domain import planner
-from services.controller.domain.events import GangPlaced, MoveAsked, PauseAsked
+from services.controller.domain.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain, Lease, Node
 from services.controller.domain.placement import Seated, Standing, place, stand
@@ -37,6 +38,22 @@ def on(where: Node, ranks: int, **changes: object) -> Job:
     started = launched(job).model_copy(update={"node_id": where.id})
     first = progressed(job).model_copy(update={"node_id": where.id})
     return play(job, [event, started, first], job.created_ms).job
+
+
+def parted(shares: dict[str, int], **changes: object) -> Job:
+    """A job that runs with so many ranks on each of these nodes."""
+    seats = [(name, place) for name, count in shares.items() for place in range(count)]
+    job = waiting(len(seats), **changes)
+    ranks = tuple(
+        RankPlacement(rank=rank, node_id=name, local_rank=place, device="cpu")
+        for rank, (name, place) in enumerate(seats)
+    )
+    names = list(dict.fromkeys(name for name, _ in seats))
+    plan = planner.gang(job.spec, Seated("cpu", ranks, tuple(node(name) for name in names)))
+    events: list[JobEvent] = [GangPlaced(plan, dict.fromkeys(names, "life-1"))]
+    events += [launched(job).model_copy(update={"node_id": name}) for name in names]
+    events.append(progressed(job).model_copy(update={"node_id": names[0]}))
+    return play(job, events, job.created_ms).job
 
 
 def look(jobs: list[Job], nodes: list[Node], **remaining_s: float) -> dict[str, Turn]:
@@ -204,6 +221,75 @@ def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
     room = look([*jobs, wide], house)[wide.id].outcome
     assert isinstance(room, MakeRoom)
     assert {victim.id for victim in room.victims} == {job.id for job in jobs}
+
+
+def test_seats_that_make_no_whole_group_are_no_room_and_nobody_is_drained_for_them() -> None:
+    # Once the weaker one has left, three seats of one node and one of the other are free: two
+    # pairs are not.
+    house = [node("a", slots=3), node("b", slots=3)]
+    stays = parted({"a": 2}, priority=10)
+    weaker = parted({"b": 3, "a": 1})
+    pairs = waiting(4, priority=5, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
+    found = waits(look([stays, weaker, pairs], house)[pairs.id])
+    assert (set(found.blocked_by), found.start_ms) == ({stays.id, weaker.id}, None)
+    # Nor is it waited for as if its end were enough.
+    leaving = play(weaker, [PauseAsked(StopRequest())], NOW).job
+    found = waits(look([stays, leaving, pairs], house, _1=60)[pairs.id])
+    assert (set(found.blocked_by), found.start_ms) == ({stays.id, weaker.id}, None)
+    assert waits(look([stays, leaving, pairs], house, _0=90, _1=60)[pairs.id]).start_ms == (
+        NOW + 90_000
+    )
+
+
+def test_only_those_are_drained_whose_seats_make_whole_groups() -> None:
+    # The youngest would be the first to leave, but its seat makes no pair with any other.
+    house = [node("a", slots=3), node("b", slots=2)]
+    stays, useful, in_vain = parted({"a": 2}, priority=9), parted({"b": 1}), parted({"a": 1})
+    pair = waiting(2, priority=5, mesh={"dp_shard": 1, "tp": 2})
+    room = look([stays, useful, in_vain, pair], house)[pair.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert [victim.id for victim in room.victims] == [useful.id]
+    wide = [node("a", slots=3), node("b", slots=3)]
+    large, small = parted({"a": 1, "b": 1}, priority=9), [parted({"a": 1}), parted({"b": 1})]
+    pairs = waiting(4, priority=5, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
+    room = look([large, *small, pairs], wide)[pairs.id].outcome
+    assert isinstance(room, MakeRoom)
+    assert {victim.id for victim in room.victims} == {job.id for job in small}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5
+    ),
+    important=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_who_is_drained_makes_room_and_none_of_them_in_vain(
+    *, sizes: list[tuple[int, int, int]], important: list[bool]
+) -> None:
+    house = [node("a", slots=3), node("b", slots=3), node("c", slots=3)]
+    there = [0, 0, 0]
+    jobs = []
+    for shares, strong in zip(sizes, important, strict=False):
+        fits = tuple(min(more, 3 - taken) for more, taken in zip(shares, there, strict=True))
+        if any(fits):
+            there = [taken + more for taken, more in zip(there, fits, strict=True)]
+            by_node = dict(zip("abc", fits, strict=True))
+            jobs.append(parted(by_node, priority=9 if strong else 0))
+    pairs = waiting(4, priority=5, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
+
+    def fits_without(gone: set[str]) -> bool:
+        left = [job for job in jobs if job.id not in gone]
+        return isinstance(look([*left, pairs], house)[pairs.id].outcome, Seated)
+
+    weaker = {job.id for job in jobs if job.spec.priority == 0}
+    outcome = look([*jobs, pairs], house)[pairs.id].outcome
+    if isinstance(outcome, MakeRoom):
+        victims = {victim.id for victim in outcome.victims}
+        assert fits_without(victims)
+        assert not any(fits_without(victims - {one}) for one in victims)
+    else:
+        assert isinstance(outcome, Seated) or not fits_without(weaker)
 
 
 # --- over time ------------------------------------------------------------------------------------

@@ -117,6 +117,11 @@ class Attempt(Record):
             or any(not (entry.exit.finished or entry.exit.drained) for entry in self.exits)
         )
 
+    def loads(self, checkpoint_id: CheckpointId) -> bool:
+        """Whether its ranks may still be reading that checkpoint."""
+        is_source = not self.is_over and self.resumed_from == checkpoint_id
+        return is_source and self.first_step is None
+
     def has_trained(self, steps: int) -> bool:
         """Whether all ranks finished all ``steps`` of the job."""
         exits = [entry.exit for entry in self.exits]

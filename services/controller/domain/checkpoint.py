@@ -183,21 +183,33 @@ def abort(checkpoint: Checkpoint, reason: str) -> Checkpoint:
 
 
 def to_retire(
-    checkpoints: Iterable[Checkpoint], keep_last: int, protected: frozenset[str]
+    line: Iterable[Checkpoint],
+    abandoned: Iterable[Checkpoint],
+    keep_last: int,
+    protected: frozenset[str],
 ) -> tuple[Checkpoint, ...]:
-    """Which committed checkpoints retention gives up, oldest commit first.
+    """Which committed checkpoints retention gives up: abandoned ones, then the oldest commits.
 
-    The ``keep_last`` (at least 1) that were committed last stay; so do the last verified one,
-    those that are pinned, and the ``protected`` ones.
+    The ``keep_last`` (at least 1) of the line that were committed last stay; so do the last
+    verified one, those that are pinned, and the ``protected`` ones. What the job would never go on
+    from is kept only while the line leaves room for it.
+
+    Args:
+        line: Those from which the job may go on.
+        abandoned: All others of the job.
+        keep_last: How many stay.
+        protected: Ids of those that something needs.
     """
-    checkpoints = tuple(checkpoints)
-    verified_last = last_verified(checkpoints)
-    committed = sorted(
-        (c for c in checkpoints if c.state == CheckpointState.COMMITTED),
-        key=lambda c: (c.number or 0, c.step),
-    )
+    line, abandoned = tuple(line), tuple(abandoned)
+    verified_last = last_verified(line) or last_verified(abandoned)
+    committed = [*_by_commit(abandoned), *_by_commit(line)]
     return tuple(
         c
         for c in committed[: -max(keep_last, 1)]
         if c.id not in protected and c != verified_last and not c.pinned
     )
+
+
+def _by_commit(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    committed = [c for c in checkpoints if c.state == CheckpointState.COMMITTED]
+    return sorted(committed, key=lambda c: (c.number or 0, c.step))

@@ -16,9 +16,11 @@ from services.contract.messages.facts import (
 )
 from services.contract.states import CheckpointState
 from services.controller.domain import checkpoint as checkpoints
+from services.controller.domain.attempt import Attempt
 from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.effects import Draft
 from services.controller.domain.gang import send_commit
+from services.controller.domain.job import Job
 from services.controller.domain.settle import settle, succeed_late
 
 _GONE_KEPT: Final = 64
@@ -223,18 +225,18 @@ def _retire(draft: Draft) -> None:
     if job.head_node is None:
         return
     latest = job.latest_checkpoint
-    source = None if attempt is None else attempt.resumed_from
+    source = None if attempt is None else _source_in_use(job, attempt)
     protected = frozenset(
         name
-        for name in (
-            None if latest is None else latest.id,
-            source if latest is None or latest.id == source else None,
-            *job.holds,
-        )
+        for name in (None if latest is None else latest.id, source, *job.holds)
         if name is not None
     )
+    everything = job.checkpoints.values()
     surplus = checkpoints.to_retire(
-        job.checkpoints.values(), job.spec.checkpoint.keep_last, protected
+        [c for c in everything if job.is_on_line(c)],
+        [c for c in everything if not job.is_on_line(c)],
+        job.spec.checkpoint.keep_last,
+        protected,
     )
     stuck = [c for c in job.checkpoints.values() if c.state == CheckpointState.DELETING]
     for checkpoint in [*stuck, *surplus]:
@@ -242,6 +244,19 @@ def _retire(draft: Draft) -> None:
         _put(draft, deleting)
         command = RetireCheckpoint(job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id)
         draft.send(command, [job.head_node])
+
+
+def _source_in_use(job: Job, attempt: Attempt) -> str | None:
+    """What the living attempt loads, or resumed from and has no commit of its own beside.
+
+    A late commit of an older attempt may be newer: the living one does not stand on it.
+    """
+    source = attempt.resumed_from
+    has_own = any(
+        c.state == CheckpointState.COMMITTED and c.fence == attempt.fence
+        for c in job.checkpoints.values()
+    )
+    return source if source is not None and (attempt.loads(source) or not has_own) else None
 
 
 def _forget_aborted(draft: Draft) -> None:

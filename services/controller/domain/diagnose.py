@@ -91,7 +91,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         return _diagnosis(
             FailureClass.KILLED_BY_OPERATOR, "the job was killed on request", advice="As asked."
         )
-    if attempt.hang and attempt.lost is None:
+    if attempt.hang and attempt.lost is None and attempt.refusal is None:
         return of_findings(attempt.hang, attempt.world_size)
     kind = classify(attempt, failure)
     evidence = [_told_by(failure)] if failure is not None and failure.rank is not None else []

@@ -94,10 +94,10 @@ def on_refused(fact: LaunchRefused, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
-    draft.change_attempt(
-        refusal=f"{fact.node_id} could not launch its ranks: {fact.reason}",
-        ended_nodes=(*attempt.ended_nodes, fact.node_id),
-    )
+    # Once it has failed or is to stop, a node refuses because of that: it is not the cause.
+    if not attempt.has_failed and draft.job.stop is None:
+        draft.change_attempt(refusal=f"{fact.node_id} could not launch its ranks: {fact.reason}")
+    draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
     _kill_rest(draft)
     settle(draft)
 

@@ -6,6 +6,7 @@ from services.controller.domain.commits import retire_surplus
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.events import HoldAsked, HoldReleased, OriginReleased
+from services.controller.domain.purging import refuse_while_purged
 
 
 def on_hold(event: HoldAsked, draft: Draft) -> None:
@@ -13,8 +14,10 @@ def on_hold(event: HoldAsked, draft: Draft) -> None:
 
     Raises:
         InvalidRequestError: It is not a committed one of this job.
+        StateConflictError: The job's checkpoints are being removed.
     """
     job = draft.job
+    refuse_while_purged(job)
     known = job.checkpoints.get(event.checkpoint_id)
     if known is None or known.state != CheckpointState.COMMITTED:
         raise InvalidRequestError(

@@ -116,14 +116,17 @@ class Job(Record):
         corrupt = any(c.state == CheckpointState.CORRUPT for c in self.checkpoints.values())
         return corrupt and self.latest_checkpoint is None
 
+    def is_on_line(self, checkpoint: Checkpoint) -> bool:
+        """Whether the job may go on from it: not if a person went back behind it."""
+        return checkpoint.fence > self.base_fence or checkpoint.id == self.base_checkpoint
+
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
         """The committed checkpoint from which the next attempt goes on."""
         line = [
             c
             for c in self.checkpoints.values()
-            if c.state == CheckpointState.COMMITTED
-            and (c.fence > self.base_fence or c.id == self.base_checkpoint)
+            if c.state == CheckpointState.COMMITTED and self.is_on_line(c)
         ]
         return max(line, key=lambda c: (c.step, c.fence), default=None)
 

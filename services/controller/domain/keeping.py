@@ -7,12 +7,12 @@ from services.contract.messages.commands import ExportCheckpoint, RetireCheckpoi
 from services.contract.messages.facts import CheckpointExported, ExportFailed
 from services.contract.states import CheckpointState
 from services.controller.domain import checkpoint as checkpoints
-from services.controller.domain.attempt import Attempt
 from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint, Export
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.events import ExportAsked, PinAsked, RemovalAsked, VerifyAsked
 from services.controller.domain.job import Job
+from services.controller.domain.purging import refuse_while_purged
 
 _KEPT_STATES = frozenset({CheckpointState.COMMITTED, CheckpointState.CORRUPT})
 
@@ -22,7 +22,7 @@ def on_pin(event: PinAsked, draft: Draft) -> None:
 
     Raises:
         NotFoundError: The job has no such checkpoint.
-        StateConflictError: It is not committed, or is being deleted.
+        StateConflictError: It is not committed, or is being deleted, alone or with all others.
     """
     known = _kept(draft.job, event.checkpoint_id, "pinned or unpinned")
     if known.pinned == event.pin:
@@ -42,7 +42,7 @@ def on_verify(event: VerifyAsked, draft: Draft) -> None:
 
     Raises:
         NotFoundError: The job has no such checkpoint.
-        StateConflictError: It is not committed, or is being deleted.
+        StateConflictError: It is not committed, or is being deleted, alone or with all others.
     """
     known = _kept(draft.job, event.checkpoint_id, "verified")
     command = VerifyCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
@@ -61,7 +61,8 @@ def on_export(event: ExportAsked, draft: Draft) -> None:
 
     Raises:
         NotFoundError: The job has no such checkpoint.
-        StateConflictError: It is not committed, is corrupt, or is being deleted.
+        StateConflictError: It is not committed, is corrupt, or is being deleted, alone or with
+            all others.
     """
     known = _kept(draft.job, event.checkpoint_id, "exported")
     if known.state == CheckpointState.CORRUPT:
@@ -143,7 +144,7 @@ def _refuse_removal(job: Job, known: Checkpoint) -> None:
         why = "it is pinned; unpin it first"
     elif job.holds.get(known.id):
         why = f"job {job.holds[known.id][0]} begins with it"
-    elif attempt is not None and _loads(attempt, known):
+    elif attempt is not None and attempt.loads(known.id):
         why = f"attempt {attempt.fence} is loading it"
     if why is None and not job.is_terminal and latest is not None and latest.id == known.id:
         why = f"the job is {job.state} and would go on from it"
@@ -153,13 +154,9 @@ def _refuse_removal(job: Job, known: Checkpoint) -> None:
         raise StateConflictError(f"checkpoint {known.id} cannot be deleted: {why}")
 
 
-def _loads(attempt: Attempt, known: Checkpoint) -> bool:
-    is_source = not attempt.is_over and attempt.resumed_from == known.id
-    return is_source and attempt.first_step is None
-
-
 def _kept(job: Job, checkpoint_id: str, verb: str) -> Checkpoint:
     known = _known(job, checkpoint_id)
+    refuse_while_purged(job)
     if known.state not in _KEPT_STATES:
         raise StateConflictError(
             f"checkpoint {known.id} is {known.state}: only a committed one is {verb}"

@@ -20,6 +20,7 @@ from services.controller.domain.node import Lease, Node
 
 DeviceType = Literal["cpu", "cuda"]
 _WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
+_NOTHING: Final[Mapping[NodeId, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Standing:
         inventory = self.node.inventory
         return len(inventory.accelerators) if device == "cuda" else inventory.cpu_slots
 
-    def free(self, device: DeviceType) -> int:
-        """How many ranks the node takes now."""
+    def free(self, device: DeviceType, freed: int = 0) -> int:
+        """How many ranks the node takes now, or once ``freed`` seats of it are given up."""
         if not self.is_open:
             return 0
         taken = len(self.accelerators_taken) if device == "cuda" else self.cpu_taken
-        return max(self.capacity(device) - taken, 0)
+        return max(self.capacity(device) - max(taken - freed, 0), 0)
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,12 @@ class Room:
         """How many ranks it takes when idle."""
         return sum(s.capacity(device) // together * together for s in self.standings)
 
-    def free(self, device: DeviceType, together: int) -> int:
-        """How many ranks it takes now."""
-        return sum(s.free(device) // together * together for s in self.standings)
+    def free(
+        self, device: DeviceType, together: int, freed: Mapping[NodeId, int] = _NOTHING
+    ) -> int:
+        """How many ranks it takes now, or once so many seats are given up on these nodes."""
+        frees = (s.free(device, freed.get(s.node.id, 0)) for s in self.standings)
+        return sum(free // together * together for free in frees)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,14 @@ def is_purged(job: Job, fact: JobPurged) -> bool:
     )
 
 
+def refuse_while_purged(job: Job) -> None:
+    """Raise StateConflictError while the job's checkpoints are being removed."""
+    if job.purge_node is not None:
+        raise StateConflictError(
+            f"the checkpoints of {job.id} are being removed by {job.purge_node}"
+        )
+
+
 def refuse_unless_ended(job: Job) -> None:
     """Raise StateConflictError unless the job has ended."""
     if not job.is_terminal:

@@ -8,9 +8,10 @@ needs in no order of their ends. A head of higher priority than jobs in its way 
 sufficient set of them drained.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
 from typing import Final
 
 from services.controller.domain.job import WAITING_STATES, Job
@@ -27,6 +28,7 @@ from services.controller.domain.placement import (
     place,
     rooms,
 )
+from services.controller.domain.vacating import Holder, freed_by, smallest_sufficient
 
 PREEMPTION_GRACE_S: Final = 60.0
 
@@ -55,15 +57,6 @@ class Turn:
 
     job: Job
     outcome: Seated | Waits | MakeRoom
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """A job in a room, its seats of one kind of device, and when it is expected to end."""
-
-    job: Job
-    seats: int
-    end_ms: int | None
 
 
 @dataclass(frozen=True)
@@ -198,17 +191,16 @@ class _Hall:
 
     def _leaving(
         self, able: Sequence[Room], device: DeviceType, gang: Gang
-    ) -> tuple[Room, tuple[_Holder, ...]] | None:
+    ) -> tuple[Room, tuple[Holder, ...]] | None:
         """Where there are seats once those have ended that are stopping anyway."""
         for room in able:
             stopping = tuple(h for h in self._holders(room, device) if h.job.stop is not None)
-            free = room.free(device, gang.together)
-            if stopping and free + sum(h.seats for h in stopping) >= gang.ranks:
+            if stopping and _has_room(room, device, gang, stopping):
                 return room, stopping
         return None
 
     def _wait_for_leaving(
-        self, job: Job, device: DeviceType, room: Room, stopping: tuple[_Holder, ...]
+        self, job: Job, device: DeviceType, room: Room, stopping: tuple[Holder, ...]
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
@@ -224,12 +216,12 @@ class _Hall:
         found = []
         for room in able:
             holders = self._holders(room, device)
-            stopping = sum(h.seats for h in holders if h.job.stop is not None)
-            need = gang.ranks - room.free(device, gang.together) - stopping
+            stopping = [h for h in holders if h.job.stop is not None]
             weaker = [
                 h for h in holders if h.job.spec.priority < job.spec.priority and is_movable(h.job)
             ]
-            chosen = smallest_sufficient(weaker, need)
+            suffices = partial(_has_room, room, device, gang, stopping=stopping)
+            chosen = smallest_sufficient(weaker, suffices)
             if chosen:
                 priorities = sorted((h.job.spec.priority for h in chosen), reverse=True)
                 found.append((len(chosen), priorities, room.name, chosen))
@@ -240,31 +232,30 @@ class _Hall:
 
     def _start(self, room: Room, device: DeviceType, gang: Gang) -> int | None:
         """When so many seats are expected to be free there; None: nobody can say."""
-        ends = sorted(
-            (h.end_ms, h.seats) for h in self._holders(room, device) if h.end_ms is not None
-        )
-        free = room.free(device, gang.together)
-        for (end_ms, _), freed in zip(ends, accumulate(seats for _, seats in ends), strict=True):
-            if free + freed >= gang.ranks:
-                return max(end_ms, self._now_ms)
+        known = [h for h in self._holders(room, device) if h.end_ms is not None]
+        known.sort(key=lambda h: (h.end_ms, h.seats))
+        for count, last in enumerate(known, 1):
+            if last.end_ms is not None and _has_room(room, device, gang, known[:count]):
+                return max(last.end_ms, self._now_ms)
         return None
 
-    def _holders(self, room: Room, device: DeviceType) -> tuple[_Holder, ...]:
+    def _holders(self, room: Room, device: DeviceType) -> tuple[Holder, ...]:
         return tuple(
             holder
             for name in room.jobs
             if (holder := self._holder(self._jobs[name], room, device)).seats
         )
 
-    def _holder(self, job: Job, room: Room, device: DeviceType) -> _Holder:
+    def _holder(self, job: Job, room: Room, device: DeviceType) -> Holder:
         seated = self._seated.get(job.id)
         ranks = seated.ranks if seated is not None else job.plan.ranks if job.plan else ()
-        nodes = {standing.node.id for standing in room.standings}
+        # Not those on nodes where the job has ended: they are free already.
+        nodes = {standing.node.id for standing in room.standings if job.id in standing.jobs}
         seats = [r for r in ranks if r.node_id in nodes]
-        on_device = [r for r in seats if (r.device == "cpu") == (device == "cpu")]
+        on_device = Counter(r.node_id for r in seats if (r.device == "cpu") == (device == "cpu"))
         remaining = self._remaining_ms.get(job.id)
         end_ms = None if remaining is None else self._now_ms + remaining
-        return _Holder(job, len(on_device), end_ms)
+        return Holder(job, on_device, end_ms)
 
 
 def _gang(job: Job) -> Gang:
@@ -273,25 +264,16 @@ def _gang(job: Job) -> Gang:
     return replace(Gang.of(job.spec), last_resort=lost)
 
 
-def smallest_sufficient(holders: Sequence[_Holder], need: int) -> tuple[_Holder, ...]:
-    """The fewest holders with ``need`` seats in all; the least important, then the youngest.
-
-    Empty if all of them do not suffice, or nothing is needed.
-    """
-    sizes = sorted((h.seats for h in holders), reverse=True)
-    count = next((n for n, total in enumerate(accumulate(sizes), 1) if total >= need), 0)
-    if need <= 0 or not count:
-        return ()
-    chosen: list[_Holder] = []
-    left = sorted(
-        holders, key=lambda h: (h.job.spec.priority, -h.job.attempts[-1].started_ms, h.job.id)
-    )
-    while left and len(chosen) < count:
-        first, *left = left
-        others = sorted((h.seats for h in left), reverse=True)[: count - len(chosen) - 1]
-        if sum(h.seats for h in chosen) + first.seats + sum(others) >= need:
-            chosen.append(first)
-    return tuple(chosen)
+def _has_room(
+    room: Room,
+    device: DeviceType,
+    gang: Gang,
+    leaving: Sequence[Holder],
+    stopping: Sequence[Holder] = (),
+) -> bool:
+    """Whether the gang could sit there once those have left."""
+    freed = freed_by([*stopping, *leaving])
+    return room.free(device, gang.together, freed) >= gang.ranks
 
 
 def _largest_sum(sizes: Iterable[int], bound: int) -> int:

@@ -66,11 +66,12 @@ def first_failure(attempt: Attempt) -> Failure | None:
         (e for e in attempt.exits if not (e.exit.finished or e.exit.drained)),
         key=lambda e: (e.exit.standing, e.exit.order, e.exit.rank),
     )
+    # It is on record only if nothing had failed before.
+    if attempt.refusal is not None:
+        return Failure(error=attempt.refusal)
     # Ranks that wait for a node that is lost hang, too.
     if attempt.hang and attempt.lost is None:
         return _hang(attempt)
-    if attempt.refusal is not None:
-        return Failure(error=attempt.refusal)
     is_own = bool(failed) and failed[0].exit.standing == ExitStanding.OWN_FAILURE
     if attempt.lost is not None and not is_own:
         return Failure(error=attempt.lost)
@@ -79,10 +80,10 @@ def first_failure(attempt: Attempt) -> Failure | None:
 
 def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
     """Why an attempt that was not asked to stop ended."""
-    if attempt.lost is not None:
-        return ExitReason.NODE_LOST
     if attempt.refusal is not None:
         return ExitReason.LAUNCH_FAILED
+    if attempt.lost is not None:
+        return ExitReason.NODE_LOST
     if attempt.hang:
         return ExitReason.HANG
     if failure is None:

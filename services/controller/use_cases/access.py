@@ -55,8 +55,8 @@ async def identify(ports: Ports, shown: str) -> Principal | Refusal:
     return token.principal
 
 
-async def check_owner(ports: Ports, job_id: str, asks: Principal) -> None:
-    """Let operators pass, and the owner of the job.
+async def check_owner(ports: Ports, job_id: str, asks: Principal, may: str = "change it") -> None:
+    """Let operators pass, and the owner of the job. ``may``: what it is that only they may.
 
     Raises:
         NotFoundError: There is no such job.
@@ -69,7 +69,7 @@ async def check_owner(ports: Ports, job_id: str, asks: Principal) -> None:
     if stored.job.owner != asks.subject:
         raise ForbiddenError(
             f"job {job_id} is {stored.job.owner}'s, not {asks.subject}'s: "
-            "only its owner and operators change it",
+            f"only its owner and operators may {may}",
             code="not_the_owner",
         )
 

@@ -4,7 +4,9 @@ The checkpoint is held in its job before the clone exists, and until the clone h
 of its own or is deleted: at no moment may retention take what the clone will load.
 """
 
+import contextlib
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -17,20 +19,24 @@ from services.contract.views import JobView
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import (
     InvalidRequestError,
+    KeyReusedError,
+    MeshloomError,
     NotFoundError,
     RecordUnreadableError,
+    StoreUnavailableError,
 )
 from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.patching import with_patch
-from services.controller.ports.jobs import Actor, Claim
+from services.controller.ports.jobs import Actor, Claim, Place
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import Drafting, draft_job, foreseen
 
 _log = structlog.get_logger()
+_CHUNK: Final = 200
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
     Raises:
         NotFoundError: There is no such job.
         InvalidRequestError: The clone can never run, or the checkpoint is none to begin with.
+        StateConflictError: The checkpoints of the job are being removed.
         KeyReusedError: The claim's key came with another body before.
     """
     if cloning.claim is not None and not cloning.dry_run:
@@ -68,7 +75,11 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
         return foreseen(job, outcome)
     if origin.checkpoint_id is not None:
         await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)
-    stored = await ports.jobs.create(first_decision(job), actor, cloning.claim)
+    try:
+        stored = await ports.jobs.create(first_decision(job), actor, cloning.claim)
+    except (KeyReusedError, StoreUnavailableError):
+        await _release_unless_created(ports, job, actor)
+        raise
     if stored.job.id != job.id:
         # The same request came twice at once, and the other one was first.
         await release_origin(ports, job, actor)
@@ -115,6 +126,31 @@ async def release_origin(ports: Ports, job: Job, actor: Actor, epoch: int | None
         await _apply(ports, job.origin.job_id, released, actor, epoch)
     except (NotFoundError, RecordUnreadableError):
         return  # then there is nothing that retires it, either
+
+
+async def release_all_held_for(ports: Ports, clone_id: str, actor: Actor) -> None:
+    """Whatever any job keeps for this clone, whose own record cannot tell, it need not keep."""
+    place: Place | None = None
+    while chunk := await ports.jobs.page(place, _CHUNK):
+        for job in (stored.job for stored in chunk):
+            for checkpoint_id in [k for k, names in job.holds.items() if clone_id in names]:
+                released = HoldReleased(checkpoint_id, clone_id)
+                with contextlib.suppress(NotFoundError, RecordUnreadableError):
+                    await _apply(ports, job.id, released, actor)
+        place = Place(chunk[-1].job.created_ms, chunk[-1].job.id)
+
+
+async def _release_unless_created(ports: Ports, job: Job, actor: Actor) -> None:
+    """Have nothing kept for a clone that never came to be.
+
+    While it cannot be known whether it did, the checkpoint stays held: one that is kept for nobody
+    costs space, one that is missing costs the clone.
+    """
+    with contextlib.suppress(MeshloomError):
+        try:
+            await ports.jobs.load(job.id)
+        except NotFoundError:
+            await release_origin(ports, job, actor)
 
 
 def _origin(source: Job, wanted: CloneRequest, spec: JobSpec) -> Origin:

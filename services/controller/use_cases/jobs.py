@@ -15,7 +15,7 @@ from services.controller.ports.jobs import Actor, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.clone import release_origin
+from services.controller.use_cases.clone import release_all_held_for, release_origin
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
 
@@ -29,10 +29,13 @@ class JobFilter:
     states: frozenset[JobState] = frozenset()
     labels: tuple[str, ...] = ()
     text: str | None = None
+    owner: str | None = None
 
     def matches(self, job: Job) -> bool:
         """Whether the job is among them."""
         if self.states and job.state not in self.states:
+            return False
+        if self.owner is not None and job.owner != self.owner:
             return False
         if self.text and self.text.lower() not in f"{job.id} {job.spec.name}".lower():
             return False
@@ -95,6 +98,7 @@ async def delete_job(ports: Ports, job_id: str, actor: Actor) -> None:
         stored = await ports.jobs.load(job_id)
     except RecordUnreadableError:
         # Whether it has ended is in the record; nobody drives it any more in any case.
+        await release_all_held_for(ports, job_id, actor)
         await ports.jobs.delete_unread(job_id)
         return
     refuse_unless_ended(stored.job)

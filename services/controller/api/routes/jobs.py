@@ -16,7 +16,7 @@ from services.contract.specs import JobSpec
 from services.contract.states import JobState
 from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
 from services.controller.api.conditional import answer, revisions_matched
-from services.controller.api.context import WithActor, WithContext, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.events import (
@@ -28,6 +28,7 @@ from services.controller.domain.events import (
 )
 from services.controller.ports.jobs import Claim
 from services.controller.use_cases import jobs as use_cases
+from services.controller.use_cases.access import check_owner
 from services.controller.use_cases.clone import Cloning
 from services.controller.use_cases.clone import clone as clone_job
 from services.controller.use_cases.submit import Submission
@@ -80,12 +81,13 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     *,
     state: Annotated[list[JobState] | None, Query(description="any of these")] = None,
     label: Annotated[list[str] | None, Query(description="`key=value` or `key`; all")] = None,
+    owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
     """Jobs, newest first."""
-    wanted = use_cases.JobFilter(frozenset(state or ()), tuple(label or ()), q)
+    wanted = use_cases.JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
     page = await use_cases.list_jobs(ports, wanted, cursor, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
@@ -136,13 +138,20 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     request: Request,
     context: WithContext,
     actor: WithActor,
+    asks: WithPrincipal,
     wanted: CloneRequest | None = None,
     *,
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,
 ) -> Response:
-    """Queue another job of the same spec, with overrides, from a checkpoint or from the start."""
+    """Queue another job of the same spec, with overrides, from a checkpoint or from the start.
+
+    Its checkpoint is kept for the clone, so `from_checkpoint` takes the job's owner or an operator.
+    """
     body = wanted or CloneRequest()
+    if body.from_checkpoint is not None:
+        may = "have its checkpoint kept for a clone; without from_checkpoint anybody may clone it"
+        await check_owner(context.ports, job_id, asks, may)
     _refuse_unspeakable(body)
     claim = None
     if idempotency_key is not None:

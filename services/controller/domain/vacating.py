@@ -1,0 +1,60 @@
+"""Who would have to leave for a gang to sit: tried seat by seat, never summed up.
+
+Seats that are free on different nodes do not add up for a gang whose ranks come in groups, so a
+sum may promise room that is none, and jobs would be drained in vain.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.contract.ids import NodeId
+from services.controller.domain.job import Job
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A job in a room, its seats there of one kind of device, and when it is expected to end."""
+
+    job: Job
+    taken: Mapping[NodeId, int]
+    end_ms: int | None
+
+    @property
+    def seats(self) -> int:
+        """How many seats it has in all."""
+        return sum(self.taken.values())
+
+
+def freed_by(leaving: Iterable[Holder]) -> Mapping[NodeId, int]:
+    """How many seats they give up, by node."""
+    freed: Counter[NodeId] = Counter()
+    for holder in leaving:
+        freed.update(holder.taken)
+    return freed
+
+
+def smallest_sufficient(
+    holders: Sequence[Holder], suffices: Callable[[Sequence[Holder]], bool]
+) -> tuple[Holder, ...]:
+    """Few holders whose leaving ``suffices``; the least important, then the youngest.
+
+    Where all seats count alike they are the fewest; in any case none of them leaves in vain. Empty
+    if all of them do not suffice, or nobody has to leave.
+    """
+    largest = sorted(holders, key=lambda h: (-h.seats, h.job.id))
+    count = next((n for n in range(len(largest) + 1) if suffices(largest[:n])), 0)
+    chosen: list[Holder] = []
+    left = sorted(
+        holders, key=lambda h: (h.job.spec.priority, -h.job.attempts[-1].started_ms, h.job.id)
+    )
+    while left and len(chosen) < count:
+        first, *left = left
+        others = sorted(left, key=lambda h: (-h.seats, h.job.id))[: count - len(chosen) - 1]
+        if suffices([*chosen, first, *others]):
+            chosen.append(first)
+    for holder in reversed(chosen):
+        rest = [h for h in chosen if h != holder]
+        if suffices(rest):
+            chosen = rest
+    return tuple(chosen)
