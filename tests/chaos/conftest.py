@@ -29,7 +29,8 @@ LONG = {
 def paced(orders: Path, pace_s: float) -> dict[str, object]:
     """The decoder of the tiny job, at a pace that leaves time for faults, which it takes orders of.
 
-    Its losses are those of the built-in one.
+    Compare its losses with its own, at whatever pace: a model that is no built-in one is split into
+    other units, and from three ranks on gloo sums in another order for another layout.
     """
     sizes = tiny_spec()["model"]["args"]  # type: ignore[index]  # a dict of dicts
     arguments = {"orders": str(orders), "pace_s": pace_s, **sizes}

@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> Losses:
     """The losses of the job that nobody disturbs."""
-    job = cluster.submit(**LONG)
+    job = cluster.submit(**LONG, model=paced(cluster.folder / "no-orders", 0.0))
     assert cluster.rested(job.id).state is JobState.SUCCEEDED
     check(cluster, job.id)
     return cluster.losses(job.id)

@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> Losses:
     """The losses of the same job on one node, which nobody disturbs."""
-    job = cluster.submit(**WIDE)
+    job = cluster.submit(**WIDE, model=paced(cluster.folder / "no-orders", 0.0))
     done = cluster.rested(job.id)
     assert done.state is JobState.SUCCEEDED, done.failure
     assert nodes_of(done) == [LARGE] * 4
