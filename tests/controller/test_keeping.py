@@ -199,7 +199,10 @@ def test_retention_counts_only_what_the_job_may_go_on_from() -> None:
     # The newest proves to be corrupt: there is one to fall back on.
     job = play(job, [killed(job, fence=2, step=35)]).job
     job = play(job, [placed(job)], NOW + 20_000).job
-    broken = [corrupt(job, 30, of=2), crashed(job, "CorruptCheckpointError", fence=3, step=0)]
+    broken: list[JobEvent] = [
+        corrupt(job, 30, of=2),
+        crashed(job, "CorruptCheckpointError", fence=3, step=0),
+    ]
     job = play(job, broken, NOW + 20_001).job
     assert (job.state, job.resume_point.step) == (JobState.RESTARTING, 20)
 
