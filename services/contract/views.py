@@ -229,6 +229,14 @@ class MetricsView(_View):
     total: int = Field(description="how many records the range has before downsampling")
 
 
+class MetricsPart(_View):
+    """The same with some metrics alone: each item has ``step``, ``fence`` and those."""
+
+    items: tuple[dict[str, int | float | None], ...]
+    evaluations: tuple[Evaluation, ...] = ()
+    total: int = Field(description="how many records the range has before downsampling")
+
+
 class ShardView(_View):
     """One rank's file of a checkpoint."""
 

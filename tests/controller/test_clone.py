@@ -185,8 +185,14 @@ def test_a_clone_whose_record_cannot_be_read_gives_its_checkpoint_back(house: Ho
     source, _ = trained(house)
     body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
     clone_id = house.act(source, "clone", body)["id"]
-    house.agent.launches(clone_id)
+    gang = house.agent.launches(clone_id)
+    house.act(clone_id, "kill")
+    house.agent.ends(gang, 10, signal=9)
+    house.in_state(clone_id, "CANCELLED")  # nothing writes its record any more
     house.redis.hset(keys.job(clone_id), "doc", "[" * 500)
+    unread = house.client.get(f"/v1/jobs/{clone_id}")
+    assert (unread.status_code, unread.json()["code"]) == (409, "record_unreadable")
+    assert _last_kind(house, source) == "checkpoint.held"
     assert house.client.delete(f"/v1/jobs/{clone_id}").status_code == 204
     assert _last_kind(house, source) == "checkpoint.released"
 

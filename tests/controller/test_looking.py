@@ -86,6 +86,11 @@ def test_metrics_show_the_newest_attempt_of_each_step_thinned_out(house: House) 
     metrics = house.get(f"/v1/jobs/{job_id}/metrics?max_points=7")
     steps = [record["step"] for record in metrics["items"]]
     assert (len(steps), steps[0], steps[-1], metrics["total"]) == (7, 1, 100, 100)
+    some = house.get(f"/v1/jobs/{job_id}/metrics?name=loss,tokens_per_s&max_points=7")
+    assert [set(item) for item in some["items"]] == [{"step", "fence", "loss", "tokens_per_s"}] * 7
+    assert [item["loss"] for item in some["items"]] == [r["loss"] for r in metrics["items"]]
+    refused = house.client.get(f"/v1/jobs/{job_id}/metrics?name=loss,colour")
+    assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "unknown_metric")
     part = house.get(f"/v1/jobs/{job_id}/metrics?from_step=49&to_step=51")
     assert [(r["step"], r["fence"]) for r in part["items"]] == [(49, 1), (50, 2), (51, 2)]
 

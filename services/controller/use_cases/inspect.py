@@ -2,20 +2,27 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from services.contract.messages.telemetry import StepRecord
+from services.contract.problems import Fault
 from services.contract.views import (
     DiagnosisView,
+    MetricsPart,
     MetricsView,
     NodeList,
     NodeView,
     RankList,
     RankView,
 )
-from services.controller.domain.errors import NotFoundError
+from services.controller.domain.errors import InvalidRequestError, NotFoundError
 from services.controller.domain.placement import stand
 from services.controller.ports.office import Ports
 from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
+
+_KEYS: Final = frozenset({"step", "fence"})
+METRICS: Final = frozenset(StepRecord.model_fields) - _KEYS
+"""What a step is measured by."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,24 @@ async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsVi
         evaluations=tuple(e for e in stored.job.evaluations if wanted.holds(e.step)),
         total=len(inside),
     )
+
+
+async def get_some_metrics(
+    ports: Ports, job_id: str, wanted: StepRange, names: frozenset[str]
+) -> MetricsPart:
+    """The same, of the named metrics alone.
+
+    Raises:
+        NotFoundError: There is no such job.
+        InvalidRequestError: There is no such metric.
+    """
+    unknown = sorted(names - METRICS)
+    if unknown:
+        detail = f"name: no metric is called {', '.join(unknown)}; {', '.join(sorted(METRICS))} are"
+        raise InvalidRequestError([Fault(pointer="", detail=detail, code="unknown_metric")])
+    whole = await get_metrics(ports, job_id, wanted)
+    items = tuple(record.model_dump(include=set(names | _KEYS)) for record in whole.items)
+    return MetricsPart(items=items, evaluations=whole.evaluations, total=whole.total)
 
 
 async def list_nodes(ports: Ports) -> NodeList:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from services.contract.views import (
     DiagnosisView,
     JobView,
+    MetricsPart,
     MetricsView,
     NodeList,
     NodeView,
@@ -54,17 +55,26 @@ async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Resp
     return answer(request, await use_cases.get_diagnosis(ports, job_id))
 
 
-@router.get("/jobs/{job_id}/metrics", response_model=MetricsView, dependencies=[READS])
-async def metrics(
+@router.get(
+    "/jobs/{job_id}/metrics", response_model=MetricsView | MetricsPart, dependencies=[READS]
+)
+async def metrics(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
     ports: WithPorts,
+    *,
+    name: Annotated[
+        str | None, Query(max_length=200, description="these metrics alone: `loss,grad_norm`")
+    ] = None,
     from_step: Annotated[int, Query(ge=0)] = 0,
     to_step: Annotated[int | None, Query(ge=0)] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
 ) -> Response:
     """Loss and throughput by step, thinned out to `max_points`."""
     wanted = use_cases.StepRange(from_step, to_step, max_points)
+    if name is not None:
+        names = frozenset(part.strip() for part in name.split(","))
+        return answer(request, await use_cases.get_some_metrics(ports, job_id, wanted, names))
     return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
 
 
