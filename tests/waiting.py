@@ -8,7 +8,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T | None], *, timeout_s: float = 60.0, every_s: float = 0.05) -> T:
+def until(look: Callable[[], T | None], *, timeout_s: float = 120.0, every_s: float = 0.05) -> T:
     """The first truthy result of ``look``.
 
     Raises:

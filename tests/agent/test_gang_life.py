@@ -170,7 +170,7 @@ def test_ranks_see_no_credentials_and_lead_their_own_sessions(
 ) -> None:
     controller.open_job()
     private = ("MESHLOOM_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
-    start_agent(**dict.fromkeys(private, "hidden"), COLOUR="blue")
+    start_agent(**dict.fromkeys(private, "hidden"), COLOUR="blue", MESHLOOM_RANK_ENV="COLOUR")
     seen = tmp_path / "environment.json"
     running(controller, environment_to=str(seen))
     rank = psutil.Process(launched(controller).pids[0])
