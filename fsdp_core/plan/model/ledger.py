@@ -84,9 +84,13 @@ class Ledger:
 
     def add(self, kind: MemoryKind, nbytes: int) -> int:
         """Allocates one tensor; returns what it takes, to be given to `free`."""
-        taken = -(-nbytes // self._granularity) * self._granularity
+        taken = self.taken_by(nbytes)
         self.shift(kind, taken)
         return taken
+
+    def taken_by(self, nbytes: int) -> int:
+        """What a tensor of so many bytes takes."""
+        return -(-nbytes // self._granularity) * self._granularity
 
     def free(self, kind: MemoryKind, taken: int) -> None:
         """Frees what `add` returned, or a sum of it."""

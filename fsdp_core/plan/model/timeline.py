@@ -53,6 +53,7 @@ class _Unit:
     state: State = "idle"
     yet_to_run: set[str] = field(default_factory=set)
     depth: int = 0
+    first: str = ""  # the module whose inputs the end of backward hangs on
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Timeline:
         self._opener: _Unit | None = None
         self._prefetched: list[_Unit] = []
         self._grads: dict[int, int] = {}  # whole gradients by place of the parameter
-        self._kept: set[int] = set()  # those of earlier micro-batches
+        self._sums: dict[int, int] = {}  # those of earlier micro-batches in another dtype
         self._held = 0  # a reduced row that an all-reduce on another lane has read
         self.reduces = True
 
@@ -109,7 +110,7 @@ class Timeline:
         unit.yet_to_run = unit.yet_to_run or set(unit.share.unit.names)
         unit.depth += 1
         if is_first:
-            unit.state = "forward"
+            unit.state, unit.first = "forward", module
             self._hold(unit)
             if self._opener is None:
                 self._opener = unit
@@ -166,7 +167,9 @@ class Timeline:
 
     def leave_backward(self, module: str) -> None:
         """The gradients of the inputs of `module` are known."""
-        self._post_backward(self._unit_of[module], reached=True)
+        unit = self._unit_of[module]
+        if unit.first == module:
+            self._post_backward(unit, reached=True)
 
     def add_grads(self, places: Iterable[int]) -> None:
         """Autograd has added to the whole gradients of parameters, named by place."""
@@ -206,32 +209,36 @@ class Timeline:
                 self._reshard(group)
             self._keep_grads(group)
             return
-        ranks = self._placement.shards * self._placement.replicas
+        agrees = reached and self._placement.shards * self._placement.replicas > 1
         taken: dict[str, list[ParamShare]] = {}
         for param in group.share.own:
-            has_one = param.place in self._grads
-            if not param.facts.requires_grad or not (has_one or (reached and ranks > 1)):
-                continue
-            if not has_one:  # zeros stand in for it
-                nbytes = param.slicing.total * param.reduce
-                self._grads[param.place] = self._ledger.add("whole_gradients", nbytes)
-            taken.setdefault(param.reduces_as, []).append(param)
+            if self._take_grad(param, covers_unused=agrees):
+                taken.setdefault(param.reduces_as, []).append(param)
         if not group.holders:
             self._reshard(group)
         for params in taken.values():
             for landed in self._window.room_for_one():
                 self._land_reduction(landed)
-            flags = len(params) if reached and ranks > 1 else 0
+            flags = len(params) if agrees else 0
             self._window.admit(self._issue_reduction(params, flags, group.share.unit.plan.offload))
 
     def _keep_grads(self, group: _Group) -> None:
         for param in group.share.own:
-            if param.place in self._grads and param.place not in self._kept:
-                if param.reduce != param.compute:
-                    cast = self._ledger.add("whole_gradients", param.slicing.total * param.reduce)
-                    self._ledger.free("whole_gradients", self._grads[param.place])
-                    self._grads[param.place] = cast
-                self._kept.add(param.place)
+            if param.place in self._grads and param.reduce != param.compute:
+                if param.place not in self._sums:
+                    cast = param.slicing.total * param.reduce
+                    self._sums[param.place] = self._ledger.add("whole_gradients", cast)
+                self._ledger.free("whole_gradients", self._grads.pop(param.place))
+
+    def _take_grad(self, param: ParamShare, *, covers_unused: bool) -> bool:
+        """Whether there is a gradient to reduce, by itself or as a sum."""
+        if param.place in self._sums:
+            self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
+            self._grads[param.place] = self._sums.pop(param.place)
+        if param.place not in self._grads and covers_unused and param.facts.requires_grad:
+            zeros = param.slicing.total * param.reduce
+            self._grads[param.place] = self._ledger.add("whole_gradients", zeros)
+        return param.place in self._grads
 
     def _issue_reduction(
         self,
@@ -278,7 +285,6 @@ class Timeline:
     def _free_grads(self, params: Iterable[ParamShare]) -> None:
         for param in params:
             self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
-            self._kept.discard(param.place)
 
     # -- Whole and sliced parameters
 
@@ -350,7 +356,7 @@ class Timeline:
             for param in group.share.own:
                 way = param.smaller or param.slicing
                 kept += self._ledger.add("unsharded", way.row * param.compute)
-                self._ledger.free("unsharded", param.unsharded_bytes)
+                self._ledger.free("unsharded", self._ledger.taken_by(param.unsharded_bytes))
             group.unsharded, group.state = kept, "part"
 
     def _hold(self, unit: _Unit) -> None:
