@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.llama import Llama, Shape, next_token_loss
 from benchmarks.one_of_many import Step, step_of_one
-from benchmarks.scale_on_paper import SPLIT
+from benchmarks.scale_on_paper import SPLIT, UNITS
 from fsdp_core.plan.model import (
     ADAMW_FUSED,
     Conditions,
@@ -16,7 +16,6 @@ from fsdp_core.plan.model import (
     ModelProfile,
     ShardingPlan,
     Training,
-    UnitPlan,
     estimate,
 )
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
@@ -35,13 +34,19 @@ MESHES = (
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return profile_model(STUDY, (Conditions("bf16"), Conditions("bf16", tp=4)), sizes=(1,))
+    return profile_model(
+        STUDY,
+        tuple(
+            Conditions("bf16", recompute=again, tp=tp) for again in (False, True) for tp in (1, 4)
+        ),
+        sizes=(1,),
+    )
 
 
 def plan_over(mesh: MeshPlan) -> ShardingPlan:
     return ShardingPlan(
         mesh,
-        (UnitPlan(("blocks.*",)),),
+        UNITS,
         param_dtype="bf16",
         reduce_dtype="fp32",
         tensor_parallel=SPLIT if mesh.tp > 1 else (),

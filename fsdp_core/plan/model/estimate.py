@@ -241,14 +241,20 @@ def _segments(
         )
     steps = []
     for place, boundary in enumerate(root):
-        module = boundary.module
+        at_work = _holder(boundary.module, holders)
+        # What a module leaves behind until its caller goes on depends on how itself ran.
+        segment = traces[at_work.index][place]
         if boundary.begins.endswith("_end"):
-            module = module.rpartition(".")[0]
-        while module not in holders:
-            module = module.rpartition(".")[0]
-        share = holders[module]
-        steps.append(_Step(traces[share.index][place], share.name))
+            at_work = _holder(boundary.module.rpartition(".")[0], holders)
+        steps.append(_Step(segment, at_work.name))
     return steps
+
+
+def _holder(module: str, holders: Mapping[str, UnitShare]) -> UnitShare:
+    """The unit of the innermost module around `module`."""
+    while module not in holders:
+        module = module.rpartition(".")[0]
+    return holders[module]
 
 
 def _check_stops(profile: ModelProfile, shares: Sequence[UnitShare]) -> None:
