@@ -220,7 +220,9 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     batch.grads.clear()
     sizes = [param.slicing.row for param in batch.params]
     if batch.is_agreed:
-        flags = _flags(batch.present, dtype, route.device)
+        # In the gradients' own dtype, or all of them would be cast, each into memory of its own.
+        own = {grad.dtype for grad in grads}
+        flags = _flags(batch.present, own.pop() if len(own) == 1 else dtype, route.device)
         # Flags that share a block with gradients could be rounded to zero.
         flags = torch.nn.functional.pad(flags, (-sum(sizes) % route.granularity, 0))
         grads.append(flags.expand(shards.size, -1))

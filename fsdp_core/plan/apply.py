@@ -20,7 +20,7 @@ from fsdp_core.plan.model import (
     UnitPlan,
     matches,
 )
-from fsdp_core.plan.resolve import ResolvedUnit, resolve_units
+from fsdp_core.plan.model.resolve import ResolvedUnit, resolve_units
 from fsdp_core.plan.tensor_parallel import split
 from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_core.runtime import FSDPModule, fully_shard

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_core.errors import PlanError
-from fsdp_core.plan.resolve import matching
+from fsdp_core.plan.model.resolve import matching
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

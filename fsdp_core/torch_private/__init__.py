@@ -20,6 +20,16 @@ from fsdp_core.torch_private.dtensors import (
     strided_shard,
     waited,
 )
+from fsdp_core.torch_private.fakes import (
+    OperatorWatch,
+    fake_ranks,
+    is_without_memory,
+    plain,
+    storage_key,
+    watching_resizes,
+    when_freed,
+    without_memory,
+)
 from fsdp_core.torch_private.groups import (
     allocator_of,
     default_store,
@@ -70,6 +80,7 @@ from fsdp_core.torch_private.tensors import (
 )
 
 __all__ = [
+    "OperatorWatch",
     "Spec",
     "allocator_of",
     "box_of",
@@ -78,6 +89,7 @@ __all__ = [
     "composable_state",
     "default_store",
     "dtensor_of",
+    "fake_ranks",
     "flattened_mesh",
     "foreach_copy",
     "foreach_norm",
@@ -86,6 +98,7 @@ __all__ = [
     "in_backward",
     "is_profiling",
     "is_view",
+    "is_without_memory",
     "is_wrapper",
     "joined_mesh",
     "local_box",
@@ -101,6 +114,7 @@ __all__ = [
     "outside_inference_mode",
     "outside_transforms",
     "own_parameters",
+    "plain",
     "post_accumulate_hooks",
     "preserve_version",
     "queue_after_backward",
@@ -113,12 +127,16 @@ __all__ = [
     "set_symmetric_backend",
     "shards_dim",
     "spec_of",
+    "storage_key",
     "strided_shard",
     "swap",
     "symmetric_pool",
     "transforms_active",
     "tree_map_only",
     "waited",
+    "watching_resizes",
+    "when_freed",
+    "without_memory",
     "wrapper_of",
     "writes_first_argument",
 ]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan, matches
-from fsdp_core.plan.resolve import resolve_units
+from fsdp_core.plan.model.resolve import resolve_units
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import BLOCKS, decoder
 from tests.engine.sharded import backward_once, states

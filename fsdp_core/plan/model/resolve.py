@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_core.errors import PlanError
-from fsdp_core.plan.model import ShardingPlan, UnitPlan, is_pattern, matches
+from fsdp_core.plan.model.sharding import ShardingPlan, UnitPlan, is_pattern, matches
 
 
 @dataclass(frozen=True)

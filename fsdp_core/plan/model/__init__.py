@@ -1,0 +1,75 @@
+"""Plans, profiles and estimates as plain data and integer arithmetic. Imports no torch.
+
+`sharding`: what a plan says. `profile`: what was measured of a model. `estimate`: what a plan will
+cost a rank in memory, traffic and time.
+"""
+
+from __future__ import annotations
+
+from fsdp_core.plan.model.estimate import Estimate, Training, estimate
+from fsdp_core.plan.model.growth import Growth, Highest
+from fsdp_core.plan.model.ledger import Memory, MemoryKind, Peak
+from fsdp_core.plan.model.optimizer import ADAMW_FUSED, SGD, OptimizerFacts
+from fsdp_core.plan.model.profile import (
+    PROFILE_VERSION,
+    BufferFacts,
+    Conditions,
+    ModelProfile,
+    ParameterFacts,
+    Segment,
+    Trace,
+    UnitFacts,
+)
+from fsdp_core.plan.model.resolve import ResolvedUnit, matching, resolve_units
+from fsdp_core.plan.model.sharding import (
+    ANY,
+    PLAN_VERSION,
+    MeshPlan,
+    Precision,
+    ShardDim,
+    ShardingPlan,
+    TensorParallelPlan,
+    TensorParallelStyle,
+    UnitPlan,
+    is_pattern,
+    matches,
+)
+from fsdp_core.plan.model.step_time import NodeFacts, StepTime
+
+__all__ = [
+    "ADAMW_FUSED",
+    "ANY",
+    "PLAN_VERSION",
+    "PROFILE_VERSION",
+    "SGD",
+    "BufferFacts",
+    "Conditions",
+    "Estimate",
+    "Growth",
+    "Highest",
+    "Memory",
+    "MemoryKind",
+    "MeshPlan",
+    "ModelProfile",
+    "NodeFacts",
+    "OptimizerFacts",
+    "ParameterFacts",
+    "Peak",
+    "Precision",
+    "ResolvedUnit",
+    "Segment",
+    "ShardDim",
+    "ShardingPlan",
+    "StepTime",
+    "TensorParallelPlan",
+    "TensorParallelStyle",
+    "Trace",
+    "Training",
+    "UnitFacts",
+    "UnitPlan",
+    "estimate",
+    "is_pattern",
+    "matches",
+    "matching",
+    "resolve_units",
+]

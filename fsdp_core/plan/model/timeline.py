@@ -1,0 +1,371 @@
+"""One rank's step as the engine makes it, on a ledger instead of in memory.
+
+It follows `fsdp_core.runtime` and `fsdp_core.param` hook by hook, with the same arithmetic of
+order and window, so that what is allocated together there is counted together here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fsdp_core.plan.model.ledger import Ledger
+from fsdp_core.plan.model.shares import ParamShare, UnitShare
+from fsdp_core.plan.model.traffic import Traffic
+from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
+
+State = Literal["idle", "forward", "pre_backward", "post_backward"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and over how many ranks a model is sharded.
+
+    Attributes:
+        shards: Ranks that share a parameter.
+        replicas: Ranks that hold the same slice.
+        is_host: Whether models compute on the host, so that offloading moves nothing.
+    """
+
+    shards: int
+    replicas: int
+    is_host: bool
+
+
+@dataclass
+class _Group:
+    """Parameters of one unit that are gathered and reduced together."""
+
+    share: UnitShare
+    state: Literal["sharded", "part", "gathering", "whole"] = "sharded"
+    holders: set[int] = field(default_factory=set)
+    gather: int = 0  # the buffer in flight, and what is copied to the device for it
+    unsharded: int = 0
+    is_lent: bool = False
+    from_part: bool = False
+
+
+@dataclass
+class _Unit:
+    share: UnitShare
+    used: list[_Group]
+    state: State = "idle"
+    yet_to_run: set[str] = field(default_factory=set)
+    depth: int = 0
+    first: str = ""  # the module whose inputs the end of backward hangs on
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    contribution: int
+    result: int
+    grads: int
+    is_cast: bool
+    offloads: bool
+
+
+class Timeline:
+    """The units of one rank, told of the model's boundaries one by one."""
+
+    def __init__(
+        self, shares: Sequence[UnitShare], placement: Placement, ledger: Ledger, traffic: Traffic
+    ) -> None:
+        self._placement = placement
+        self._ledger = ledger
+        self._traffic = traffic
+        self._groups = {share.index: _Group(share) for share in shares}
+        self._units = [
+            _Unit(
+                share,
+                [self._groups[i] for i in (share.index, *share.borrowed) if shares[i].own],
+            )
+            for share in shares
+        ]
+        for share in shares:
+            for index in share.borrowed:
+                self._groups[index].is_lent = True
+        self._unit_of = {name: unit for unit in self._units for name in unit.share.unit.names}
+        self._params = {param.place: param for share in shares for param in share.own}
+        self._forward = ForwardOrder()
+        self._backward = BackwardOrder()
+        self._window: InFlightWindow[_Reduction] = InFlightWindow()
+        self._opener: _Unit | None = None
+        self._prefetched: list[_Unit] = []
+        self._grads: dict[int, int] = {}  # whole gradients by place of the parameter
+        self._sums: dict[int, int] = {}  # those of earlier micro-batches in another dtype
+        self._held = 0  # a reduced row that an all-reduce on another lane has read
+        self.reduces = True
+
+    def owns(self, module: str) -> bool:
+        """Whether `module` is one of a unit's."""
+        return module in self._unit_of
+
+    # -- Forward
+
+    def enter_forward(self, module: str) -> None:
+        """Before forward of `module`."""
+        unit = self._unit_of[module]
+        is_first = unit.state != "forward"
+        unit.yet_to_run = unit.yet_to_run or set(unit.share.unit.names)
+        unit.depth += 1
+        if is_first:
+            unit.state, unit.first = "forward", module
+            self._hold(unit)
+            if self._opener is None:
+                self._opener = unit
+                self._forward.begin()
+        self._make_whole(unit)
+        if is_first:
+            foreseen = self._forward.enter(unit.share.index)
+            for target in self._targets(unit.share.forward_prefetch, foreseen):
+                self._issue_all(target)
+                self._prefetched.append(target)
+
+    def leave_forward(self, module: str) -> None:
+        """After forward of `module`."""
+        unit = self._unit_of[module]
+        unit.depth -= 1
+        if unit.depth == 0:
+            unit.yet_to_run.discard(module)
+            if not unit.yet_to_run:
+                self._complete_forward(unit)
+        if self._opener is unit and unit.state == "idle":
+            for other in reversed(self._units):
+                if other.yet_to_run:
+                    other.yet_to_run.clear()
+                    self._complete_forward(other)
+            self._forward.end()
+            for guess in self._prefetched:
+                self._drop(guess)
+            self._prefetched.clear()
+            self._opener = None
+
+    def _complete_forward(self, unit: _Unit) -> None:
+        self._let_go(unit)
+        if unit.share.reshards:
+            for group in unit.used:
+                if not group.holders:
+                    self._reshard_after_forward(group)
+        self._backward.record(unit.share.index)
+        unit.state = "idle"
+
+    # -- Backward
+
+    def enter_backward(self, module: str) -> None:
+        """Before backward of `module`."""
+        unit = self._unit_of[module]
+        if unit.state == "pre_backward":
+            return
+        unit.state = "pre_backward"
+        self._hold(unit)
+        self._make_whole(unit)
+        chosen = unit.share.backward_prefetch
+        foreseen = None if chosen else self._backward.take(unit.share.index)
+        for target in self._targets(chosen, foreseen):
+            self._issue_all(target)
+
+    def leave_backward(self, module: str) -> None:
+        """The gradients of the inputs of `module` are known."""
+        unit = self._unit_of[module]
+        if unit.first == module:
+            self._post_backward(unit, reached=True)
+
+    def add_grads(self, places: Iterable[int]) -> None:
+        """Autograd has added to the whole gradients of parameters, named by place."""
+        for place in places:
+            if place not in self._grads:
+                whole = self._params[place].whole_bytes
+                self._grads[place] = self._ledger.add("whole_gradients", whole)
+
+    def end_backward(self) -> None:
+        """All of backward has run."""
+        for unit in self._units:
+            is_lent = any(group.is_lent for group in unit.used if group.share is unit.share)
+            if unit.state != "post_backward" or is_lent:
+                self._post_backward(unit, reached=unit.state == "pre_backward")
+        for reduction in self._window.drain():
+            self._land_reduction(reduction)
+        for unit in self._units:
+            self._drop(unit)
+            unit.state = "idle"
+        self._backward.clear()
+        self._ledger.free("communication", self._held)
+        self._held = 0
+
+    def _post_backward(self, unit: _Unit, *, reached: bool) -> None:
+        unit.state = "post_backward"
+        self._let_go(unit)
+        for group in unit.used:
+            if group.share is not unit.share and not group.holders:
+                self._reshard(group)
+        for group in unit.used:
+            if group.share is unit.share:
+                self._reduce(group, reached=reached)
+
+    def _reduce(self, group: _Group, *, reached: bool) -> None:
+        if not self.reduces:
+            if not group.holders:
+                self._reshard(group)
+            self._keep_grads(group)
+            return
+        agrees = reached and self._placement.shards * self._placement.replicas > 1
+        taken: dict[str, list[ParamShare]] = {}
+        for param in group.share.own:
+            if self._take_grad(param, covers_unused=agrees):
+                taken.setdefault(param.reduces_as, []).append(param)
+        if not group.holders:
+            self._reshard(group)
+        for params in taken.values():
+            for landed in self._window.room_for_one():
+                self._land_reduction(landed)
+            flags = len(params) if agrees else 0
+            self._window.admit(self._issue_reduction(params, flags, group.share.unit.plan.offload))
+
+    def _keep_grads(self, group: _Group) -> None:
+        for param in group.share.own:
+            if param.place in self._grads and param.reduce != param.compute:
+                if param.place not in self._sums:
+                    cast = param.slicing.total * param.reduce
+                    self._sums[param.place] = self._ledger.add("whole_gradients", cast)
+                self._ledger.free("whole_gradients", self._grads.pop(param.place))
+
+    def _take_grad(self, param: ParamShare, *, covers_unused: bool) -> bool:
+        """Whether there is a gradient to reduce, by itself or as a sum."""
+        if param.place in self._sums:
+            self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
+            self._grads[param.place] = self._sums.pop(param.place)
+        if param.place not in self._grads and covers_unused and param.facts.requires_grad:
+            zeros = param.slicing.total * param.reduce
+            self._grads[param.place] = self._ledger.add("whole_gradients", zeros)
+        return param.place in self._grads
+
+    def _issue_reduction(
+        self,
+        params: Sequence[ParamShare],
+        flags: int,
+        offloads: bool,  # noqa: FBT001 - as the plan has it
+    ) -> _Reduction:
+        ledger, shards = self._ledger, self._placement.shards
+        itemsize, orig = params[0].reduce, {param.facts.itemsize for param in params}
+        row = sum(param.slicing.row for param in params) + flags
+        stacked = sum(ledger.add("communication", p.stacked_bytes) for p in params)
+        whole = [param for param in params if param.stacked_bytes]
+        self._free_grads(whole)
+        contribution = ledger.add("communication", shards * row * itemsize)
+        self._free_grads(params)
+        ledger.free("communication", stacked)
+        result = ledger.add("communication", row * itemsize)
+        self._traffic.reduce_scatter(row * itemsize)
+        if self._placement.replicas > 1:
+            self._traffic.all_reduce(row * itemsize)
+        is_cast = orig != {itemsize} or params[0].reduces_as not in (
+            params[0].facts.dtype,
+            _WORD.get(params[0].facts.dtype, ""),
+        )
+        return _Reduction(contribution, result, row * max(orig), is_cast, offloads)
+
+    def _land_reduction(self, reduction: _Reduction) -> None:
+        ledger = self._ledger
+        ledger.free("communication", reduction.contribution)
+        if not reduction.is_cast:
+            ledger.shift("communication", -reduction.result)
+            ledger.shift("gradients", reduction.result)
+            own = reduction.result
+        else:
+            own = ledger.add("gradients", reduction.grads)
+            if self._placement.replicas > 1:
+                ledger.free("communication", self._held)
+                self._held = reduction.result
+            else:
+                ledger.free("communication", reduction.result)
+        if reduction.offloads and not self._placement.is_host:
+            ledger.free("gradients", own)
+
+    def _free_grads(self, params: Iterable[ParamShare]) -> None:
+        for param in params:
+            self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
+
+    # -- Whole and sliced parameters
+
+    def _targets(self, chosen: tuple[int, ...] | None, foreseen: int | None) -> list[_Unit]:
+        wanted = chosen or (() if foreseen is None else (foreseen,))
+        return [self._units[index] for index in wanted]
+
+    def _make_whole(self, unit: _Unit) -> None:
+        self._issue_all(unit)
+        for group in unit.used:
+            if group.state == "gathering":
+                self._land(group)
+
+    def _issue_all(self, unit: _Unit) -> None:
+        for group in unit.used:
+            if group.state in ("sharded", "part"):
+                self._issue(group)
+
+    def _issue(self, group: _Group) -> None:
+        share, ledger = group.share, self._ledger
+        from_part = group.state == "part"
+        ranks = self._placement.shards
+        if from_part:
+            ranks = next(param.smaller.parts for param in share.own if param.smaller)
+        row = share.gather_row(from_smaller=from_part)
+        held = 0
+        if share.unit.plan.offload and not self._placement.is_host and not from_part:
+            held = sum(ledger.add("communication", param.slice_bytes) for param in share.own)
+        casts = 0
+        if share.travels_as_bytes:
+            casts = sum(
+                ledger.add("communication", param.slicing.row * param.compute)
+                for param in share.own
+                if param.compute != param.facts.itemsize
+            )
+        group.gather = held + ledger.add("communication", row * ranks)
+        ledger.free("communication", casts)
+        group.state, group.from_part = "gathering", from_part
+        self._traffic.all_gather(row, ranks)
+
+    def _land(self, group: _Group) -> None:
+        ledger, from_part = self._ledger, group.from_part
+        landing = 0
+        part, group.unsharded = group.unsharded, 0
+        for param in group.share.own:
+            group.unsharded += ledger.add("unsharded", param.unsharded_bytes)
+            landing += ledger.add("communication", param.landing_bytes(from_smaller=from_part))
+        ledger.free("communication", landing + group.gather)
+        ledger.free("unsharded", part)
+        group.gather, group.state = 0, "whole"
+
+    def _drop(self, unit: _Unit) -> None:
+        for group in unit.used:
+            if group.state == "gathering":
+                self._ledger.free("communication", group.gather)
+                group.gather = 0
+                group.state = "part" if group.from_part else "sharded"
+
+    def _reshard(self, group: _Group) -> None:
+        if group.state in ("whole", "part"):
+            self._ledger.free("unsharded", group.unsharded)
+            group.unsharded, group.state = 0, "sharded"
+
+    def _reshard_after_forward(self, group: _Group) -> None:
+        if not group.share.keeps_part:
+            self._reshard(group)
+        elif group.state == "whole":
+            kept = 0
+            for param in group.share.own:
+                way = param.smaller or param.slicing
+                kept += self._ledger.add("unsharded", way.row * param.compute)
+                self._ledger.free("unsharded", self._ledger.taken_by(param.unsharded_bytes))
+            group.unsharded, group.state = kept, "part"
+
+    def _hold(self, unit: _Unit) -> None:
+        for group in unit.used:
+            group.holders.add(unit.share.index)
+
+    def _let_go(self, unit: _Unit) -> None:
+        for group in unit.used:
+            group.holders.discard(unit.share.index)
+
+
+_WORD = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

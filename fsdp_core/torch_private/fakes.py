@@ -1,0 +1,103 @@
+# ruff: noqa: SLF001 - private names are what this package is for
+"""Tensors without memory, and a look at every operator that makes one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+
+def without_memory() -> AbstractContextManager[object]:
+    """Tensors made within have a device, shape, strides and storage size, but no memory."""
+    return cast("AbstractContextManager[object]", FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """Whether it was made within `without_memory`, or on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Within, this process is rank 0 of so many, whose collectives do nothing."""
+    # Registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Calls back with each operator's name and what it returned; wrapper subclasses are looked into.
+
+    What an operator allocates and frees within itself is not seen.
+    """
+
+    def __init__(self, on_result: Callable[[str, torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
+        self._on_result = on_result
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Runs `func`."""
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # it will come again, with the tensors inside
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._on_result(str(func), leaf)
+        return result
+
+
+@contextmanager
+def watching_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Calls back after each `UntypedStorage.resize_`, which is no operator."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> object:
+        result = plain(storage, size)
+        on_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # the only way to see it
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]  # as it was
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells storages apart that live at the same time."""
+    return int(storage._cdata)
+
+
+def when_freed(
+    storage: torch.UntypedStorage, call: Callable[[], None]
+) -> weakref.ref[torch.UntypedStorage]:
+    """Calls once nobody refers to `storage` any more, while the returned reference lives.
+
+    PyTorch keeps the Python object of a storage alive as long as its memory.
+    """
+    return weakref.ref(storage, lambda _: call())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`, if it is a DTensor, else itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,169 @@
+"""Estimates as arithmetic: sizes, order, and what changes what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.model import (
+    ADAMW_FUSED,
+    SGD,
+    Conditions,
+    Estimate,
+    MeshPlan,
+    ModelProfile,
+    NodeFacts,
+    OptimizerFacts,
+    ShardDim,
+    ShardingPlan,
+    Training,
+    UnitPlan,
+    estimate,
+)
+from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from tests.plan.suite import Mlp, vector_loss
+
+WIDTH, HIDDEN, LAYERS = 256, 96, 4
+LAYER_UNITS = (UnitPlan(("layers.*",)),)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    study = ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, LAYERS), vector_loss)
+    return profile_model(study, (Conditions(), Conditions("bf16"), Conditions(recompute=True)))
+
+
+def of(
+    profile: ModelProfile,
+    *units: UnitPlan,
+    mesh: MeshPlan | None = None,
+    training: Training | None = None,
+    **how: object,
+) -> Estimate:
+    plan = ShardingPlan(mesh or MeshPlan(dp_shard=4), units or LAYER_UNITS, **how)  # type: ignore[arg-type]  # passed on
+    return estimate(profile, plan, training or Training(8, optimizer=ADAMW_FUSED))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 100, 4096])
+def test_each_rank_holds_padded_slices_and_state_without_padding(
+    profile: ModelProfile, ranks: int
+) -> None:
+    rows = [(p.shape[0], sum(p.shape[1:]) or 1) for p in profile.parameters]
+    mesh = MeshPlan(dp_shard=ranks)
+    first = of(profile, mesh=mesh).resting
+    assert first.parameters == sum(4 * -(-length // ranks) * rest for length, rest in rows)
+    assert first.optimizer == 2 * first.parameters + 4 * len(rows)
+    plan = ShardingPlan(mesh, LAYER_UNITS)
+    last = estimate(profile, plan, Training(8, optimizer=ADAMW_FUSED), shard_rank=ranks - 1).resting
+    assert last.parameters == first.parameters
+    held = [
+        max(0, min(width, length - (ranks - 1) * width)) * rest
+        for length, rest, width in ((length, rest, -(-length // ranks)) for length, rest in rows)
+    ]
+    assert last.optimizer == 8 * sum(held) + 4 * len(rows)
+
+
+def test_replicas_hold_the_same_and_average_between_them(profile: ModelProfile) -> None:
+    alone = of(profile, mesh=MeshPlan(dp_shard=4))
+    copied = of(profile, mesh=MeshPlan(dp_replicate=2, dp_shard=4))
+    assert copied.resting == alone.resting
+    assert copied.sent["dp_shard"] == alone.sent["dp_shard"]
+    assert alone.sent["dp_replicate"] == 0
+    assert copied.collectives["dp_replicate"] == LAYERS + 1
+
+
+def test_traffic_is_two_gathers_and_a_reduction(profile: ModelProfile) -> None:
+    whole = 4 * sum(_numel(p.shape) for p in profile.parameters)
+    root = 4 * sum(_numel(p.shape) for p in profile.parameters if "head" in p.name)
+    kept = of(
+        profile, UnitPlan(("layers.*",), reshard_after_forward=False), mesh=MeshPlan(dp_shard=2)
+    )
+    twice = of(profile, mesh=MeshPlan(dp_shard=2))
+    flags = 4 * len(profile.parameters)
+    # All dims divide by two, so a rank sends half of everything once for each collective.
+    assert kept.sent["dp_shard"] == 2 * whole // 2 + flags
+    assert twice.sent["dp_shard"] == kept.sent["dp_shard"] + (whole - root) // 2
+    assert twice.collectives["dp_shard"] == 3 * LAYERS + 2
+
+
+def test_what_costs_memory_and_what_saves_it(profile: ModelProfile) -> None:
+    base = of(profile).peak.memory
+    assert (
+        of(profile, UnitPlan(("layers.*",), reshard_after_forward=False)).peak.memory.total
+        > base.total
+    )
+    assert (
+        of(profile, UnitPlan(("layers.*",), recompute=True)).peak.memory.activations
+        < base.activations
+    )
+    assert of(profile, mesh=MeshPlan(dp_shard=8)).peak.memory.total < base.total
+    assert of(profile, param_dtype="bf16").peak.memory.activations < base.activations
+    assert of(profile, training=Training(8, 4, ADAMW_FUSED)).peak.memory.total > base.total
+    deeper = of(profile, UnitPlan(("layers.*",), prefetch=3)).peak.memory
+    assert deeper.total > base.total
+
+
+def test_the_peak_is_told_with_its_place(profile: ModelProfile) -> None:
+    assert of(profile).peak.where == "backward"
+    assert of(profile).peak.unit.startswith("layers.")
+    greedy = OptimizerFacts(state_copies=2, step_copies_of_all=50)
+    assert of(profile, training=Training(1, optimizer=greedy)).peak.where == "optimizer step"
+
+
+def test_offloading_moves_memory_to_the_host_of_a_device(profile: ModelProfile) -> None:
+    there = replace(profile, device_type="cuda")
+    offloaded = of(there, UnitPlan(("layers.*",), offload=True))
+    assert offloaded.host_bytes > 0
+    assert offloaded.resting.parameters < of(there).resting.parameters / 10
+    assert of(profile, UnitPlan(("layers.*",), offload=True)).host_bytes == 0
+
+
+def test_memory_comes_in_blocks_where_the_allocator_gives_such(profile: ModelProfile) -> None:
+    coarse = of(replace(profile, granularity=512))
+    assert coarse.resting.parameters % 512 == 0
+    for units in ((UnitPlan(("layers.*",), reshard_after_forward=2),), LAYER_UNITS):
+        exact, rounded = of(profile, *units), of(replace(profile, granularity=512), *units)
+        assert exact.peak.memory.total < rounded.peak.memory.total
+        assert rounded.peak.memory.total < exact.peak.memory.total + 512 * 100
+
+
+def test_accumulation_gathers_for_each_micro_batch_and_reduces_once(profile: ModelProfile) -> None:
+    once, thrice = (of(profile, training=Training(8, k, SGD)) for k in (1, 3))
+    gathers, reduces = 2 * LAYERS + 1, LAYERS + 1
+    assert once.collectives["dp_shard"] == gathers + reduces
+    assert thrice.collectives["dp_shard"] == 3 * gathers + reduces
+    assert thrice.flops == 3 * once.flops
+
+
+NODE = NodeFacts({"fp32": 1e12, "bf16": 4e12}, 1e11, 1e10, 1e9, 1e-5, ranks=4)
+
+
+def test_time_follows_the_node(profile: ModelProfile) -> None:
+    def seconds(node: NodeFacts, ranks: int = 4) -> float:
+        plan = ShardingPlan(MeshPlan(dp_shard=ranks), LAYER_UNITS)
+        time = estimate(profile, plan, Training(8), node).time
+        assert time is not None
+        return time.total
+
+    assert seconds(replace(NODE, matmul_flops={"fp32": 1e9})) > seconds(NODE)
+    assert seconds(replace(NODE, link_bandwidth=1e8)) > seconds(NODE)
+    assert seconds(replace(NODE, network_bandwidth=1e6)) == seconds(NODE)
+    assert seconds(replace(NODE, network_bandwidth=1e6), ranks=8) > seconds(NODE, ranks=8)
+    assert seconds(replace(NODE, overlap=0.0)) > seconds(NODE)
+
+
+def test_plans_that_do_not_divide_are_refused(profile: ModelProfile) -> None:
+    with pytest.raises(PlanError, match="does not divide"):
+        of(profile, UnitPlan(("layers.*",), reshard_after_forward=3))
+    with pytest.raises(PlanError, match="no dim 2"):
+        of(profile, UnitPlan(("layers.*",), shard_dims=(ShardDim("*.weight", 2),)))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

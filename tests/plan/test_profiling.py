@@ -1,0 +1,159 @@
+"""Profiles: what is found out about a model without giving it memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+from torch.nn import functional
+
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.candidates import candidate_units
+from fsdp_core.plan.model import (
+    ADAMW_FUSED,
+    SGD,
+    Conditions,
+    Growth,
+    MeshPlan,
+    ModelProfile,
+    OptimizerFacts,
+    ShardingPlan,
+    Training,
+    UnitPlan,
+    estimate,
+)
+from fsdp_core.plan.optimizer_facts import optimizer_facts
+from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from tests.plan.suite import ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
+
+WIDTH, HIDDEN, LAYERS = 256, 64, 3
+
+
+def mlp_study() -> ModelUnderStudy:
+    return ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, LAYERS), vector_loss)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> ModelProfile:
+    return profile_model(mlp_study(), (Conditions(), Conditions(recompute=True)))
+
+
+def test_repeated_blocks_are_found_and_what_stands_beside_them() -> None:
+    assert candidate_units(Encoder(layers=2)) == {
+        "embed": "embedding",
+        "layers.0": "block",
+        "layers.1": "block",
+        "head": "head",
+    }
+    assert list(candidate_units(ConvNet(8, 2))) == ["stem", "blocks.0", "blocks.1", "head"]
+    assert candidate_units(nn.Linear(2, 2)) == {}
+
+
+def test_a_profile_survives_json(mlp: ModelProfile) -> None:
+    adapter = TypeAdapter(ModelProfile)
+    assert adapter.validate_json(adapter.dump_json(mlp)) == mlp
+
+
+def test_a_profile_of_another_version_is_refused(mlp: ModelProfile) -> None:
+    with pytest.raises(PlanError, match="version 2"):
+        replace(mlp, version=2)
+
+
+def test_what_is_saved_counts_no_parameters_and_nothing_twice(mlp: ModelProfile) -> None:
+    first, second = mlp.units[:2]
+    # Its input, which for the first is the batch, and ReLU's output, which is the next one's
+    # input as well.
+    assert first.saved == second.saved == Growth(0, 4 * (WIDTH + HIDDEN))
+    assert first.outputs == Growth(0, 4 * WIDTH)
+
+
+def test_flops_are_those_of_the_matrix_products(mlp: ModelProfile) -> None:
+    first, second = mlp.units[:2]
+    product = 2 * WIDTH * HIDDEN
+    # Forward, then a gradient of the weight and one of the input: but nobody wants the batch's.
+    assert first.flops == Growth(0, (3 + 2) * product)
+    assert second.flops == Growth(0, (3 + 3) * product)
+
+
+def test_recomputation_keeps_only_inputs_until_backward(mlp: ModelProfile) -> None:
+    kept, again = (
+        {s.module: s.change for s in trace.segments if s.begins == "forward"}
+        for trace in mlp.traces
+    )
+    assert kept["layers.1"] == Growth(0, 4 * (WIDTH + HIDDEN))
+    assert again["layers.1"] == Growth(0, 4 * WIDTH)
+
+
+def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:
+    def make() -> nn.Module:
+        model = Encoder(layers=1, tied=True)
+        model.layers.requires_grad_(requires_grad=False)
+        return model
+
+    profile = profile_model(ModelUnderStudy(make, next_token_loss), sizes=(1,))
+    facts = {each.name: each for each in profile.parameters}
+    assert facts["embed.weight"].also == ("head.weight",)
+    assert facts["embed.weight"].is_embedding
+    with_grads = {place for s in profile.traces[0].segments for place in s.grads}
+    assert [profile.parameters[place].name for place in with_grads] == ["embed.weight"]
+
+
+def test_attention_is_counted_as_the_device_computes_it() -> None:
+    def attend(model: nn.Module, batch: int) -> torch.Tensor:
+        x = model(torch.randn(batch, 4, 512, 16))
+        return functional.scaled_dot_product_attention(x, x, x).sum()
+
+    profile = profile_model(ModelUnderStudy(lambda: nn.Linear(16, 16), attend), sizes=(1,))
+    scores = 4 * 4 * 512 * 512
+    assert max(s.peak.at(1) for s in profile.traces[0].segments) < scores
+
+
+def test_a_model_for_a_device_that_is_not_here_is_refused() -> None:
+    if torch.accelerator.is_available():
+        return
+    study = ModelUnderStudy(Encoder, next_token_loss, device_type="cuda")
+    with pytest.raises(PlanError, match="only where there is such a device"):
+        profile_model(study)
+
+
+def test_a_stop_that_is_no_module_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"no modules \['absent'\]"):
+        profile_model(mlp_study(), stops=["absent"])
+
+
+def test_what_was_not_measured_is_not_guessed(mlp: ModelProfile) -> None:
+    with pytest.raises(PlanError, match="param_dtype='bf16'"):
+        estimate(mlp, ShardingPlan(MeshPlan(dp_shard=2), param_dtype="bf16"), Training(1))
+    inner = ShardingPlan(MeshPlan(dp_shard=2), (UnitPlan(("layers.0.0",)),))
+    with pytest.raises(PlanError, match=r"not followed at \['layers\.0\.0'\]"):
+        estimate(mlp, inner, Training(1))
+    followed = profile_model(mlp_study(), stops=["layers.0.0"], sizes=(1,))
+    assert estimate(followed, inner, Training(1)).peak.memory.total > 0
+
+
+def test_sizes_that_were_not_followed_are_foreseen() -> None:
+    study = ModelUnderStudy(partial(ConvNet, 8, 2), image_loss)
+    plan = ShardingPlan(MeshPlan(dp_shard=2), (UnitPlan(("blocks.*",)),))
+    few, many = (profile_model(study, sizes=sizes) for sizes in ((1, 2, 4), (48,)))
+    for_many = estimate(many, plan, Training(48)).peak
+    assert estimate(few, plan, Training(48)).peak == for_many
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (partial(torch.optim.AdamW, fused=True), ADAMW_FUSED),
+        (partial(torch.optim.AdamW, foreach=True), OptimizerFacts(2, 4, 1, 0)),
+        (partial(torch.optim.AdamW, foreach=False), OptimizerFacts(2, 4, 0, 2)),
+        (partial(torch.optim.SGD, lr=0.1), SGD),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True), OptimizerFacts(1)),
+    ],
+)
+def test_an_optimizer_shows_what_it_keeps_and_needs(
+    make: partial[torch.optim.Optimizer], facts: OptimizerFacts
+) -> None:
+    assert optimizer_facts(make) == facts
