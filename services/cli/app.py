@@ -1,37 +1,36 @@
 """The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli import tables
 from services.cli.access import audit, tokens
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
+from services.cli.connect import WATCHING_PATIENCE_S as _WATCHING_PATIENCE_S
 from services.cli.connect import connect as _connect
 from services.cli.connect import console
 from services.cli.diagnosing import looked_into
 from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
+from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
 from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
-from services.contract.views import CheckpointView, JobView, ResumeRequest, StopRequest
+from services.contract.views import JobView, ResumeRequest, StopRequest
 
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
 _JOBS_LOOKED_AT: Final = 200
-_WATCHING_PATIENCE_S: Final = 120.0
-_LOOK_EVERY_S: Final = 0.3
+
 
 _LIVE_STATES: Final = frozenset(
     {
@@ -54,11 +53,11 @@ app = typer.Typer(
 )
 app.add_typer(tokens, name="tokens")
 app.command()(audit)
+for command in (verify, export, pin, unpin):
+    app.command()(command)
+app.command("rm-checkpoint")(remove_checkpoint)
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id, as `checkpoints` shows it.")
-]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
 Keep = Annotated[
     str,
@@ -331,63 +330,6 @@ def checkpoints(
 
 
 @app.command()
-def verify(
-    checkpoint: Checkpoint,
-    *,
-    wait: Annotated[bool, typer.Option(help="Wait until every file was read.")] = True,
-) -> None:
-    """Have every file of a checkpoint read and compared with its digest.
-
-    Ends with code 1 if it is corrupt.
-    """
-    with _connect(_WATCHING_PATIENCE_S if wait else _PATIENCE_S) as client:
-        before = client.checkpoint(checkpoint)
-        view = client.verify(checkpoint)
-        if wait:
-            view = _awaited(client, checkpoint, lambda now: now.checked_at != before.checked_at)
-    console.print(tables.checkpoint_details(view))
-    if view.state is CheckpointState.CORRUPT:
-        raise typer.Exit(_EXIT_JOB_FAILED)
-
-
-@app.command()
-def export(
-    checkpoint: Checkpoint,
-    *,
-    wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
-) -> None:
-    """Put the model of a checkpoint together as safetensors files, in the storage."""
-    with _connect(_WATCHING_PATIENCE_S if wait else _PATIENCE_S) as client:
-        view = client.export(checkpoint)
-        if wait:
-            view = _awaited(client, checkpoint, _export_is_over)
-    console.print(tables.checkpoint_details(view))
-    if view.export is not None and view.export.state == "FAILED":
-        raise typer.Exit(_EXIT_JOB_FAILED)
-
-
-@app.command()
-def pin(checkpoint: Checkpoint) -> None:
-    """Keep a checkpoint, whatever retention says."""
-    with _connect() as client:
-        console.print(tables.checkpoint_details(client.pin(checkpoint)))
-
-
-@app.command()
-def unpin(checkpoint: Checkpoint) -> None:
-    """Leave a checkpoint to retention again."""
-    with _connect() as client:
-        console.print(tables.checkpoint_details(client.pin(checkpoint, keep=False)))
-
-
-@app.command("rm-checkpoint")
-def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint that nothing needs any more."""
-    with _connect() as client:
-        console.print(tables.checkpoint_details(client.remove_checkpoint(checkpoint)))
-
-
-@app.command()
 def nodes() -> None:
     """List the nodes and what runs there."""
     with _connect() as client:
@@ -456,20 +398,6 @@ def _resolve(client: Client, job: str) -> str:
     if not newest:
         raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
     return newest[0].id
-
-
-def _export_is_over(view: CheckpointView) -> bool:
-    return view.export is not None and view.export.state != "RUNNING"
-
-
-def _awaited(
-    client: Client, checkpoint: str, is_done: Callable[[CheckpointView], bool]
-) -> CheckpointView:
-    look: Retrying = Retrying(
-        retry=retry_if_result(lambda view: not is_done(view)), wait=wait_fixed(_LOOK_EVERY_S)
-    )
-    view: CheckpointView = look(client.checkpoint, checkpoint)
-    return view
 
 
 def _unfinished(client: Client, spec: dict[str, Any]) -> JobView | None:

@@ -10,6 +10,7 @@ from services.cli.client import Client
 from services.cli.settings import CliSettings
 
 PATIENCE_S: Final = 1.0
+WATCHING_PATIENCE_S: Final = 120.0
 console: Final = Console(highlight=False)
 
 

@@ -71,7 +71,11 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         optimizer={"factory": "decoder"},
         schedule={"factory": "lion"},
         train={"steps": 1, "precision": {"params": "fp16", "reduce": "fp16"}},
-        plan={"mesh": {"dp_shard": 2, "colour": 1}, "param_dtype": "fp16"},
+        plan={
+            "mesh": {"dp_shard": 2, "colour": 1},
+            "param_dtype": "fp16",
+            "units": [{"modules": ["head"]}, {"modules": ["blocks.*"], "reduce_dtype": "fp16"}],
+        },
     )
     answer = quiet_house.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
@@ -85,6 +89,7 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         "/train/precision/params",
         "/train/precision/reduce",
         "/plan/param_dtype",
+        "/plan/units/1/reduce_dtype",
     }
     assert set(codes.values()) == {"not_supported_yet"}
     assert "choose one of adamw, sgd" in faults(answer)["/optimizer/factory"]

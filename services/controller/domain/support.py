@@ -1,5 +1,8 @@
 """What a spec can say and this version cannot do: refused, for a wish must not be passed over."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from services.contract.built_ins import BUILT_IN_NAMES
 from services.contract.problems import Fault
 from services.contract.specs import Factory, JobSpec
@@ -16,17 +19,27 @@ def unsupported(spec: JobSpec) -> list[Fault]:
         "schedule": spec.schedule,
     }
     faults = [fault for name, used in factories.items() for fault in _unknown(name, used)]
-    plan = {} if spec.plan == "auto" else spec.plan
     for pointer, precision in (
         ("/train/precision/params", spec.train.precision.params),
         ("/train/precision/reduce", spec.train.precision.reduce),
-        ("/plan/param_dtype", plan.get("param_dtype")),
-        ("/plan/reduce_dtype", plan.get("reduce_dtype")),
+        *_precisions_of_plan({} if spec.plan == "auto" else spec.plan),
     ):
         if precision == "fp16":
             why = "this version does not scale losses, without which fp16 underflows; take bf16"
             faults.append(_not_yet(pointer, why))
     return faults
+
+
+def _precisions_of_plan(plan: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Of the whole plan and of each unit; whatever is no plan at all is the planner's to refuse."""
+    units = plan.get("units")
+    parts = [("/plan", plan)]
+    if isinstance(units, list | tuple):
+        parts += [(f"/plan/units/{i}", unit) for i, unit in enumerate(units)]
+    for pointer, part in parts:
+        if isinstance(part, Mapping):
+            for name in ("param_dtype", "reduce_dtype"):
+                yield f"{pointer}/{name}", part.get(name)
 
 
 def _unknown(field: str, used: Factory) -> list[Fault]:
