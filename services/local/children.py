@@ -82,7 +82,8 @@ class Child:
 async def _end(process: asyncio.subprocess.Process) -> None:
     process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

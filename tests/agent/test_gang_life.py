@@ -8,12 +8,14 @@ import psutil
 import pytest
 
 from services.contract import redis_keys
+from services.contract.ids import new_job_id
 from services.contract.messages.commands import StopGang, TakeCheckpoint
 from services.contract.messages.facts import (
     CheckpointVoted,
     Evaluated,
     GangEnded,
     GangLaunched,
+    GangProgressed,
     LaunchRefused,
 )
 from services.contract.messages.telemetry import RankSample
@@ -47,6 +49,23 @@ def test_a_gang_runs_to_its_end_and_tells_it_in_order(
     assert all(e.finished and e.exit_code == 0 and e.step == 5 for e in end.exits)
     assert {e.rank: e.pid for e in end.exits} == launched(controller).pids
     until(lambda: not agent.folder.attempt(JOB, 1).boards.exists())
+
+
+def test_gangs_that_end_at_one_moment_are_all_told_of_and_the_agent_goes_on(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    jobs = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(1, 9)]
+    for job in jobs:
+        controller.client.hset(redis_keys.job(job), "fence", "1")
+        endless = launch(ranks=1, steps=FOREVER, pause_s=0.01)
+        controller.send(endless.model_copy(update={"job_id": job}))
+    until(lambda: len(controller.all_of(GangProgressed)) == len(jobs), timeout_s=60)
+    controller.send(*(StopGang(job_id=job, fence=1, mode="kill") for job in jobs))
+    until(lambda: {end.job_id for end in controller.all_of(GangEnded)} == set(jobs), timeout_s=60)
+    assert len(controller.all_of(GangEnded)) == len(jobs)
+    controller.send(launch())
+    controller.fact(GangEnded, lambda end: end.job_id == JOB)
+    assert agent.process.poll() is None
 
 
 @pytest.mark.usefixtures("agent")

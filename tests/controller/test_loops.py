@@ -110,7 +110,8 @@ async def test_a_loop_ends_although_what_it_waits_for_swallows_the_cancellation(
     looping = asyncio.create_task(loop())
     await waiting.wait()
     looping.cancel()
-    await asyncio.wait_for(asyncio.wait([looping]), 20)
+    async with asyncio.timeout(20):
+        await asyncio.wait([looping])
     assert looping.cancelled()
     assert len(rounds) == 1
 

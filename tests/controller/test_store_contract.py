@@ -349,7 +349,8 @@ async def test_a_commit_wakes_who_listens(world: World) -> None:
         assert not waiting.done()
         change = Change(kept, play(kept.job, [placed(kept.job)]), ACTOR)
         await world.ports.jobs.commit(change)
-        await asyncio.wait_for(waiting, 20)
+        async with asyncio.timeout(20):
+            await waiting
         await waker.wait(0.01)
     assert await world.ports.clock.now_ms() > 0
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import structlog
 
+from services.contract.cancellation import end_if_told
 from services.controller.domain.errors import StaleWriteError, StoreUnavailableError
 
 _log = structlog.get_logger()
@@ -32,7 +33,7 @@ class Endurance:
         Raises:
             CancelledError: The task was told to end, be it that ``work`` passed over that.
         """
-        _end_if_told()
+        end_if_told()
         try:
             await work()
         except StoreUnavailableError as error:
@@ -55,18 +56,7 @@ class Endurance:
         Raises:
             CancelledError: The task was told to end and something below it passed over that.
         """
-        _end_if_told()
+        end_if_told()
         if self._wait_s:
             _log.info("store_is_back", loop=self._name)
             self._wait_s = 0.0
-
-
-def _end_if_told() -> None:
-    """A deposed leader's loop must end, or this controller never asks for the lead again.
-
-    One cancellation was seen to be lost inside the Redis client, in a process that had stood still
-    while its time-outs ran out; the task still knows that it was asked.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys
+from services.contract.cancellation import end_if_told
 from services.contract.messages.commands import COMMAND, Command
 from services.worker.agent.redis_clients import BLOCK_MS, REDIS_AWAY
 
@@ -65,6 +66,7 @@ class Inbox:
             if _position(entry_id) > self._newest:
                 self._begin(handling, entry_id, fields)
         while True:
+            end_if_told()
             for entry_id, fields in await self._fetch(">", block_ms=BLOCK_MS):
                 self._begin(handling, entry_id, fields)
 

@@ -10,6 +10,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract import redis_keys
+from services.contract.cancellation import end_if_told
 from services.contract.messages.facts import Fact
 from services.worker.agent.redis_clients import REDIS_AWAY
 
@@ -54,6 +55,7 @@ class Outbox:
         """Write until cancelled."""
         pause = _FIRST_PAUSE_S
         while True:
+            end_if_told()
             await self._filled.wait()
             try:
                 await self._write()

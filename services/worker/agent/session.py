@@ -10,6 +10,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract import redis_keys
+from services.contract.cancellation import end_if_told
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.worker.agent.beat import Beat
@@ -87,6 +88,7 @@ class Session:
         answered: float | None = None
         clock = asyncio.get_running_loop()
         while True:
+            end_if_told()
             try:
                 holder = await script(keys=keys, args=arguments)
             except REDIS_AWAY as error:
@@ -110,6 +112,7 @@ class Session:
         """
         self._number += 1
         while True:
+            end_if_told()
             try:
                 self._unconfirmed = [await self._unwritten(left) for left in records]
                 await self._beat_once()
@@ -140,6 +143,7 @@ class Session:
         """
         urgent = self._supervisor.urgent
         while True:
+            end_if_told()
             try:
                 await self._beat_once()
             except REDIS_AWAY as error:
@@ -147,7 +151,8 @@ class Session:
                 await asyncio.sleep(BEAT_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(urgent.wait(), BEAT_S)
+                async with asyncio.timeout(BEAT_S):
+                    await urgent.wait()
 
     def leave(self) -> None:
         """Tell that this agent goes of its own will, its ranks gone."""

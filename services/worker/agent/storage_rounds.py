@@ -13,6 +13,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract import redis_keys
+from services.contract.cancellation import end_if_told
 from services.contract.commit_chain import CommitChain
 from services.contract.job_cards import jobs_in, put_card_away
 from services.contract.messages.facts import Fact, RunningGang
@@ -84,6 +85,7 @@ class StorageRounds:
     async def run(self, asked: asyncio.Event) -> None:
         """Go now, each minute, and whenever ``asked`` is set; until cancelled."""
         while True:
+            end_if_told()
             asked.clear()
             rest_s = EVERY_S
             try:
@@ -94,7 +96,8 @@ class StorageRounds:
             except OSError as error:
                 _log.warning("storage_does_not_answer", why=str(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.wait(), rest_s)
+                async with asyncio.timeout(rest_s):
+                    await asked.wait()
 
     async def go(self) -> bool:
         """One round; answers whether ranks here wait to be adopted, so that the next is soon due.

@@ -119,6 +119,8 @@ class Supervisor:
         """Watch all gangs until cancelled."""
         while True:
             for key, gang in list(self._gangs.items()):
+                if key not in self._gangs:  # concluded by a beat, while another one was swept
+                    continue
                 gang.tick()
                 if key not in self._silent and gang.silent():
                     await gang.sweep(self._folder.mark)
@@ -126,7 +128,8 @@ class Supervisor:
                     self.urgent.set()
             self._settle(only_fenced=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stirred.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._stirred.wait()
             self._stirred.clear()
 
     def rank_reaped(self, reaped: RankReaped) -> None:
