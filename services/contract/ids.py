@@ -16,12 +16,19 @@ _RANDOM_BYTES: Final = 10
 JobId = Annotated[str, StringConstraints(pattern=rf"^job_{_ULID}$")]
 CheckpointId = Annotated[str, StringConstraints(pattern=rf"^ckpt_{_ULID}-s\d{{9}}-a\d{{4,}}$")]
 TokenId = Annotated[str, StringConstraints(pattern=rf"^tok_{_ULID}$")]
+PlanId = Annotated[str, StringConstraints(pattern=rf"^plan_{_ULID}$")]
+ProbeId = Annotated[str, StringConstraints(pattern=r"^probe_[0-9a-f]{32}$")]
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
 
 def new_job_id(now_ms: int, randomness: bytes) -> str:
     """A job id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
     return f"job_{_ulid(now_ms, randomness)}"
+
+
+def new_plan_id(now_ms: int, randomness: bytes) -> str:
+    """A plan id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
+    return f"plan_{_ulid(now_ms, randomness)}"
 
 
 def new_token_id(now_ms: int, randomness: bytes) -> str:

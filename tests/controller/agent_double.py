@@ -9,6 +9,7 @@ from redis import Redis
 from services.contract import redis_keys as keys
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import ShardFile
+from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -76,6 +77,7 @@ class AgentDouble:
             for command in reversed(self.commands()):
                 if (
                     isinstance(command, kind)
+                    and isinstance(command, OfAttempt)
                     and command.job_id == job_id
                     and command.fence == fence
                 ):

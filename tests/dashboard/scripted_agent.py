@@ -9,6 +9,7 @@ from redis import Redis
 
 from services.contract import ids, redis_keys
 from services.contract.manifests import Manifest, ShardFile
+from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -65,7 +66,11 @@ class ScriptedAgent:
         """The newest command of a kind for a job, once there is one."""
 
         def look() -> _C | None:
-            found = [c for c in self._inbox() if isinstance(c, kind) and c.job_id == job_id]
+            found = [
+                c
+                for c in self._inbox()
+                if isinstance(c, kind) and isinstance(c, OfAttempt) and c.job_id == job_id
+            ]
             return cast("_C", found[-1]) if found else None
 
         return until(look)

@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.ids import CheckpointId
 from services.contract.manifests import Manifest
 from services.contract.messages.base import Address, OfAttempt
+from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 
@@ -102,7 +103,9 @@ Command = Annotated[
     | RetireCheckpoint
     | VerifyCheckpoint
     | ExportCheckpoint
-    | PurgeJob,
+    | PurgeJob
+    | ProbeModel
+    | MeasureNode,
     Field(discriminator="kind"),
 ]
 

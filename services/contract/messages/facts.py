@@ -10,6 +10,7 @@ from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
+from services.contract.messages.probing import ModelProbed, NodeMeasured
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""
@@ -307,7 +308,9 @@ Fact = Annotated[
     | JobPurged
     | Evaluated
     | GangDiagnosed
-    | GangEnded,
+    | GangEnded
+    | ModelProbed
+    | NodeMeasured,
     Field(discriminator="kind"),
 ]
 

@@ -23,6 +23,7 @@ from services.contract.messages.facts import (
     RunningGang,
 )
 from services.contract.messages.findings import Findings
+from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
@@ -68,6 +69,8 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
                 await _heed_node(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
             await heed_found(ports, group[0].fact, group[0].entry.time_ms, epoch)
+        elif isinstance(group[0].fact, ModelProbed | NodeMeasured):
+            _log.info("answer_to_nobody", kind=group[0].fact.kind)
         else:
             await _heed_gang(ports, group, epoch)
 
@@ -87,6 +90,8 @@ def _addressee(told: Told) -> tuple[str, str]:
         return ("finding", told.entry.id)
     if isinstance(fact, NodeJoined | NodeLeft):
         return ("node", fact.node_id)
+    if isinstance(fact, ModelProbed | NodeMeasured):
+        return ("answer", told.entry.id)
     return ("job", fact.job_id)
 
 

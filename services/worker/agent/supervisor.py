@@ -28,6 +28,7 @@ from services.contract.messages.facts import (
     LaunchRefused,
     RunningGang,
 )
+from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
 from services.worker.agent.exporter import Exporter
@@ -288,6 +289,8 @@ def _lane(command: Command) -> tuple[str, str]:
     match command:
         case CommitCheckpoint() | RetireCheckpoint() | PurgeJob():
             return command.job_id, "storage"
+        case ProbeModel() | MeasureNode():
+            return "", "asking"
         case VerifyCheckpoint() | ExportCheckpoint():
             return "", "reading"  # one for all jobs: disks and threads are not many
         case _:

@@ -1,0 +1,89 @@
+"""A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from fsdp_core.plan.model import (
+    Conditions,
+    ModelProfile,
+    NodeFacts,
+    OptimizerFacts,
+    TensorParallelPlan,
+)
+from services.contract.ids import NodeId, ProbeId
+from services.contract.messages.base import Message
+from services.contract.specs import JobSpec
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+class ProbeModel(Message):
+    """Profile the model of a spec in a process of its own, under these limits.
+
+    Args:
+        probe_id: Names the question, so that its answer serves whoever asks the same.
+        spec: Whose model, data, optimizer and precision are meant; its mesh and plan are not.
+        device_type: Whose memory is meant; the node has such a device.
+        conditions: Under which steps are followed.
+        stops: Modules that a plan names as units.
+        tensor_parallel: What is split where a condition has ``tp`` above 1.
+        timeout_s: After which the process is killed.
+        memory_bytes: Of address space beyond what PyTorch itself maps; None: no limit.
+    """
+
+    kind: Literal["probe_model"] = "probe_model"
+    probe_id: ProbeId
+    spec: JobSpec
+    device_type: DeviceType
+    conditions: tuple[Conditions, ...] = Field(min_length=1)
+    stops: tuple[str, ...] = ()
+    tensor_parallel: tuple[TensorParallelPlan, ...] = ()
+    timeout_s: float = Field(default=120.0, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0)
+
+
+class ProbeFailure(Message):
+    """Why there is no profile: the code tells programs, the reason tells people what to do."""
+
+    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised"]
+    reason: str
+    traceback: str | None = None
+
+
+class ModelProbed(Message):
+    """The answer to a probe: exactly one of ``profile`` (with all else) and ``failure`` is there.
+
+    ``sequence_tokens``: tokens that a sequence of the data predicts.
+    """
+
+    kind: Literal["model_probed"] = "model_probed"
+    probe_id: ProbeId
+    node_id: NodeId
+    took_s: float = Field(ge=0)
+    profile: ModelProfile | None = None
+    optimizer: OptimizerFacts | None = None
+    sequence_tokens: int | None = Field(default=None, ge=1)
+    failure: ProbeFailure | None = None
+
+
+class MeasureNode(Message):
+    """Measure what the node's devices do in a second, unless that is known already."""
+
+    kind: Literal["measure_node"] = "measure_node"
+    device_type: DeviceType
+
+
+class NodeMeasured(Message):
+    """What an agent's self-test found, for each rank with its fellows at work.
+
+    ``detail``: how it was found, for people.
+    """
+
+    kind: Literal["node_measured"] = "node_measured"
+    node_id: NodeId
+    incarnation: str
+    device_type: DeviceType
+    facts: NodeFacts | None = None
+    failure: str | None = None
+    detail: dict[str, JsonValue] = Field(default_factory=dict)
