@@ -9,7 +9,7 @@ from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.answer import Advice, Candidate, Change
 from fsdp_core.plan.model.best_first import Hunt
 from fsdp_core.plan.model.profile import ModelProfile
-from fsdp_core.plan.model.question import Fixed, FixedUnit, LayoutQuestion, UnitOption
+from fsdp_core.plan.model.question import Fixed, FixedUnit, LayoutQuestion, UnitOption, Workload
 from fsdp_core.plan.model.reasons import gib
 from fsdp_core.plan.model.space import LayoutSpace
 
@@ -63,6 +63,9 @@ def _changes(profile: ModelProfile, question: LayoutQuestion) -> Iterator[_Chang
     if fixed.mesh is not None:
         free = replace(question, fixed=replace(fixed, mesh=None))
         yield _Changed("mesh", "leave the mesh to the search", free)
+    if fixed.tensor_parallel is not None:
+        free = replace(question, fixed=replace(fixed, tensor_parallel=None))
+        yield _Changed("tensor_parallel", "leave the size of tp to the search", free)
     measured = {trace.conditions.param_dtype for trace in profile.traces}
     if workload.param_dtype in (None, "fp32", "fp64") and "bf16" in measured:
         halved = replace(workload, param_dtype="bf16", reduce_dtype="fp32")
@@ -78,28 +81,39 @@ def _opened(units: tuple[FixedUnit, ...], option: UnitOption) -> tuple[FixedUnit
 
 
 def _more_ranks(question: LayoutQuestion) -> Iterator[_Changed]:
-    """Twice as many, four times, and so on; a batch that is too small for them grows."""
-    times = 2
-    while times <= MOST_TIMES:
-        seats, workload, fixed = question.seats, question.workload, question.fixed
-        ranks = seats.ranks * times
-        mesh = fixed.mesh
-        data_ranks = ranks if mesh is None else mesh.data_ranks * times
-        words = f"{ranks} ranks, the fewest of {seats.ranks} doubled again and again"
-        if workload.global_batch % data_ranks:
-            batch = -(-workload.global_batch // data_ranks) * data_ranks
-            workload = replace(workload, global_batch=batch)
-            words += f", with a global batch of {batch}"
-        changed = replace(
-            question,
-            seats=replace(seats, ranks=ranks),
-            workload=workload,
-            fixed=replace(
-                fixed, mesh=None if mesh is None else replace(mesh, dp_shard=mesh.dp_shard * times)
+    """Half as many again, twice as many, and so on; a batch that is too small for them grows."""
+    seats, mesh = question.seats, question.fixed.mesh
+    tried: list[int] = []
+    for halves in (part << power for power in range(MOST_TIMES.bit_length()) for part in (3, 4)):
+        ranks, rest = divmod(seats.ranks * halves, 2)
+        shards, uneven = (0, 0) if mesh is None else divmod(mesh.dp_shard * halves, 2)
+        whole_nodes = ranks < seats.ranks_per_node or ranks % seats.ranks_per_node == 0
+        if rest or uneven or ranks > seats.ranks * MOST_TIMES or not whole_nodes:
+            continue
+        wider = None if mesh is None else replace(mesh, dp_shard=shards)
+        workload = _enlarged(question.workload, ranks if wider is None else wider.data_ranks)
+        words = f"{ranks} ranks"
+        if tried:
+            words += f" ({', '.join(map(str, tried))} do not suffice)"
+        tried.append(ranks)
+        if workload != question.workload:
+            words += f", with a global batch of {workload.global_batch}"
+        yield _Changed(
+            "ranks",
+            words,
+            replace(
+                question,
+                seats=replace(seats, ranks=ranks),
+                workload=workload,
+                fixed=replace(question.fixed, mesh=wider),
             ),
         )
-        yield _Changed("ranks", words, changed)
-        times *= 2
+
+
+def _enlarged(workload: Workload, data_ranks: int) -> Workload:
+    """With the next batch that divides by the data-parallel ranks."""
+    step = data_ranks * (workload.micro_batch or 1)
+    return replace(workload, global_batch=-(-workload.global_batch // step) * step)
 
 
 def _fitting(profile: ModelProfile, question: LayoutQuestion) -> Candidate | None:
