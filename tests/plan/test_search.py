@@ -365,6 +365,29 @@ def test_each_single_change_that_would_do_is_found(profile: ModelProfile) -> Non
         assert change in changes(asked(4, enough, batch=32, micro_batch=8, fixed=settled))
 
 
+def test_a_smaller_batch_is_advised_where_sums_over_micro_batches_are_too_large(
+    profile: ModelProfile,
+) -> None:
+    mesh = MeshPlan(dp_shard=4)
+    fixed = Fixed(mesh, (FixedUnit(UnitPlan(("blocks.*",))),))
+    once = search_layout(profile, asked(4, MIB, batch=4, micro_batch=1, fixed=fixed)).best
+    assert once is not None
+    enough = once.estimate.peak.memory.total
+    answer = search_layout(profile, asked(4, enough, batch=32, micro_batch=1, fixed=fixed))
+    assert not answer.feasible
+    (smaller,) = (each for each in answer.advice if each.change == "global_batch")
+    assert smaller.candidate is not None
+    assert smaller.candidate.accumulation == 1
+    assert smaller.text.startswith("a global batch of 4: needs ")
+
+
+def test_many_ranks_take_few_estimates(profile: ModelProfile) -> None:
+    answer = search_layout(profile, asked(4096, MIB, per_node=8, batch=16_384))
+    assert answer.exhaustive
+    assert answer.considered > 400
+    assert answer.estimated < 40
+
+
 def test_offloading_is_the_last_resort(profile: ModelProfile) -> None:
     there = replace(profile, device_type="cuda")
     least = search_layout(profile, asked(2, KIB)).best

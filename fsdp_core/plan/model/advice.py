@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.answer import Advice, Candidate, Change
 from fsdp_core.plan.model.best_first import Hunt
+from fsdp_core.plan.model.floors import Divided
 from fsdp_core.plan.model.profile import ModelProfile
 from fsdp_core.plan.model.question import Fixed, FixedUnit, LayoutQuestion, UnitOption, Workload
 from fsdp_core.plan.model.reasons import gib
@@ -15,6 +16,8 @@ from fsdp_core.plan.model.space import LayoutSpace
 
 MOST_TIMES = 64
 """Up to so many times as many ranks are tried."""
+
+_HALVES = 8
 
 
 @dataclass(frozen=True)
@@ -24,25 +27,51 @@ class _Changed:
     question: LayoutQuestion
 
 
-def advise(profile: ModelProfile, question: LayoutQuestion) -> tuple[Advice, ...]:
-    """Everything that by itself makes the model fit; else all that could be let go, together."""
-    found = _tried(profile, _changes(profile, question))
+def advise(profile: ModelProfile, question: LayoutQuestion, divided: Divided) -> tuple[Advice, ...]:
+    """Everything that by itself makes the model fit; else all that could be let go, together.
+
+    Args:
+        profile: Of the model.
+        question: To which no layout was an answer.
+        divided: What the search knows already.
+    """
+    study = _Study(profile, divided)
+    found = study.tried(_changes(profile, question))
     if not found:
         workload = replace(question.workload, micro_batch=None)
         loose = replace(question, workload=workload, fixed=Fixed())
         if loose != question:
             words = "leave mesh, units and micro-batch to the search"
-            found = _tried(profile, [_Changed("mesh", words, loose)])
-    more = (_tried(profile, [each]) for each in _more_ranks(question))
-    return (*found, *next((each for each in more if each), ()))
+            found = study.tried([_Changed("mesh", words, loose)])
+    for steps in (_smaller_batches(question), _more_ranks(question)):
+        first = next((one for each in steps for one in study.tried([each])), None)
+        found += [] if first is None else [first]
+    return tuple(found)
 
 
-def _tried(profile: ModelProfile, changes: Iterator[_Changed] | list[_Changed]) -> list[Advice]:
-    return [
-        Advice(each.change, f"{each.words}: {_needs(fitting, each.question)}", fitting)
-        for each in changes
-        if (fitting := _fitting(profile, each.question)) is not None
-    ]
+@dataclass(frozen=True)
+class _Study:
+    profile: ModelProfile
+    divided: Divided
+
+    def tried(self, changes: Iterable[_Changed]) -> list[Advice]:
+        """Of those that make something fit."""
+        return [
+            Advice(each.change, f"{each.words}: {_needs(fitting, each.question)}", fitting)
+            for each in changes
+            if (fitting := self._fitting(each.question)) is not None
+        ]
+
+    def _fitting(self, question: LayoutQuestion) -> Candidate | None:
+        space = LayoutSpace(self.profile, question)
+        hunt = Hunt(space, self.divided)
+        try:
+            found = hunt.best(space.layouts())
+            if found is None and space.offloads:
+                found = hunt.best(space.layouts(offload=True))
+        except PlanError:
+            return None
+        return None if found is None else found.candidate
 
 
 def _changes(profile: ModelProfile, question: LayoutQuestion) -> Iterator[_Changed]:
@@ -80,6 +109,17 @@ def _opened(units: tuple[FixedUnit, ...], option: UnitOption) -> tuple[FixedUnit
     return tuple(replace(unit, free=tuple({*unit.free, option})) for unit in units)
 
 
+def _smaller_batches(question: LayoutQuestion) -> Iterator[_Changed]:
+    """Half, a quarter, and so on: what is summed over micro-batches stays whole till the last."""
+    batch = question.workload.global_batch
+    for _ in range(_HALVES):
+        batch, rest = divmod(batch, 2)
+        if rest:
+            return
+        changed = replace(question, workload=replace(question.workload, global_batch=batch))
+        yield _Changed("global_batch", f"a global batch of {batch}", changed)
+
+
 def _more_ranks(question: LayoutQuestion) -> Iterator[_Changed]:
     """Half as many again, twice as many, and so on; a batch that is too small for them grows."""
     seats, mesh = question.seats, question.fixed.mesh
@@ -114,18 +154,6 @@ def _enlarged(workload: Workload, data_ranks: int) -> Workload:
     """With the next batch that divides by the data-parallel ranks."""
     step = data_ranks * (workload.micro_batch or 1)
     return replace(workload, global_batch=-(-workload.global_batch // step) * step)
-
-
-def _fitting(profile: ModelProfile, question: LayoutQuestion) -> Candidate | None:
-    space = LayoutSpace(profile, question)
-    hunt = Hunt(space)
-    try:
-        found = hunt.best(space.layouts())
-        if found is None and space.offloads:
-            found = hunt.best(space.layouts(offload=True))
-    except PlanError:
-        return None
-    return None if found is None else found.candidate
 
 
 def _needs(candidate: Candidate, question: LayoutQuestion) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.answer import Candidate
 from fsdp_core.plan.model.estimate import estimate
-from fsdp_core.plan.model.floors import Floors
+from fsdp_core.plan.model.floors import Divided, Floors
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 
@@ -42,9 +42,15 @@ class Hunt:
         memory: Bytes that a rank may hold.
     """
 
-    def __init__(self, space: LayoutSpace) -> None:
+    def __init__(self, space: LayoutSpace, divided: Divided | None = None) -> None:
+        """Knows nothing yet.
+
+        Args:
+            space: To search.
+            divided: As of `Floors`.
+        """
         self._space = space
-        self._floors = Floors(space)
+        self._floors = Floors(space, divided)
         self._memory: dict[Layout, int] = {}
         self._scores: dict[Layout, Score] = {}
         self.found: dict[Layout, Found] = {}

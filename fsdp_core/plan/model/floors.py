@@ -56,12 +56,22 @@ class _Held:
     updated: int
 
 
+Divided = dict[object, "_Model"]
+"""A model as each kind of layout divides it, which questions about one profile can share."""
+
+
 class Floors:
     """The bounds of a search's layouts."""
 
-    def __init__(self, space: LayoutSpace) -> None:
+    def __init__(self, space: LayoutSpace, divided: Divided | None = None) -> None:
+        """Bounds of layouts of one space.
+
+        Args:
+            space: Of the layouts.
+            divided: Is filled; for another space of the same profile.
+        """
         self._space = space
-        self._models: dict[Layout, _Model] = {}
+        self._divided: Divided = {} if divided is None else divided
         self._resting: dict[tuple[Layout, int], _Held] = {}
         buffers = space.profile.buffers
         self._buffers = sum(space.profile.rounded(each.nbytes) for each in buffers)
@@ -93,9 +103,12 @@ class Floors:
         mesh = MeshPlan(tp=layout.mesh.tp)
         # Parts that stay after forward are taken for nothing.
         like = replace(layout, mesh=mesh, reshard=layout.reshard is not False, micro_batch=1)
-        if like not in self._models:
-            self._models[like] = _Model(self._space, like)
-        model = self._models[like]
+        question, workload = self._space.question, self._space.question.workload
+        dtypes = (workload.param_dtype, workload.reduce_dtype, workload.output_dtype)
+        shared = (like, dtypes, question.fixed.units, question.tensor_parallel)
+        if shared not in self._divided:
+            self._divided[shared] = _Model(self._space, like)
+        model = self._divided[shared]
         key = (like, layout.mesh.dp_shard)
         if key not in self._resting:
             self._resting[key] = self._held(model, layout.mesh.dp_shard)

@@ -9,6 +9,7 @@ from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.advice import advise
 from fsdp_core.plan.model.answer import Advice, Alternative, LayoutAnswer, RankedBy
 from fsdp_core.plan.model.best_first import Found, Hunt
+from fsdp_core.plan.model.floors import Divided
 from fsdp_core.plan.model.profile import ModelProfile
 from fsdp_core.plan.model.question import LayoutQuestion, tp_sizes
 from fsdp_core.plan.model.reasons import does_not_fit, why_lost
@@ -36,7 +37,8 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         PlanError: What the user settled does not suit the model, or traces are missing.
     """
     space = LayoutSpace(profile, question)
-    hunt = Hunt(space)
+    divided: Divided = {}
+    hunt = Hunt(space, divided)
     layouts = list(space.layouts())
     if not layouts:
         return _no_candidate(space)
@@ -59,7 +61,7 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         alternatives=tuple(
             Alternative(each.candidate, why_lost(each, best, seats)) for each in others
         ),
-        advice=() if feasible else advise(profile, question),
+        advice=() if feasible else advise(profile, question, divided),
         reasons=() if feasible else (does_not_fit(best.candidate, seats),),
         ranked_by=_ranked_by(question),
         considered=len(layouts),
