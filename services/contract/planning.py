@@ -191,13 +191,12 @@ class FromPlan(BaseModel):
 
 
 def _kind_of_submission(body: Any) -> str:  # noqa: ANN401 whatever came as JSON
-    if isinstance(body, dict):
-        return "plan" if "plan_id" in body else "spec"
-    return "plan" if isinstance(body, FromPlan) else "spec"
+    names_plan = isinstance(body, FromPlan) or (isinstance(body, dict) and "plan_id" in body)
+    return "(plan)" if names_plan else "(spec)"
 
 
 Submitted = Annotated[
-    Annotated[JobSpec, Tag("spec")] | Annotated[FromPlan, Tag("plan")],
+    Annotated[JobSpec, Tag("(spec)")] | Annotated[FromPlan, Tag("(plan)")],
     Discriminator(_kind_of_submission),
 ]
 """The body of ``POST /v1/jobs``: a spec, or a plan's id."""

@@ -8,6 +8,7 @@ the store.
 from dataclasses import dataclass
 from typing import Final
 
+from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from services.contract.ids import NodeId, PlanId, ProbeId
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
 from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
@@ -85,9 +86,13 @@ class StillProbing:
 
 @dataclass(frozen=True)
 class Profiled:
-    """All is there that the plan is worked out from."""
+    """All is there that the plan is worked out from: on which node, and what was found."""
 
-    answer: ModelProbed
+    node_id: NodeId
+    took_s: float
+    profile: ModelProfile
+    optimizer: OptimizerFacts
+    sequence_tokens: int
 
 
 def judge(
@@ -112,7 +117,9 @@ def judge(
         return fail(plan, failed.code, failed.reason, failed.traceback)
     if not is_measured and now_ms < plan.measured_by_ms:
         return StillProbing()
-    return Profiled(answer)
+    return Profiled(
+        answer.node_id, answer.took_s, answer.profile, answer.optimizer, answer.sequence_tokens
+    )
 
 
 def fail(plan: Plan, code: str, reason: str, traceback: str | None = None) -> Plan:
@@ -123,13 +130,13 @@ def fail(plan: Plan, code: str, reason: str, traceback: str | None = None) -> Pl
     return plan.model_copy(update={"state": PlanState.FAILED, "failure": failure})
 
 
-def conclude(plan: Plan, answer: ModelProbed, outcome: PlanOutcome) -> Plan:
+def conclude(plan: Plan, found: Profiled, outcome: PlanOutcome) -> Plan:
     """The plan, worked out."""
     return plan.model_copy(
         update={
             "state": PlanState.READY,
-            "took_s": answer.took_s,
-            "node_id": answer.node_id,
+            "took_s": found.took_s,
+            "node_id": found.node_id,
             "outcome": outcome,
         }
     )
