@@ -94,7 +94,7 @@ def failure_view(failure: Failure | None) -> FailureView | None:
     """A failure, its signal by name."""
     if failure is None:
         return None
-    fields = failure.model_dump()
+    fields = failure.model_dump(exclude={"standing"})
     return FailureView(**fields | {"signal": _signal_name(failure.signal)})
 
 
