@@ -26,6 +26,7 @@ from services.controller.domain.rate import Rate
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
+from services.controller.use_cases.plans import Drawing
 
 _log = structlog.get_logger()
 _GRACE_S = 1
@@ -82,9 +83,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
-        slots = StreamSlots(settings.max_streams)
         context = Context(
-            ports, Monitor(), stopping, lambda: leader.epoch, settings.entry_points, slots
+            ports,
+            Monitor(),
+            stopping,
+            lambda: leader.epoch,
+            settings.entry_points,
+            StreamSlots(settings.max_streams),
+            Drawing(settings.plan_wait_s, settings.probe_timeout_s),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

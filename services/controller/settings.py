@@ -23,7 +23,8 @@ class Settings(BaseSettings):
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
     are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
     on loopback without a token, and none otherwise. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
-    files for a ``redis_url`` that begins with ``rediss://``.
+    files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
+    ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -40,6 +41,8 @@ class Settings(BaseSettings):
     rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     max_streams: int = Field(default=64, ge=1, le=10_000)
+    plan_wait_s: float = Field(default=5, ge=0, le=60)
+    probe_timeout_s: float = Field(default=120, gt=0, le=3_600)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
