@@ -71,12 +71,12 @@ class Gang:
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Gang":
-        """The gang of a job."""
-        wanted, mesh = spec.resources, spec.mesh
+        """The gang of a job: of an elastic one the smallest that can be."""
+        needed, device, mesh = spec.worlds[0], spec.resources.device, spec.mesh
         if mesh == "auto":
-            return cls(wanted.ranks, wanted.device)
-        copy = mesh.dp_shard * mesh.tp if mesh.dp_replicate > 1 else mesh.tp
-        return cls(wanted.ranks, wanted.device, mesh.tp, copy)
+            return cls(needed, device)
+        copy = mesh.dp_shard * mesh.tp
+        return cls(needed, device, mesh.tp, copy if needed > copy else mesh.tp)
 
 
 @dataclass(frozen=True)

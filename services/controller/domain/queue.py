@@ -150,7 +150,7 @@ class _Hall:
     def _is_harmless_in(
         self, job: Job, room: Room, wishes: Gang, device: DeviceType, head: _Head
     ) -> bool:
-        seats = job.spec.resources.ranks
+        seats = job.spec.worlds[0]
         capacity = room.capacity(device, wishes.together)
         holders = self._holders(room, device)
         if head.start_ms is None:
