@@ -132,7 +132,7 @@ def test_an_elastic_jobs_mesh_follows_from_its_number_of_ranks() -> None:
     assert Gang.of(free).ranks == planner.shard(free).mesh.dp_shard == 2
     assert planner.shard(free, 6).mesh.dp_shard == 6
     copies = spec(resources={"world": {"min": 3, "max": 12}}, mesh={"dp_shard": 2, "tp": 2})
-    assert Gang.of(copies) == Gang(4, "auto", together=2, close=2)
+    assert Gang.of(copies) == Gang(4, "auto", together=2, close=2, spreads=True)
     mesh = planner.shard(copies, 12).mesh
     assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (3, 2, 2)
     named = spec(resources={"world": {"max": 6}}, plan={"mesh": {"dp_shard": 1}})
