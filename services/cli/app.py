@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from services.cli import tables
+from services.cli import planning, tables
 from services.cli.access import audit, tokens
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
@@ -53,6 +53,7 @@ app = typer.Typer(
 )
 app.add_typer(tokens, name="tokens")
 app.command()(audit)
+app.command()(planning.plan)
 for command in (verify, export, pin, unpin):
     app.command()(command)
 app.command("rm-checkpoint")(remove_checkpoint)
@@ -69,10 +70,16 @@ Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are 
 
 
 @app.command()
-def submit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
+def submit(  # noqa: PLR0913 one parameter an option
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job spec in YAML.")] = None,
     *,
     follow: Follow = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Plan it first, and submit that plan if it is feasible.")
+    ] = False,
+    plan_id: Annotated[
+        str | None, typer.Option("--plan-id", help="Submit this plan instead of a FILE.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say whether it would be accepted.")
     ] = False,
@@ -84,13 +91,15 @@ def submit(
         bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
     ] = False,
 ) -> None:
-    """Submit the job in FILE."""
-    spec = read_spec(file)
+    """Submit the job in FILE, or the one of a plan."""
+    spec = _what_to_submit(file, plan_id)
     with _connect() as client:
-        unfinished = _unfinished(client, spec) if rejoin and not dry_run else None
+        unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
+        if plan and unfinished is None:
+            spec = _through_a_plan(spec)
         job = unfinished or client.submit(spec, idempotency_key=key, dry_run=dry_run)
         if dry_run:
-            console.print(f"{file} is a valid spec; nothing was submitted")
+            console.print(f"{file or plan_id} is a valid spec; nothing was submitted")
             return
         verb = "submitted" if unfinished is None else "going on with"
         console.print(f"{verb} {job.id}  {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
@@ -394,6 +403,25 @@ def doctor() -> None:
         console.print(finding.line())
     if not all(finding.healthy for finding in findings):
         raise typer.Exit(_EXIT_JOB_FAILED)
+
+
+def _what_to_submit(file: Path | None, plan_id: str | None) -> dict[str, Any]:
+    if (file is None) == (plan_id is None):
+        raise CliError("say what to submit: a FILE, or --plan-id with the id of a plan")
+    return {"plan_id": plan_id} if file is None else read_spec(file)
+
+
+def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a spec, as it is submitted; ends the command if it is not feasible."""
+    if "plan_id" in spec:
+        raise CliError("--plan makes a plan of a FILE; --plan-id has one already")
+    with _connect(_WATCHING_PATIENCE_S) as client:
+        made = planning.planned(client, spec)
+    if not made.feasible:
+        planning.show(made)
+    planning.leave_unless_feasible(made)
+    console.print(f"{made.id}: {made.reason}", soft_wrap=True)
+    return {"plan_id": made.id}
 
 
 def _resolve(client: Client, job: str) -> str:

@@ -7,6 +7,7 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
+from services.contract.planning import EstimateView
 from services.contract.queue import CapacityView, QueueEntry, QueueView
 from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
@@ -77,6 +78,7 @@ def job_details(job: JobView) -> Table:
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
         ("mesh", _mesh(job)),
+        ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", job.latest_checkpoint),
         ("submitted", f"{job.created_at:%Y-%m-%d %H:%M:%S} UTC ({age(job.created_at)} ago)"),
     ]
@@ -252,6 +254,26 @@ def duration(seconds: float | None) -> str:
 def age(moment: datetime) -> str:
     """How long ago a moment was."""
     return humanize.naturaldelta(datetime.now(UTC) - moment)
+
+
+def estimate_line(estimate: EstimateView) -> str:
+    """What a plan foresaw of memory, and what was seen."""
+    foreseen = f"{size(estimate.peak.total)} in {estimate.where}"
+    if estimate.unit:
+        foreseen += f" of {estimate.unit}"
+    if estimate.measured_peak_bytes is None:
+        return f"{foreseen} foreseen; nothing measured yet"
+    kinds = {"resident": "resident, Python and PyTorch included", "allocated": "allocated"}
+    measured_as = kinds.get(estimate.measured_as or "", "")
+    return (
+        f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as}): "
+        f"{number(estimate.ratio, '{:.2f}')} times as much"
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    return humanize.naturalsize(nbytes, binary=True)
 
 
 def _table(*columns: str) -> Table:

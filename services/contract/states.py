@@ -92,6 +92,14 @@ class CheckpointState(StrEnum):
     DELETING = "DELETING"
 
 
+class PlanState(StrEnum):
+    """Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be."""
+
+    PROBING = "PROBING"
+    READY = "READY"
+    FAILED = "FAILED"
+
+
 class NodeState(StrEnum):
     """Where a node stands: its lease is renewed, or it is over."""
 

@@ -27,6 +27,7 @@ from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
+from services.controller.use_cases.plans import Drawing
 
 _log = structlog.get_logger()
 _GRACE_S = 1
@@ -86,9 +87,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         leader = Leader(
             ports.leadership, holder, functools.partial(reign, ports, patience=patience)
         )
-        slots = StreamSlots(settings.max_streams)
         context = Context(
-            ports, Monitor(), stopping, lambda: leader.epoch, settings.entry_points, slots
+            ports,
+            Monitor(),
+            stopping,
+            lambda: leader.epoch,
+            settings.entry_points,
+            StreamSlots(settings.max_streams),
+            Drawing(settings.plan_wait_s, settings.probe_timeout_s),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

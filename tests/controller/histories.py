@@ -10,6 +10,7 @@ from services.contract.messages.facts import (
     CheckpointLinked,
     CheckpointVoted,
     Device,
+    ExitStanding,
     GangEnded,
     GangLaunched,
     GangProgressed,
@@ -168,7 +169,13 @@ def finished(job: Job, fence: int = 1, *, step: int = STEPS, drained: bool = Fal
     return ended(job, exits, fence)
 
 
-def crashed(job: Job, error: str, fence: int = 1, step: int = 5) -> GangEnded:
+def crashed(
+    job: Job,
+    error: str,
+    fence: int = 1,
+    step: int = 5,
+    standing: ExitStanding = ExitStanding.OWN_FAILURE,
+) -> GangEnded:
     """Rank 1 raised; its agent killed the others."""
     exits = [
         RankExit(
@@ -177,6 +184,7 @@ def crashed(job: Job, error: str, fence: int = 1, step: int = 5) -> GangEnded:
             exit_code=1 if rank == 1 else None,
             signal=None if rank == 1 else 9,
             order=0 if rank == 1 else 1 + rank,
+            standing=standing if rank == 1 else ExitStanding.VICTIM,
             step=step,
             phase="FORWARD",
             error=error if rank == 1 else "killed by its agent: another rank of the gang failed",

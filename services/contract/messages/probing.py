@@ -28,8 +28,9 @@ class ProbeModel(Message):
         conditions: Under which steps are followed.
         stops: Modules that a plan names as units.
         tensor_parallel: What is split where a condition has ``tp`` above 1.
-        timeout_s: After which the process is killed.
-        memory_bytes: Of address space beyond what PyTorch itself maps; None: no limit.
+        timeout_s: After which the process is killed; starting it does not count.
+        memory_bytes: Of private memory beyond what PyTorch itself takes; None: half of what the
+            node has free.
     """
 
     kind: Literal["probe_model"] = "probe_model"

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.contract.messages.probing import DeviceType
 from services.contract.plans import RankPlacement
 from services.controller.domain.job import Job
 from services.controller.domain.placement import (
-    DeviceType,
     Gang,
     Room,
     Seated,

@@ -6,6 +6,7 @@ from typing import Final, Literal, NamedTuple
 from pydantic import Field
 
 from services.contract.ids import CheckpointId, JobId
+from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
@@ -57,7 +58,8 @@ class Job(Record):
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
-    the node whose agent removes all that storage holds of the job.
+    the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
+    foresaw by which it was submitted.
     """
 
     id: JobId
@@ -75,6 +77,7 @@ class Job(Record):
     run_fence: int = 0
     attempts: tuple[Attempt, ...] = ()
     plan: GangPlan | None = None
+    estimate: JobEstimate | None = None
     restarts: int = 0
     not_before_ms: int = 0
     stop: Stop | None = None

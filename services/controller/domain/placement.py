@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from services.contract.ids import NodeId
+from services.contract.messages.probing import DeviceType
 from services.contract.plans import RankPlacement
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState
 from services.controller.domain.job import Job
 from services.controller.domain.node import Lease, Node
 
-DeviceType = Literal["cpu", "cuda"]
 _WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
 _NOTHING: Final[Mapping[NodeId, int]] = {}
 
@@ -166,7 +166,7 @@ def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
     if not standings:
         device: DeviceType = "cuda" if gang.device == "cuda" else "cpu"
         return NotNow(device, "no node has joined yet", blocks=False)
-    device = _device(gang, standings)
+    device = device_of(gang, standings)
     if not rooms(gang, standings, device):
         return Never(_why_never(gang, device, standings))
     # A node that is silent may come back in a moment; one that is lost or drained is not waited for.
@@ -211,7 +211,8 @@ def occupy(standings: Sequence[Standing], seated: Seated, job_id: str) -> tuple[
     return tuple(after)
 
 
-def _device(gang: Gang, standings: Sequence[Standing]) -> DeviceType:
+def device_of(gang: Gang, standings: Sequence[Standing]) -> DeviceType:
+    """On which type of device the gang would run."""
     if gang.device != "auto":
         return gang.device
     ready = [s for s in standings if s.node.state == NodeState.READY]

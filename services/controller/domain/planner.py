@@ -78,6 +78,20 @@ def shard(spec: JobSpec, ranks: int | None = None) -> ShardingPlan:
     return plan
 
 
+def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
+    """What could be split over tp if nobody says: known of built-in models."""
+    return _BUILT_IN_SPLITS.get(spec.model.factory, ())
+
+
+def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
+    """The spec with that very layout, of which nothing is left to be chosen."""
+    mesh = dataclasses.asdict(sharding.mesh)
+    document = spec.model_dump(mode="json")
+    document |= {"mesh": mesh, "plan": SHARDING_PLAN.dump_python(sharding, mode="json")}
+    document["train"] = document["train"] | {"micro_batch": micro_batch}
+    return JobSpec.model_validate(document)
+
+
 def gang(spec: JobSpec, seated: Seated) -> GangPlan:
     """All that the ranks of an attempt must know: the sharding plan, and who sits where."""
     sharding = shard(spec, len(seated.ranks))

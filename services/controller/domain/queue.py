@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from services.contract.messages.probing import DeviceType
 from services.controller.domain.hall import Hall, Head
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.placement import (
-    DeviceType,
     Gang,
     Never,
     NotNow,

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from services.contract.messages.probing import DeviceType
 from services.contract.states import CheckpointState, JobState
 from services.controller.domain.events import MoveAsked
 from services.controller.domain.hall import Hall, Head
 from services.controller.domain.job import Job
 from services.controller.domain.moves import is_movable
-from services.controller.domain.placement import DeviceType, Gang, Seated, place
+from services.controller.domain.placement import Gang, Seated, place
 
 RESIZE_GRACE_S: Final = 300.0
 """For the checkpoint before a resize: nothing presses, and a kill would cost the steps since."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
+from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem
 from services.contract.requests import CloneRequest, JobPatch
-from services.contract.specs import JobSpec
 from services.contract.states import JobState
 from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
 from services.controller.api.conditional import answer, revisions_matched
@@ -55,18 +55,25 @@ IdempotencyKey = Annotated[
     dependencies=[SUBMITS],
 )
 async def submit(
-    spec: JobSpec,
+    wanted: Submitted,
     request: Request,
     context: WithContext,
     actor: WithActor,
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
 ) -> Response:
-    """Submit a job. What can never run is refused, with every fault at once."""
-    _refuse_unspeakable(spec)
-    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(spec)))
+    """Submit a job, by a spec or by the plan that was made for one.
+
+    What can never run is refused, with every fault at once. A job by a plan runs that very plan.
+    """
+    refuse_unspeakable(wanted)
+    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
-        context.ports, Submission(spec, claim, dry_run=dry_run), actor, context.entry_points
+        context.ports,
+        Submission(wanted, claim, dry_run=dry_run),
+        actor,
+        context.entry_points,
+        context.drawing,
     )
     if dry_run:
         return answer(request, view)
@@ -121,7 +128,7 @@ async def patch_job(
 
     Only people's changes make an ETag stale here, not a job's progress.
     """
-    _refuse_unspeakable(patch)
+    refuse_unspeakable(patch)
     wish = PatchAsked(patch, revisions_matched(if_match))
     return answer(request, await use_cases.change_course(ports, job_id, wish, actor))
 
@@ -152,7 +159,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     if body.from_checkpoint is not None:
         may = "have its checkpoint kept for a clone; without from_checkpoint anybody may clone it"
         await check_owner(context.ports, job_id, asks, may)
-    _refuse_unspeakable(body)
+    refuse_unspeakable(body)
     claim = None
     if idempotency_key is not None:
         claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
@@ -274,8 +281,8 @@ def next_link(request: Request, cursor: str | None) -> dict[str, str]:
     return {"Link": f'<{url.path}?{url.query}>; rel="next"'}
 
 
-def _refuse_unspeakable(spec: BaseModel) -> None:
-    """JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
+def refuse_unspeakable(spec: BaseModel) -> None:
+    """Refuse what is no text: JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
     faults = [
         Fault(pointer=place, detail="not a Unicode string", code="string_unicode")
         for place in _unspeakable(spec.model_dump(), "")
