@@ -1,11 +1,19 @@
 """Plans, profiles and estimates as plain data and integer arithmetic. Imports no torch.
 
 `sharding`: what a plan says. `profile`: what was measured of a model. `estimate`: what a plan will
-cost a rank in memory, traffic and time.
+cost a rank in memory, traffic and time. `question`, `search`, `answer`: which layout to take.
 """
 
 from __future__ import annotations
 
+from fsdp_core.plan.model.answer import (
+    Advice,
+    Alternative,
+    Candidate,
+    Change,
+    LayoutAnswer,
+    RankedBy,
+)
 from fsdp_core.plan.model.estimate import Estimate, Training, estimate
 from fsdp_core.plan.model.growth import Growth, Highest
 from fsdp_core.plan.model.ledger import Memory, MemoryKind, Peak
@@ -20,7 +28,18 @@ from fsdp_core.plan.model.profile import (
     Trace,
     UnitFacts,
 )
+from fsdp_core.plan.model.question import (
+    Fixed,
+    FixedUnit,
+    LayoutQuestion,
+    Seats,
+    UnitOption,
+    Workload,
+    conditions_for,
+    fixed_by,
+)
 from fsdp_core.plan.model.resolve import ResolvedUnit, matching, resolve_units
+from fsdp_core.plan.model.search import search_layout
 from fsdp_core.plan.model.sharding import (
     ANY,
     PLAN_VERSION,
@@ -42,11 +61,19 @@ __all__ = [
     "PLAN_VERSION",
     "PROFILE_VERSION",
     "SGD",
+    "Advice",
+    "Alternative",
     "BufferFacts",
+    "Candidate",
+    "Change",
     "Conditions",
     "Estimate",
+    "Fixed",
+    "FixedUnit",
     "Growth",
     "Highest",
+    "LayoutAnswer",
+    "LayoutQuestion",
     "Memory",
     "MemoryKind",
     "MeshPlan",
@@ -56,7 +83,9 @@ __all__ = [
     "ParameterFacts",
     "Peak",
     "Precision",
+    "RankedBy",
     "ResolvedUnit",
+    "Seats",
     "Segment",
     "ShardDim",
     "ShardingPlan",
@@ -66,10 +95,15 @@ __all__ = [
     "Trace",
     "Training",
     "UnitFacts",
+    "UnitOption",
     "UnitPlan",
+    "Workload",
+    "conditions_for",
     "estimate",
+    "fixed_by",
     "is_pattern",
     "matches",
     "matching",
     "resolve_units",
+    "search_layout",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.ledger import Ledger, Memory, Peak
@@ -46,6 +46,8 @@ class Estimate:
         collectives: How many it starts in a step, by mesh axis.
         flops: Floating-point operations of a rank in a step.
         time: Seconds of a step, if the node is known.
+        sent_in_groups: Of what is sent over `dp_shard`, bytes by size of the group, for those
+            that `reshard_after_forward` makes.
     """
 
     peak: Peak
@@ -55,6 +57,7 @@ class Estimate:
     collectives: Mapping[str, int]
     flops: int
     time: StepTime | None = None
+    sent_in_groups: Mapping[int, int] = field(default_factory=dict)
 
 
 def estimate(
@@ -88,7 +91,7 @@ def estimate(
     ledger.shift("optimizer", held.state)
     resting = ledger.peak.memory
     placement = Placement(mesh.dp_shard, mesh.dp_replicate, is_host=is_host)
-    segments = _segments(profile, plan, shares)
+    segments = steps_of(profile, plan, shares)
     traffic = Traffic(mesh.dp_shard, mesh.dp_replicate)
     timeline = Timeline(shares, placement, ledger, traffic)
     for _ in range(_STEPS):
@@ -105,7 +108,7 @@ def estimate(
         ledger.reset("gradients")
     trace = profile.trace(_conditions(plan, shares[0]))
     traffic.split_matrices(trace.tp_bytes.at(micro_batch), training.accumulation)
-    flops = _flops(profile, plan, shares, training)
+    flops = flops_of(profile, plan, shares, training)
     time = None
     if node is not None:
         time = step_time(
@@ -114,8 +117,18 @@ def estimate(
             (flops, plan.param_dtype or "fp32"),
             (traffic.sent, traffic.collectives),
             held.updated,
+            traffic.sent_in_groups,
         )
-    return Estimate(ledger.peak, resting, held.host, traffic.sent, traffic.collectives, flops, time)
+    return Estimate(
+        ledger.peak,
+        resting,
+        held.host,
+        traffic.sent,
+        traffic.collectives,
+        flops,
+        time,
+        traffic.sent_in_groups,
+    )
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Step:
+class UnitStep:
     """A segment, and the unit at work in it."""
 
     segment: Segment
@@ -179,7 +192,7 @@ class _Step:
 def _pass(
     timeline: Timeline,
     ledger: Ledger,
-    steps: Sequence[_Step],
+    steps: Sequence[UnitStep],
     micro_batch: int,
     *,
     reduces: bool,
@@ -227,9 +240,9 @@ def _conditions(plan: ShardingPlan, share: UnitShare) -> Conditions:
     )
 
 
-def _segments(
+def steps_of(
     profile: ModelProfile, plan: ShardingPlan, shares: Sequence[UnitShare]
-) -> list[_Step]:
+) -> list[UnitStep]:
     """Each segment under the conditions of the unit that is at work in it."""
     holders = {name: share for share in shares for name in share.unit.names}
     traces = {share.index: profile.trace(_conditions(plan, share)).segments for share in shares}
@@ -246,7 +259,7 @@ def _segments(
         segment = traces[at_work.index][place]
         if boundary.begins.endswith("_end"):
             at_work = _holder(boundary.module.rpartition(".")[0], holders)
-        steps.append(_Step(segment, at_work.name))
+        steps.append(UnitStep(segment, at_work.name))
     return steps
 
 
@@ -267,12 +280,13 @@ def _check_stops(profile: ModelProfile, shares: Sequence[UnitShare]) -> None:
         )
 
 
-def _flops(
+def flops_of(
     profile: ModelProfile,
     plan: ShardingPlan,
     shares: Sequence[UnitShare],
     training: Training,
 ) -> int:
+    """Floating-point operations of a rank in a step."""
     again = {name for share in shares if share.unit.plan.recompute for name in share.unit.names}
     total = profile.flops.at(training.micro_batch)
     # A forward is a third of forward and backward.

@@ -54,6 +54,7 @@ def step_time(
     work: tuple[int, str],
     traffic: tuple[Mapping[str, int], Mapping[str, int]],
     updated_bytes: int,
+    in_groups: Mapping[int, int] | None = None,
 ) -> StepTime:
     """The time of a step.
 
@@ -66,6 +67,8 @@ def step_time(
         work: Floating-point operations of a rank, and the dtype of its matrices.
         traffic: Bytes that a rank sends, and collectives, by axis.
         updated_bytes: Parameters, gradients and state that the optimizer goes through.
+        in_groups: Of what is sent over `dp_shard`, bytes by size of the group; those that fit
+            on a node travel at its links' rate.
     """
     flops, precision = work
     rate = node.matmul_flops.get(precision) or max(node.matmul_flops.values())
@@ -81,6 +84,9 @@ def step_time(
         + collectives[axis] * node.collective_latency
         for axis, span in spans.items()
     }
+    if spans["dp_shard"] > node.ranks:
+        near = sum(n for size, n in (in_groups or {}).items() if mesh.tp * size <= node.ranks)
+        communication["dp_shard"] += near / node.link_bandwidth - near / node.network_bandwidth
     data = communication["dp_shard"] + communication["dp_replicate"]
     hidden = min(data * node.overlap, compute)
     # Each element is read, and parameter and state are written.

@@ -13,6 +13,7 @@ class Traffic:
         times: How often what comes next happens.
         sent: Bytes so far.
         collectives: Collectives so far.
+        sent_in_groups: Of what is sent over the shard axis, bytes within groups of so many ranks.
     """
 
     def __init__(self, shards: int, replicas: int) -> None:
@@ -25,10 +26,14 @@ class Traffic:
         """Counts anew."""
         self.sent = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
         self.collectives = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
+        self.sent_in_groups: dict[int, int] = {}
 
     def all_gather(self, row: int, ranks: int) -> None:
         """A gather of rows of so many bytes over so many ranks of the shard axis."""
         self._count("dp_shard", row * (ranks - 1))
+        if 1 < ranks < self._shards:
+            sent = row * (ranks - 1) * self.times
+            self.sent_in_groups[ranks] = self.sent_in_groups.get(ranks, 0) + sent
 
     def reduce_scatter(self, row: int) -> None:
         """A reduction over the shard axis to a row of so many bytes."""

@@ -1,0 +1,291 @@
+"""Bounds below what an estimate would say, at a fraction of its price.
+
+A search looks at layouts in the order of these bounds and leaves out what cannot be better, so
+that few layouts are followed step by step. A bound above its estimate would lose the best layout;
+`tests/plan/test_search.py` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fsdp_core.layout import Slicing
+from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of
+from fsdp_core.plan.model.score import Score, Spent, score
+from fsdp_core.plan.model.sharding import MeshPlan, ShardingPlan, UnitPlan
+from fsdp_core.plan.model.shares import UnitShare, shares_of
+from fsdp_core.plan.model.space import Layout, LayoutSpace
+from fsdp_core.plan.model.step_time import step_time
+
+
+@dataclass(frozen=True)
+class Floor:
+    """At least so much.
+
+    Attributes:
+        score: Of the step, to compare layouts by.
+        memory: Bytes at the peak.
+    """
+
+    score: Score
+    memory: int
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that are cut alike.
+
+    Attributes:
+        modules: Of the plan's unit.
+        whole: Uncut.
+        itemsize: Bytes of an element at rest.
+        compute: In computation.
+        reduce: In a reduction.
+        is_trained: Whether the optimizer has it.
+        has_grad: Whether backward reaches it.
+        is_gathered: Whether backward reaches its unit.
+    """
+
+    modules: tuple[str, ...]
+    whole: Slicing
+    itemsize: int
+    compute: int
+    reduce: int
+    is_trained: bool
+    has_grad: bool
+    is_gathered: bool
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of one rank: between steps, in the optimizer's, whole gradients, and updated."""
+
+    resting: int
+    stepping: int
+    kept: int
+    updated: int
+
+
+class Floors:
+    """The bounds of a search's layouts."""
+
+    def __init__(self, space: LayoutSpace) -> None:
+        self._space = space
+        self._models: dict[Layout, _Model] = {}
+        self._resting: dict[tuple[Layout, int], _Held] = {}
+        buffers = space.profile.buffers
+        self._buffers = sum(space.profile.rounded(each.nbytes) for each in buffers)
+
+    def of(self, layout: Layout) -> Floor:
+        """The bounds of one layout."""
+        plan, training = self._space.plan(layout), self._space.training(layout)
+        model, held = self._model(layout)
+        forward, peak = model.peaks(layout.micro_batch)
+        memory = max(held.resting + peak, held.stepping)
+        if training.accumulation > 1:
+            memory = max(memory, held.resting + held.kept + forward)
+        sent, collectives, groups = _traffic(model, plan, training.accumulation)
+        sent["tp"] = model.tp_bytes(layout.micro_batch) * training.accumulation
+        flops = flops_of(self._space.profile, plan, model.shares, training)
+        seats, time = self._space.question.seats, None
+        if seats.node is not None:
+            work = (flops, plan.param_dtype or "fp32")
+            traffic = (sent, collectives)
+            time = step_time(seats.node, plan.mesh, work, traffic, held.updated, groups)
+        return Floor(score(Spent(flops, sent, time, groups), plan.mesh, seats), memory)
+
+    def _model(self, layout: Layout) -> tuple[_Model, _Held]:
+        mesh = MeshPlan(tp=layout.mesh.tp)
+        # Parts that stay after forward are taken for nothing.
+        like = replace(layout, mesh=mesh, reshard=layout.reshard is not False, micro_batch=1)
+        if like not in self._models:
+            self._models[like] = _Model(self._space, like)
+        model = self._models[like]
+        key = (like, layout.mesh.dp_shard)
+        if key not in self._resting:
+            self._resting[key] = self._held(model, layout.mesh.dp_shard)
+        return model, self._resting[key]
+
+    def _held(self, model: _Model, shards: int) -> _Held:
+        profile, optimizer = self._space.profile, self._space.question.workload.optimizer
+        is_host = profile.device_type == "cpu"
+        parameters = state = grads = kept = updated = 0
+        copies, largest = 0, 0
+        for kind, count in model.kinds.items():
+            row, local = _cut(kind.whole, shards)
+            slices = profile.rounded(row * kind.itemsize)
+            own = profile.rounded(local * kind.itemsize)
+            mine = optimizer.state_copies * own + optimizer.state_bytes if kind.is_trained else 0
+            if kind.is_trained:
+                updated += count * (slices + own + mine)
+            if kind.has_grad:
+                kept += count * kind.whole.total * kind.reduce
+            if model.options[kind.modules].offload and not is_host:
+                continue
+            parameters += count * slices
+            state += count * mine
+            if kind.is_trained:
+                copies, largest = copies + count * own, max(largest, own)
+            if kind.has_grad:
+                grads += count * row * kind.itemsize
+        resting = self._buffers + parameters + state
+        temporary = optimizer.step_copies_of_all * copies
+        temporary += optimizer.step_copies_of_largest * largest
+        return _Held(resting, resting + grads + temporary, kept, updated)
+
+
+class _Model:
+    """A model as it is divided, whatever the sizes of the data axes."""
+
+    def __init__(self, space: LayoutSpace, layout: Layout) -> None:
+        self._profile = space.profile
+        plan = _anywhere(space.plan(layout))
+        self.shares = shares_of(space.profile, plan)
+        self.options = {share.unit.plan.modules: share.unit.plan for share in self.shares}
+        self._trace = space.profile.trace(space.root_conditions(layout))
+        self._plan = plan
+        self._peaks: dict[int, tuple[int, int]] = {}
+
+    @cached_property
+    def _steps(self) -> Sequence[UnitStep]:
+        return steps_of(self._profile, self._plan, self.shares)
+
+    @cached_property
+    def _reached(self) -> frozenset[int]:
+        return frozenset(place for step in self._steps for place in step.segment.grads)
+
+    def is_reached(self, share: UnitShare) -> bool:
+        """Whether backward goes through the unit."""
+        return any(param.place in self._reached for param in share.own)
+
+    @cached_property
+    def kinds(self) -> Counter[_Kind]:
+        """How many parameters there are of each kind."""
+        return Counter(
+            _Kind(
+                share.unit.plan.modules,
+                param.slicing,
+                param.facts.itemsize,
+                param.compute,
+                param.reduce,
+                param.facts.requires_grad,
+                param.facts.requires_grad and param.place in self._reached,
+                self.is_reached(share),
+            )
+            for share in self.shares
+            for param in share.own
+        )
+
+    @cached_property
+    def units(self) -> Counter[tuple[str, ...]]:
+        """How many units that communicate each of the plan's makes."""
+        return Counter(share.unit.plan.modules for share in self.shares if self.is_reached(share))
+
+    def tp_bytes(self, micro_batch: int) -> int:
+        """What split matrices send."""
+        return self._trace.tp_bytes.at(micro_batch)
+
+    def peaks(self, micro_batch: int) -> tuple[int, int]:
+        """Most of activations and whole parameters, in forward and ever."""
+        if micro_batch not in self._peaks:
+            self._peaks[micro_batch] = self._follow(micro_batch)
+        return self._peaks[micro_batch]
+
+    def _follow(self, micro_batch: int) -> tuple[int, int]:
+        """Like the timeline, with nothing gathered ahead and no gradients."""
+        unit_of = {name: share for share in self.shares for name in share.unit.names}
+        weight = {
+            share.index: sum(param.whole_bytes for param in share.own) for share in self.shares
+        }
+        whole: set[int] = set()
+        activations = unsharded = forward = peak = 0
+        for step in self._steps:
+            segment = step.segment
+            unit = unit_of.get(segment.module)
+            if unit is not None and segment.begins in ("forward", "backward"):
+                whole.add(unit.index)
+            elif unit is not None and (segment.begins == "backward_end" or unit.reshards):
+                whole.discard(unit.index)
+            unsharded = sum(weight[index] for index in whole)
+            top = activations + max(segment.peak.at(micro_batch), 0) + unsharded
+            activations += segment.change.at(micro_batch)
+            peak = max(peak, top)
+            if segment.begins in ("forward", "forward_end"):
+                forward = max(forward, top)
+        return forward, peak
+
+
+def _anywhere(plan: ShardingPlan) -> ShardingPlan:
+    """For one rank, where no part of a unit can stay."""
+    units = (
+        unit
+        if unit.reshard_after_forward in (None, True, False)
+        else replace(unit, reshard_after_forward=unit.reshard_after_forward != 1)
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
+
+
+def _traffic(
+    model: _Model, plan: ShardingPlan, passes: int
+) -> tuple[dict[str, int], dict[str, int], dict[int, int]]:
+    """Bytes and collectives by axis, and bytes in smaller groups, without mistaken gathers."""
+    shards, replicas = plan.mesh.dp_shard, plan.mesh.dp_replicate
+    options: Mapping[tuple[str, ...], UnitPlan] = {unit.modules: unit for unit in plan.units}
+    gathered = reduced = averaged = 0
+    groups: Counter[int] = Counter()
+    started = 0
+    for modules, count in model.units.items():
+        started += count * (passes * len(_gathers(options.get(modules), shards)) + 1)
+    for kind, count in model.kinds.items():
+        row, _ = _cut(kind.whole, shards)
+        if kind.is_gathered:
+            for ranks in _gathers(options.get(kind.modules), shards):
+                part = row if ranks == shards else _cut(_from_first(kind.whole), ranks)[0]
+                moved = count * passes * part * kind.compute * (ranks - 1)
+                gathered += moved
+                if ranks < shards:
+                    groups[ranks] += moved
+        if kind.has_grad:
+            reduced += count * row * kind.reduce * (shards - 1)
+            averaged += count * row * kind.reduce
+    units = sum(model.units.values())
+    # Each average is rounded down by itself; there are no more than parameters.
+    mean = max(2 * averaged * (replicas - 1) // replicas - sum(model.kinds.values()), 0)
+    sent = {"dp_replicate": mean, "dp_shard": gathered + reduced, "tp": 0}
+    collectives = {
+        "dp_replicate": units if replicas > 1 else 0,
+        "dp_shard": started if shards > 1 else 0,
+        "tp": 0,
+    }
+    return sent, collectives, dict(groups)
+
+
+def _gathers(unit: UnitPlan | None, shards: int) -> tuple[int, ...]:
+    """Over how many ranks each gather of a pass goes."""
+    if unit is None or (unit.modules == ("",) and unit.reshard_after_forward is None):
+        return (shards,)
+    match unit.reshard_after_forward:
+        case None | True:
+            return (shards, shards)
+        case False | 1:
+            return (shards,)
+        case ranks:
+            return (shards, ranks)
+
+
+def _from_first(whole: Slicing) -> Slicing:
+    return Slicing.of(whole.shape, None if whole.dim is None else 0, 1)
+
+
+@lru_cache(maxsize=65_536)
+def _cut(whole: Slicing, parts: int) -> tuple[int, int]:
+    """Elements of a padded slice, and of the first rank's own."""
+    cut = Slicing.of(whole.shape, whole.dim, parts)
+    size = 1
+    for length in cut.shape_of(0):
+        size *= length
+    return cut.row, size

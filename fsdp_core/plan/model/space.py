@@ -1,0 +1,289 @@
+"""The layouts among which a search chooses, and the plan that each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from fsdp_core.plan.model.estimate import Training
+from fsdp_core.plan.model.profile import Conditions, ModelProfile
+from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion
+from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan, matches
+
+Units = Literal["settled", "blocks", "apart", "one"]
+
+# A module that weighs less than this part of a block stays with the root.
+_SMALL = 4
+_ROOT = UnitPlan(("",))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One choice for all that is open.
+
+    Attributes:
+        mesh: Axes.
+        units: As the user settled them; each repeated block; these, with embedding and head
+            apart from the root; or one for all.
+        reshard: Of units where that is open: yes, no, or to groups of so many ranks.
+        recompute: Of blocks and units where that is open.
+        prefetch: The same.
+        offload: The same.
+        micro_batch: Samples of one forward.
+    """
+
+    mesh: MeshPlan
+    units: Units
+    reshard: bool | int
+    recompute: bool
+    prefetch: int | None
+    offload: bool
+    micro_batch: int
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Orders layouts that are equal otherwise: the smaller, the closer to what is usual."""
+        return (
+            sum(size > 1 for size in (self.mesh.dp_replicate, self.mesh.tp)),
+            {"settled": 0, "blocks": 0, "one": 1, "apart": 2}[self.units],
+            0 if self.reshard is True else 1 if self.reshard is False else 2,
+            int(self.recompute),
+            -1 if self.prefetch is None else self.prefetch,
+            -self.micro_batch,
+            -self.mesh.dp_shard,
+            self.mesh.tp,
+        )
+
+
+class LayoutSpace:
+    """All layouts that a question leaves open for a model."""
+
+    def __init__(self, profile: ModelProfile, question: LayoutQuestion) -> None:
+        self.profile = profile
+        self.question = question
+        self._known = {trace.conditions for trace in profile.traces}
+
+    @cached_property
+    def meshes(self) -> tuple[MeshPlan, ...]:
+        """Those that use all ranks and divide the batch; tp within a node, if it is open.
+
+        A settled one is kept as it is, unless ranks or batch do not divide by it.
+        """
+        seats, settled = self.question.seats, self.question.fixed.mesh
+        if settled is not None:
+            fits = settled.ranks == seats.ranks and self._divides(settled)
+            return (settled,) if fits else ()
+        found = []
+        for tp in self._tps:
+            data = seats.ranks // tp
+            found += [
+                MeshPlan(dp_replicate=data // shards, dp_shard=shards, tp=tp)
+                for shards in _divisors(data)
+            ]
+        return tuple(mesh for mesh in found if self._divides(mesh))
+
+    @property
+    def _tps(self) -> list[int]:
+        seats = self.question.seats
+        together = min(seats.ranks_per_node, seats.ranks)
+        sizes = sorted({each.tp for each in self._known})
+        if not self.question.tensor_parallel:
+            sizes = [1]
+        elif self.question.fixed.tensor_parallel:
+            sizes = [size for size in sizes if size > 1]
+        return [size for size in sizes if not together % size and not seats.ranks % size]
+
+    def _divides(self, mesh: MeshPlan) -> bool:
+        share, rest = divmod(self.question.workload.global_batch, mesh.data_ranks)
+        wanted = self.question.workload.micro_batch
+        return not rest and (wanted is None or not share % wanted)
+
+    def micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
+        """Those that divide a rank's share of the batch, the largest first."""
+        wanted = self.question.workload.micro_batch
+        if wanted is not None:
+            return (wanted,)
+        return _divisors(self.question.workload.global_batch // mesh.data_ranks)[::-1]
+
+    @cached_property
+    def unit_kinds(self) -> tuple[Units, ...]:
+        """Ways to divide the model that differ."""
+        if self.question.fixed.units is not None:
+            return ("settled",)
+        kinds: list[Units] = []
+        if self._blocks:
+            kinds.append("blocks")
+        if self._apart:
+            kinds.append("apart")
+        return (*kinds, "one")
+
+    def reshards(self, mesh: MeshPlan, units: Units) -> tuple[bool | int, ...]:
+        """Ways to go on after forward."""
+        if not self._leaves_open("reshard_after_forward", units):
+            return (True,)
+        # Within one rank there is nothing to be saved by keeping what is whole.
+        if mesh.dp_shard == 1:
+            return (True,)
+        group = self.question.seats.ranks_per_node // mesh.tp
+        in_node = 1 < group < mesh.dp_shard and mesh.dp_shard % group == 0
+        return (True, False, group) if in_node else (True, False)
+
+    def recomputes(self, mesh: MeshPlan, units: Units) -> tuple[bool, ...]:
+        """Whether to recompute, as far as a trace tells what that does."""
+        open_ = self._leaves_open("recompute", units)
+        return tuple(
+            again
+            for again in ((False, True) if open_ else (False,))
+            if self._is_known(mesh, units, recompute=again)
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something could be moved to the host."""
+        fixed = self.question.fixed.units
+        is_open = fixed is None or any("offload" in unit.free for unit in fixed)
+        return is_open and self.profile.device_type != "cpu"
+
+    def layouts(self, *, offload: bool = False) -> Iterator[Layout]:
+        """All that may be best.
+
+        Deeper prefetching is not among them: an estimate sees what it costs, and not what it
+        gains, so that it never wins.
+        """
+        for mesh in self.meshes:
+            for units in self.unit_kinds:
+                for recompute in self.recomputes(mesh, units):
+                    for reshard in self.reshards(mesh, units):
+                        for micro_batch in self.micro_batches(mesh):
+                            yield Layout(
+                                mesh, units, reshard, recompute, None, offload, micro_batch
+                            )
+
+    # -- What a layout means
+
+    def plan(self, layout: Layout) -> ShardingPlan:
+        """The plan of a layout."""
+        workload = self.question.workload
+        return ShardingPlan(
+            layout.mesh,
+            self._units(layout),
+            param_dtype=workload.param_dtype,
+            reduce_dtype=workload.reduce_dtype,
+            output_dtype=workload.output_dtype,
+            tensor_parallel=self.question.tensor_parallel if layout.mesh.tp > 1 else (),
+        )
+
+    def training(self, layout: Layout) -> Training:
+        """Sizes of a layout's step."""
+        workload = self.question.workload
+        share = workload.global_batch // layout.mesh.data_ranks
+        return Training(layout.micro_batch, share // layout.micro_batch, workload.optimizer)
+
+    def root_conditions(self, layout: Layout) -> Conditions:
+        """Under which the root runs."""
+        plan = self.plan(layout)
+        return _conditions(plan, next((u for u in plan.units if u.modules == ("",)), _ROOT))
+
+    def _units(self, layout: Layout) -> tuple[UnitPlan, ...]:
+        if layout.units == "settled":
+            return tuple(_filled(unit, layout) for unit in self.question.fixed.units or ())
+        root = (UnitPlan(("",), offload=True),) if layout.offload else ()
+        if layout.units == "one":
+            return root
+        # As few words as possible: what is left out means yes.
+        ways = UnitPlan(
+            ("",),
+            reshard_after_forward=None if layout.reshard is True else layout.reshard,
+            offload=layout.offload,
+            prefetch=layout.prefetch,
+        )
+        apart = self._apart if layout.units == "apart" else ()
+        return (
+            *(replace(ways, modules=(p,), recompute=layout.recompute) for p in self._blocks),
+            *(replace(ways, modules=names) for names in apart),
+            *root,
+        )
+
+    @cached_property
+    def _blocks(self) -> tuple[str, ...]:
+        """Repeated blocks, by a pattern where it means them alone."""
+        names = [unit.module for unit in self.profile.units if unit.kind == "block"]
+        found: dict[str, None] = {}
+        for name in names:
+            parent = name.rpartition(".")[0]
+            pattern = f"{parent}.{ANY}" if parent else ANY
+            meant = [each for each in self.profile.modules if matches(pattern, each)]
+            found[pattern if set(meant) <= set(names) else name] = None
+        return tuple(found)
+
+    @cached_property
+    def _apart(self) -> tuple[tuple[str, ...], ...]:
+        """Embedding, head and other large modules; what is small beside a head goes with it."""
+        weights = {unit.module: self._weight(unit.module) for unit in self.profile.units}
+        blocks = [unit.module for unit in self.profile.units if unit.kind == "block"]
+        least = min((weights[name] for name in blocks or weights), default=0) // _SMALL
+        found: list[tuple[str, ...]] = []
+        before: list[str] = []
+        for unit in self.profile.units:
+            if unit.kind == "block":
+                before = []
+            elif weights[unit.module] >= max(least, 1):
+                found.append((*before, unit.module) if unit.kind == "head" else (unit.module,))
+                before = []
+            else:
+                before.append(unit.module)
+        return tuple(found)
+
+    def _weight(self, module: str) -> int:
+        prefix = f"{module}."
+        return sum(
+            prod(each.shape) * each.itemsize
+            for each in self.profile.parameters
+            if each.name.startswith(prefix)
+        )
+
+    def _leaves_open(self, option: str, units: Units) -> bool:
+        if units == "one":
+            return False
+        if units != "settled":
+            return True
+        fixed = self.question.fixed.units or ()
+        return any(option in unit.free and unit.plan.modules != ("",) for unit in fixed)
+
+    def _is_known(self, mesh: MeshPlan, units: Units, *, recompute: bool) -> bool:
+        """Whether the profile has all traces; no other option needs one."""
+        layout = Layout(mesh, units, True, recompute, None, False, 1)  # noqa: FBT003 - fields
+        plan = self.plan(layout)
+        needed = {_conditions(plan, unit) for unit in plan.units}
+        return {*needed, self.root_conditions(layout)} <= self._known
+
+
+def _conditions(plan: ShardingPlan, unit: UnitPlan) -> Conditions:
+    dtype = unit.param_dtype or plan.param_dtype
+    return Conditions(dtype, plan.output_dtype, unit.recompute, plan.mesh.tp)
+
+
+def _filled(unit: FixedUnit, layout: Layout) -> UnitPlan:
+    plan = unit.plan
+    is_root = plan.modules == ("",)
+    if "offload" in unit.free:
+        plan = replace(plan, offload=layout.offload)
+    if is_root:
+        return plan
+    if "reshard_after_forward" in unit.free:
+        plan = replace(
+            plan, reshard_after_forward=None if layout.reshard is True else layout.reshard
+        )
+    if "recompute" in unit.free:
+        plan = replace(plan, recompute=layout.recompute)
+    if "prefetch" in unit.free:
+        plan = replace(plan, prefetch=layout.prefetch)
+    return plan
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return tuple(sorted({*small, *(number // each for each in small)}))
