@@ -18,8 +18,8 @@ from tests.controller.profiles import ARGS, FACTS, profile
 SMALL = {"factory": "decoder", "args": ARGS}
 
 
-def asked(slots: int = 4, **changes: object) -> ProbeModel:
-    there = node(slots=slots)
+def asked(**changes: object) -> ProbeModel:
+    there = node()
     return layout.ask(spec(**changes), RankRoom.on(there, "cpu"), there, 120)
 
 
