@@ -19,6 +19,7 @@ from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
+from services.cli.moments import Since, Until
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
@@ -112,11 +113,21 @@ def ls(
     state: Annotated[
         JobState | None, typer.Option(help="Only jobs in this state.", case_sensitive=False)
     ] = None,
+    *,
+    owner: Annotated[str | None, typer.Option(help="Only this person's jobs.")] = None,
+    label: Annotated[str | None, typer.Option(help="Only jobs with KEY or KEY=VALUE.")] = None,
+    query: Annotated[str | None, typer.Option("--q", help="Text in the id or the name.")] = None,
+    sort: Annotated[
+        str,
+        typer.Option(help="By created, updated or priority; with - in front, the highest first."),
+    ] = "-created",
     limit: Annotated[int, typer.Option(help="How many.", min=1, max=200)] = 20,
 ) -> None:
-    """List the newest jobs."""
+    """List jobs, the newest first."""
+    given = {"state": state, "owner": owner, "label": label, "q": query, "sort": sort}
     with _connect() as client:
-        console.print(tables.jobs_table(client.jobs(state=state, limit=limit)))
+        page = client.jobs(limit=limit, **{name: text for name, text in given.items() if text})
+        console.print(tables.jobs_table(page))
 
 
 @app.command()
@@ -187,9 +198,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
     rank: Annotated[int | None, typer.Option(help="Only this rank.", min=0)] = None,
     stream: Annotated[str | None, typer.Option(help="Only stdout or stderr.")] = None,
+    since: Since = None,
+    until: Until = None,
 ) -> None:
     """Print what a job's ranks wrote."""
-    filters: dict[str, str | int] = {}
+    times = {"since": since, "until": until}
+    filters: dict[str, str | int] = {
+        name: time.isoformat() for name, time in times.items() if time is not None
+    }
     if rank is not None:
         filters["rank"] = rank
     if stream is not None:

@@ -166,10 +166,9 @@ class Client:
         response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
         return response.status_code == _NO_CONTENT
 
-    def jobs(self, *, state: str | None = None, limit: int = 50) -> JobPage:
-        """The newest jobs."""
-        params: dict[str, str | int] = {"limit": limit} | ({"state": state} if state else {})
-        return self._get("/v1/jobs", JobPage, params)
+    def jobs(self, *, limit: int = 50, **filters: str) -> JobPage:
+        """The newest jobs; or as in the API: ``state``, ``label``, ``owner``, ``q``, ``sort``."""
+        return self._get("/v1/jobs", JobPage, {"limit": limit, **filters})
 
     def job(self, job_id: str) -> JobView:
         """One job."""
@@ -293,7 +292,7 @@ class Client:
         return self._get("/v1/audit", AuditPage, {"limit": limit})
 
     def logs(self, job_id: str, **filters: str | int) -> Iterator[LogView]:
-        """Its output so far; filters as in the API: ``rank``, ``stream``, ``level``, ``text``."""
+        """Its output so far; filters as in the API, such as ``rank``, ``text`` or ``since``."""
         cursor: dict[str, str] = {}
         while True:
             response = self._request("GET", f"/v1/jobs/{job_id}/logs", params={**filters, **cursor})

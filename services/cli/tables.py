@@ -43,7 +43,7 @@ def state_text(state: JobState | CheckpointState | NodeState) -> Text:
 
 
 def jobs_table(page: JobPage) -> Table:
-    """One row a job, newest first."""
+    """One row a job, in their order."""
     table = _table("job", "name", "state", "step", "loss", "tokens/s", "eta", "age")
     for job in page.items:
         table.add_row(

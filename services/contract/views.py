@@ -136,6 +136,13 @@ class JobPage(_View):
     next_cursor: str | None = None
 
 
+class SparseJobPage(_View):
+    """A page of jobs of which only some fields were asked for; ``id`` is always there."""
+
+    items: tuple[dict[str, Any], ...]
+    next_cursor: str | None = None
+
+
 class RankView(_View):
     """One rank of the newest attempt as its board told last. Memory in bytes, times in seconds."""
 

@@ -171,13 +171,15 @@ class AgentDouble:
             )
             self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())
 
-    def writes(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
+    def writes(
+        self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False, time_ms: int = 1
+    ) -> None:
         line = LogLine(
             rank=rank,
             fence=gang.fence,
             stream="stderr" if is_error else "stdout",
             level="error" if is_error else "info",
-            time_ms=1,
+            time_ms=time_ms,
             text=text,
         )
         self._append(keys.job_logs(gang.job_id), line)

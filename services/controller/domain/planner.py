@@ -84,12 +84,18 @@ def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
 
 
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
-    """The spec with that very layout, of which nothing is left to be chosen."""
+    """The spec with that very layout, of which nothing is left to be chosen.
+
+    Of an elastic job the copies of the parameters are settled; how many there are follows from
+    its ranks.
+    """
     mesh = dataclasses.asdict(sharding.mesh)
+    plan = SHARDING_PLAN.dump_python(sharding, mode="json")
+    if spec.resources.world is not None:
+        del mesh["dp_replicate"], plan["mesh"]
     document = spec.model_dump(mode="json")
-    document |= {"mesh": mesh, "plan": SHARDING_PLAN.dump_python(sharding, mode="json")}
-    document["train"] = document["train"] | {"micro_batch": micro_batch}
-    return JobSpec.model_validate(document)
+    train = document["train"] | {"micro_batch": micro_batch}
+    return JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
 
 
 def gang(spec: JobSpec, seated: Seated) -> GangPlan:

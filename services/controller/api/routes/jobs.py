@@ -14,7 +14,14 @@ from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import JobState
-from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
+from services.contract.views import (
+    AttemptList,
+    JobPage,
+    JobView,
+    ResumeRequest,
+    SparseJobPage,
+    StopRequest,
+)
 from services.controller.api.conditional import answer, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
@@ -31,6 +38,7 @@ from services.controller.use_cases import jobs as use_cases
 from services.controller.use_cases.access import check_owner
 from services.controller.use_cases.clone import Cloning
 from services.controller.use_cases.clone import clone as clone_job
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.submit import Submission
 from services.controller.use_cases.submit import submit as submit_job
 
@@ -81,7 +89,7 @@ async def submit(
     return answer(request, view, status=HTTPStatus.CREATED, headers=location)
 
 
-@router.get("", response_model=JobPage, dependencies=[READS])
+@router.get("", response_model=JobPage | SparseJobPage, dependencies=[READS])
 async def list_jobs(  # noqa: PLR0913 one parameter a filter
     request: Request,
     ports: WithPorts,
@@ -90,13 +98,25 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     label: Annotated[list[str] | None, Query(description="`key=value` or `key`; all")] = None,
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
+    sort: Annotated[
+        JobOrder, Query(description="by what, then by id; `-` begins with the highest")
+    ] = NEWEST_FIRST,
+    fields: Annotated[
+        str | None,
+        Query(max_length=1000, description="a job's fields, by commas: these and `id` alone"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """Jobs, newest first."""
-    wanted = use_cases.JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
-    page = await use_cases.list_jobs(ports, wanted, cursor, limit)
-    return answer(request, page, headers=next_link(request, page.next_cursor))
+    """Jobs, newest first or as ``sort`` says."""
+    names = None if fields is None else _field_names(fields)
+    wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
+    page = await use_cases.list_jobs(ports, wanted, cursor, limit, sort)
+    shown: BaseModel = page
+    if names is not None:
+        items = tuple(job.model_dump(mode="json", include=names) for job in page.items)
+        shown = SparseJobPage(items=items, next_cursor=page.next_cursor)
+    return answer(request, shown, headers=next_link(request, page.next_cursor))
 
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])
@@ -279,6 +299,27 @@ def next_link(request: Request, cursor: str | None) -> dict[str, str]:
         return {}
     url = request.url.include_query_params(cursor=cursor)
     return {"Link": f'<{url.path}?{url.query}>; rel="next"'}
+
+
+def _field_names(fields: str) -> set[str]:
+    """The fields of a job that are named, by commas, and its id.
+
+    Raises:
+        InvalidRequestError: A job has no such field.
+    """
+    names = {name.strip() for name in fields.split(",")}
+    if unknown := sorted(names - JobView.model_fields.keys()):
+        known = ", ".join(JobView.model_fields)
+        faults = [
+            Fault(
+                pointer="",
+                detail=f"fields: a job has no field {name!r}; its fields are {known}",
+                code="unknown_field",
+            )
+            for name in unknown
+        ]
+        raise InvalidRequestError(faults)
+    return {*names, "id"}
 
 
 def refuse_unspeakable(spec: BaseModel) -> None:
