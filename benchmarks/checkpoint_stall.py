@@ -1,14 +1,25 @@
-"""How long training stands still for a checkpoint: ours, against ``torch.distributed.checkpoint``.
+"""What a checkpoint costs the training beside it: ours, against ``torch.distributed.checkpoint``.
 
-    python -m benchmarks.checkpoint_stall [--ranks 2] [--parameters 25] [--rounds 7] [--folder F]
+    python -m benchmarks.checkpoint_stall [--ranks 2] [--parameters 25] [--tokens 256] [--rounds 9]
 
-Both save the same state (a decoder and its AdamW) of the same ranks, in turns, into the same folder.
-The stall is the time for which the training thread waits, the longest of all ranks; a write is done
-when all is durable. Each figure is the median of the rounds with the lowest and highest.
+The ranks train a decoder, and save it with its AdamW by each way in turns: written while training
+waits, and beside training. DCP's ``async_save`` is taken as it comes, and with a stager that copies
+in a thread into memory which it keeps, for which training waits before its next update. Each save
+follows some steps without one, whose median is the usual step. Of each save:
+
+- *waits*: for how long the training thread stood still, for the save and before the update;
+- *next step*: from the save to the end of the step after it, less a usual step. Beside the waits
+  that holds what the copies took from the step's own work;
+- *until durable*: the same over all steps until every rank's bytes are synced, which hold what
+  digesting and writing took besides.
+
+A synchronous write is what its training thread waits. Each figure is the longest of all ranks, the
+median of the rounds, with the lowest and highest; a share is that of the two medians.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import multiprocessing
 import shutil
 import socket
@@ -16,31 +27,36 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from fsdp_core.checkpoint import model_state, optimizer_state
+from benchmarks.ways_to_save import (
+    DCPAsync,
+    DCPSave,
+    Ours,
+    Way,
+    staging_in_a_thread,
+    state_of,
+)
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
 from services.contract.ids import new_job_id
-from services.contract.messages.rank_pipe import RankMessage, RankSeat
+from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardWriter
 from services.contract.specs import JobSpec
 from services.worker.rank.board_watch import BoardWatch
-from services.worker.rank.checkpoint_writer import CheckpointWriter
 from services.worker.rank.control import CONTROL_GROUP
 from services.worker.rank.groups import joined, mesh_axes
 from services.worker.rank.run import Run, build
 from services.worker.rank.step import train_step
-from services.worker.rank.training_state import capture
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
-MIB = 1 << 20
+MIB: Final = 1 << 20
+USUAL_STEPS: Final = 6
 
 
 def main() -> None:
@@ -48,7 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parameters", type=int, default=25, help="millions, roughly")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rank in a step")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
     wanted = parser.parse_args()
@@ -71,7 +88,7 @@ def main() -> None:
 
 
 def measure(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> None:
-    """One rank: builds, trains a step, and saves in turns."""
+    """One rank: builds, trains, and saves by each way in turns."""
     torch.set_num_threads(1)
     seat = seat_of(rank, wanted, folder, port)
     board = BoardWriter.create(Path(seat.board_path), seat.fence)
@@ -80,83 +97,98 @@ def measure(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> N
     )
     with joined(seat, None, watch) as gang:
         run = build(seat, gang, watch)
-        train_step(run, 1)
-        rounds = Rounds(run, seat, folder)
-        names = ["our write", "our stall", "DCP write", "DCP stall"]
-        savers = [rounds.our_write, rounds.our_stall, rounds.dcp_write, rounds.dcp_stall]
-        figures: dict[str, list[float]] = {name: [] for name in names}
+        train_step(run, 1, nothing)
+        group = dist.new_group(backend="gloo")
+        ways: dict[str, Way] = {
+            "our write": Ours(run, seat, "sync"),
+            "ours": Ours(run, seat, "async"),
+            "DCP write": DCPSave(run, folder, group),
+            "async_save": DCPAsync(run, folder, group, stager=None),
+            "its stager": DCPAsync(run, folder, group, stager=staging_in_a_thread()),
+        }
+        training = Training(run, (folder / "dcp", Path(seat.storage_root) / JOB))
+        figures: dict[str, list[Costs]] = {name: [] for name in ways}
         for _ in range(wanted.rounds + 1):
-            for name, save in zip(names, savers, strict=True):
-                figures[name].append(rounds.longest(save))
+            for name, way in ways.items():
+                figures[name].append(training.costs(way))
         if rank == 0:
             report(run, figures)
 
 
-class Rounds:
-    """Saves one state in four ways; each returns the seconds for which training stood still."""
+def nothing() -> None:
+    """Before an update for which no copies are awaited."""
 
-    def __init__(self, run: Run, seat: RankSeat, folder: Path) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of one save, in seconds; ``usual`` is a step beside no save, ``steps`` until durable."""
+
+    usual: float
+    waits: float
+    next_step: float
+    until_durable: float
+    steps: float
+
+
+class Training:
+    """Trains, with and without a save, and tells the difference.
+
+    Args:
+        run: What is trained.
+        written: Folders of what earlier saves wrote, removed before each.
+    """
+
+    def __init__(self, run: Run, written: Sequence[Path]) -> None:
         self._run = run
-        self._seat = seat
-        self._dcp = folder / "dcp"
+        self._written = written
         self._step = 1
-        self._writers = {mode: self._writer(mode) for mode in ("sync", "async")}
-        self._group = dist.new_group(backend="gloo")
 
-    def our_write(self) -> float:
-        """Until it is durable."""
-        return self._save("sync")
-
-    def our_stall(self) -> float:
-        """Until training may go on."""
-        stalled = self._save("async")
-        self._writers["async"].finish(self._step)
-        return stalled
-
-    def dcp_write(self) -> float:
-        """The same by ``dcp.save``, whose files are synced too."""
-        began = time.perf_counter()
-        dcp_save(self._state(), checkpoint_id=self._dcp / "sync", process_group=self._group)
-        return time.perf_counter() - began
-
-    def dcp_stall(self) -> float:
-        """The same by ``dcp.async_save``."""
-        began = time.perf_counter()
-        pending = async_save(
-            self._state(), checkpoint_id=self._dcp / "async", process_group=self._group
-        )
-        stalled = time.perf_counter() - began
-        pending.result()  # type: ignore[union-attr]  # a future, for no type was asked for
-        return stalled
-
-    def longest(self, save: Callable[[], float]) -> float:
-        """The longest of all ranks; they begin together, on an empty folder."""
+    def costs(self, way: Way) -> Costs:
+        """Of one save by ``way``, the longest of all ranks."""
         if self._run.gang.rank == 0:
-            shutil.rmtree(self._dcp, ignore_errors=True)
-            shutil.rmtree(Path(self._seat.storage_root) / JOB, ignore_errors=True)
+            for folder in self._written:
+                shutil.rmtree(folder, ignore_errors=True)
         self._run.gang.control.meet()
-        seconds = torch.tensor([save()], dtype=torch.float64)
-        return float(self._run.gang.control.all_reduce(seconds, dist.ReduceOp.MAX).wait())
-
-    def _save(self, mode: str) -> float:
-        self._step += 1
+        usual = statistics.median(self._timed(nothing, lambda: False) for _ in range(USUAL_STEPS))
+        waited = Stopwatch()
         began = time.perf_counter()
-        self._writers[mode].save(capture(self._run, self._step, None))
+        waited.time(lambda: way.save(self._step))
+        steps = [self._timed(lambda: waited.time(way.release), lambda: not way.is_durable())]
+        next_step = time.perf_counter() - began
+        while self._goes_on:
+            steps.append(self._timed(nothing, lambda: not way.is_durable()))
+        durable = time.perf_counter() - began
+        way.finish()
+        mine = [usual, waited.seconds, next_step, durable, len(steps)]
+        usual, waits, next_step, durable, made = self._longest(mine)
+        return Costs(usual, waits, next_step - usual, durable - made * usual, made)
+
+    def _timed(self, before_update: Callable[[], None], goes_on: Callable[[], bool]) -> float:
+        """Makes a step; the ranks agree on whether one more is to follow, as the trainer's do."""
+        began = time.perf_counter()
+        self._step += 1
+        train_step(self._run, self._step, before_update)
+        wishes = torch.tensor([goes_on()], dtype=torch.int32)
+        self._goes_on = bool(self._run.gang.control.all_reduce(wishes, dist.ReduceOp.MAX).wait())
         return time.perf_counter() - began
 
-    def _writer(self, mode: str) -> CheckpointWriter:
-        told: list[RankMessage] = []
-        return CheckpointWriter(
-            self._seat,
-            told.append,
-            "sync" if mode == "sync" else "async",
-            data_digest="",
-            resumed_step=0,
-        )
+    def _longest(self, mine: Sequence[float]) -> list[float]:
+        seconds = torch.tensor(mine, dtype=torch.float64)
+        longest = self._run.gang.control.all_reduce(seconds, dist.ReduceOp.MAX).wait()
+        return [float(value) for value in longest]
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        run = self._run
-        return {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
+
+class Stopwatch:
+    """Sums up the time that calls take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def time(self, call: Callable[[], None]) -> None:
+        """Calls, and adds."""
+        began = time.perf_counter()
+        call()
+        self.seconds += time.perf_counter() - began
 
 
 def seat_of(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> RankSeat:
@@ -169,8 +201,8 @@ def seat_of(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> R
                 "factory": "decoder",
                 "args": {"dim": width, "layers": layers, "heads": width // 64},
             },
-            "data": {"factory": "stdlib_bytes", "args": {"seq_len": 16}},
-            "train": {"steps": 1, "global_batch": wanted.ranks},
+            "data": {"factory": "stdlib_bytes", "args": {"seq_len": wanted.tokens}},
+            "train": {"steps": 1_000_000, "global_batch": wanted.ranks},
             "resources": {"ranks": wanted.ranks},
         }
     )
@@ -200,25 +232,35 @@ def seat_of(rank: int, wanted: argparse.Namespace, folder: Path, port: int) -> R
     )
 
 
-def report(run: Run, figures: dict[str, list[float]]) -> None:
-    """Prints the medians and what part of a synchronous write each stall is."""
-    state = {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+def report(run: Run, figures: dict[str, list[Costs]]) -> None:
+    """Prints the costs, and what part of the same library's synchronous write they are."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state_of(run).values())
+    counted = {name: costs[1:] for name, costs in figures.items()}
+    usual = [costs.usual for way in counted.values() for costs in way]
     out = sys.stdout.write
     out(f"{run.gang.world_size} ranks on {run.gang.device.type}, {size / MIB:,.0f} MiB of state, ")
-    out(f"{len(figures['our stall']) - 1} rounds after one that is not counted\n")
-    for name, seconds in figures.items():
-        first, *counted = seconds
-        low, mid, high = min(counted), statistics.median(counted), max(counted)
-        out(f"{name:10} {mid * 1000:8.1f} ms ({low * 1000:.1f} to {high * 1000:.1f}; ")
-        out(f"the first {first * 1000:.1f})\n")
-    for whose in ("our", "DCP"):
-        pairs = zip(figures[f"{whose} stall"][1:], figures[f"{whose} write"][1:], strict=True)
-        shares = [stall / write for stall, write in pairs]
-        out(f"{whose} stall is {statistics.median(shares):.1%} of {whose} synchronous write ")
-        out(f"({min(shares):.1%} to {max(shares):.1%})\n")
-    ours, theirs = (statistics.median(figures[f"{w} stall"][1:]) for w in ("our", "DCP"))
-    out(f"our stall is {ours / theirs:.2f} of DCP's\n")
+    out(f"{len(counted['ours'])} rounds after one that is not counted; {spread(usual)} a step\n")
+    for name in ("our write", "DCP write"):
+        out(f"{name:10} {spread([costs.waits for costs in counted[name]])}\n")
+    for name, write in (("ours", "our"), ("async_save", "DCP"), ("its stager", "DCP")):
+        whole = statistics.median(costs.waits for costs in counted[f"{write} write"])
+        steps = statistics.median(costs.steps for costs in counted[name])
+        for figure, word in (
+            ("waits", "waits"),
+            ("next_step", "next step"),
+            ("until_durable", f"until durable ({steps:.0f} steps)"),
+        ):
+            seconds = [getattr(costs, figure) for costs in counted[name]]
+            share = statistics.median(seconds) / whole
+            out(f"{name:10} {word:25} {spread(seconds)}: {share:.1%} of {write} write\n")
+    ours, theirs = (statistics.median(c.waits for c in counted[n]) for n in ("ours", "async_save"))
+    out(f"ours waits {ours / theirs:.2f} of what async_save waits\n")
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Median, lowest and highest in milliseconds."""
+    low, high = min(seconds) * 1000, max(seconds) * 1000
+    return f"{statistics.median(seconds) * 1000:7.1f} ms ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from services.cli import tables
+from services.cli import planning, tables
 from services.cli.access import audit, tokens
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
@@ -19,6 +19,7 @@ from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
+from services.cli.moments import Since, Until
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
@@ -53,6 +54,7 @@ app = typer.Typer(
 )
 app.add_typer(tokens, name="tokens")
 app.command()(audit)
+app.command()(planning.plan)
 for command in (verify, export, pin, unpin):
     app.command()(command)
 app.command("rm-checkpoint")(remove_checkpoint)
@@ -69,10 +71,16 @@ Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are 
 
 
 @app.command()
-def submit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
+def submit(  # noqa: PLR0913 one parameter an option
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job spec in YAML.")] = None,
     *,
     follow: Follow = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Plan it first, and submit that plan if it is feasible.")
+    ] = False,
+    plan_id: Annotated[
+        str | None, typer.Option("--plan-id", help="Submit this plan instead of a FILE.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say whether it would be accepted.")
     ] = False,
@@ -84,13 +92,15 @@ def submit(
         bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
     ] = False,
 ) -> None:
-    """Submit the job in FILE."""
-    spec = read_spec(file)
+    """Submit the job in FILE, or the one of a plan."""
+    spec = _what_to_submit(file, plan_id)
     with _connect() as client:
-        unfinished = _unfinished(client, spec) if rejoin and not dry_run else None
+        unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
+        if plan and unfinished is None:
+            spec = _through_a_plan(spec)
         job = unfinished or client.submit(spec, idempotency_key=key, dry_run=dry_run)
         if dry_run:
-            console.print(f"{file} is a valid spec; nothing was submitted")
+            console.print(f"{file or plan_id} is a valid spec; nothing was submitted")
             return
         verb = "submitted" if unfinished is None else "going on with"
         console.print(f"{verb} {job.id}  {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
@@ -103,11 +113,21 @@ def ls(
     state: Annotated[
         JobState | None, typer.Option(help="Only jobs in this state.", case_sensitive=False)
     ] = None,
+    *,
+    owner: Annotated[str | None, typer.Option(help="Only this person's jobs.")] = None,
+    label: Annotated[str | None, typer.Option(help="Only jobs with KEY or KEY=VALUE.")] = None,
+    query: Annotated[str | None, typer.Option("--q", help="Text in the id or the name.")] = None,
+    sort: Annotated[
+        str,
+        typer.Option(help="By created, updated or priority; with - in front, the highest first."),
+    ] = "-created",
     limit: Annotated[int, typer.Option(help="How many.", min=1, max=200)] = 20,
 ) -> None:
-    """List the newest jobs."""
+    """List jobs, the newest first."""
+    given = {"state": state, "owner": owner, "label": label, "q": query, "sort": sort}
     with _connect() as client:
-        console.print(tables.jobs_table(client.jobs(state=state, limit=limit)))
+        page = client.jobs(limit=limit, **{name: text for name, text in given.items() if text})
+        console.print(tables.jobs_table(page))
 
 
 @app.command()
@@ -178,9 +198,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
     rank: Annotated[int | None, typer.Option(help="Only this rank.", min=0)] = None,
     stream: Annotated[str | None, typer.Option(help="Only stdout or stderr.")] = None,
+    since: Since = None,
+    until: Until = None,
 ) -> None:
     """Print what a job's ranks wrote."""
-    filters: dict[str, str | int] = {}
+    times = {"since": since, "until": until}
+    filters: dict[str, str | int] = {
+        name: time.isoformat() for name, time in times.items() if time is not None
+    }
     if rank is not None:
         filters["rank"] = rank
     if stream is not None:
@@ -251,8 +276,12 @@ def patch(
         int | None, typer.Option(help="How many committed checkpoints to keep.", min=1)
     ] = None,
     max_restarts: Annotated[int | None, typer.Option(help="The restart budget.", min=0)] = None,
+    world: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Bounds of an elastic job; either may be left out."),
+    ] = None,
 ) -> None:
-    """Change a job's priority, labels, retention or restart budget."""
+    """Change a job's priority, labels, retention, restart budget or elastic bounds."""
     wanted: dict[str, Any] = {}
     if priority is not None:
         wanted["priority"] = priority
@@ -262,8 +291,12 @@ def patch(
         wanted["checkpoint"] = {"keep_last": keep_last}
     if max_restarts is not None:
         wanted["faults"] = {"max_restarts": max_restarts}
+    if world is not None:
+        wanted["resources"] = {"world": _bounds(world)}
     if not wanted:
-        raise CliError("say what to change: --priority, --label, --keep-last or --max-restarts")
+        raise CliError(
+            "say what to change: --priority, --label, --keep-last, --max-restarts or --world"
+        )
     with _connect() as client:
         view = client.patch(_resolve(client, job), read_model(JobPatch, wanted))
         console.print(f"{view.id} has revision {view.revision}")
@@ -388,6 +421,25 @@ def doctor() -> None:
         raise typer.Exit(_EXIT_JOB_FAILED)
 
 
+def _what_to_submit(file: Path | None, plan_id: str | None) -> dict[str, Any]:
+    if (file is None) == (plan_id is None):
+        raise CliError("say what to submit: a FILE, or --plan-id with the id of a plan")
+    return {"plan_id": plan_id} if file is None else read_spec(file)
+
+
+def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a spec, as it is submitted; ends the command if it is not feasible."""
+    if "plan_id" in spec:
+        raise CliError("--plan makes a plan of a FILE; --plan-id has one already")
+    with _connect(_WATCHING_PATIENCE_S) as client:
+        made = planning.planned(client, spec)
+    if not made.feasible:
+        planning.show(made)
+    planning.leave_unless_feasible(made)
+    console.print(f"{made.id}: {made.reason}", soft_wrap=True)
+    return {"plan_id": made.id}
+
+
 def _resolve(client: Client, job: str) -> str:
     if job != "last":
         try:
@@ -422,6 +474,15 @@ def _label(text: str) -> tuple[str, str | None]:
     if text.endswith("-"):
         return text[:-1], None
     raise CliError(f"--label is KEY=VALUE, or KEY- to take the label away, not {text!r}")
+
+
+def _bounds(text: str) -> dict[str, int]:
+    least, colon, most = text.partition(":")
+    named = {"min": least, "max": most}
+    given = {name: int(part) for name, part in named.items() if part.isdecimal()}
+    if not colon or not given or any(named[name] for name in named.keys() - given.keys()):
+        raise CliError(f"--world is MIN:MAX, such as 2:8, or :8 for the upper bound, not {text!r}")
+    return given
 
 
 def _stop(checkpoint: str, grace: float) -> StopRequest:

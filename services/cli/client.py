@@ -25,6 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
+from services.contract.planning import PlanView
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
@@ -52,6 +53,7 @@ _V = TypeVar("_V", bound=BaseModel)
 _NO_CONTENT: Final = 204
 _NOT_MODIFIED: Final = 304
 _ERRORS_FROM: Final = 400
+_PLANNED_WITHIN_S: Final = 90.0
 _LATER: Final = frozenset({429, 503})
 
 
@@ -101,7 +103,10 @@ class Client:
     def submit(
         self, spec: Mapping[str, Any], *, idempotency_key: str | None = None, dry_run: bool = False
     ) -> JobView:
-        """Submit a job; with the same key and spec again, the same job is answered."""
+        """Submit a job; with the same key and spec again, the same job is answered.
+
+        ``{"plan_id": …}`` in place of a spec runs that very plan.
+        """
         response = self._request(
             "POST",
             "/v1/jobs",
@@ -110,6 +115,20 @@ class Client:
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
         return JobView.model_validate_json(response.content)
+
+    def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
+        params = {"fresh": "true"} if fresh else {}
+        # The controller may wait for the profile, longer than for other answers.
+        timeout = httpx.Timeout(15.0, read=_PLANNED_WITHIN_S)
+        response = self._request(
+            "POST", "/v1/plans", json=dict(spec), params=params, timeout=timeout
+        )
+        return PlanView.model_validate_json(response.content)
+
+    def get_plan(self, plan_id: str) -> PlanView:
+        """One plan."""
+        return self._get(f"/v1/plans/{plan_id}", PlanView)
 
     def clone(
         self,
@@ -147,10 +166,9 @@ class Client:
         response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
         return response.status_code == _NO_CONTENT
 
-    def jobs(self, *, state: str | None = None, limit: int = 50) -> JobPage:
-        """The newest jobs."""
-        params: dict[str, str | int] = {"limit": limit} | ({"state": state} if state else {})
-        return self._get("/v1/jobs", JobPage, params)
+    def jobs(self, *, limit: int = 50, **filters: str) -> JobPage:
+        """The newest jobs; or as in the API: ``state``, ``label``, ``owner``, ``q``, ``sort``."""
+        return self._get("/v1/jobs", JobPage, {"limit": limit, **filters})
 
     def job(self, job_id: str) -> JobView:
         """One job."""
@@ -274,7 +292,7 @@ class Client:
         return self._get("/v1/audit", AuditPage, {"limit": limit})
 
     def logs(self, job_id: str, **filters: str | int) -> Iterator[LogView]:
-        """Its output so far; filters as in the API: ``rank``, ``stream``, ``level``, ``text``."""
+        """Its output so far; filters as in the API, such as ``rank``, ``text`` or ``since``."""
         cursor: dict[str, str] = {}
         while True:
             response = self._request("GET", f"/v1/jobs/{job_id}/logs", params={**filters, **cursor})

@@ -7,7 +7,8 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
-from services.contract.queue import CapacityView, QueueView
+from services.contract.planning import EstimateView
+from services.contract.queue import CapacityView, QueueEntry, QueueView
 from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
@@ -42,7 +43,7 @@ def state_text(state: JobState | CheckpointState | NodeState) -> Text:
 
 
 def jobs_table(page: JobPage) -> Table:
-    """One row a job, newest first."""
+    """One row a job, in their order."""
     table = _table("job", "name", "state", "step", "loss", "tokens/s", "eta", "age")
     for job in page.items:
         table.add_row(
@@ -75,7 +76,9 @@ def job_details(job: JobView) -> Table:
         ("tokens/s", number(job.progress.tokens_per_s, "{:,.0f}")),
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
+        ("ranks", _ranks(job)),
         ("mesh", _mesh(job)),
+        ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", job.latest_checkpoint),
         ("submitted", f"{job.created_at:%Y-%m-%d %H:%M:%S} UTC ({age(job.created_at)} ago)"),
     ]
@@ -198,7 +201,7 @@ def queue_table(queue: QueueView) -> Table:
             entry.job_id,
             entry.name,
             str(entry.priority),
-            f"{entry.ranks} {entry.device}",
+            f"{_needed(entry)} {entry.device}",
             age(entry.waiting_since),
             duration(None if wait_s is None else max(wait_s, 0)),
             entry.reason,
@@ -253,6 +256,26 @@ def age(moment: datetime) -> str:
     return humanize.naturaldelta(datetime.now(UTC) - moment)
 
 
+def estimate_line(estimate: EstimateView) -> str:
+    """What a plan foresaw of memory, and what was seen."""
+    foreseen = f"{size(estimate.peak.total)} in {estimate.where}"
+    if estimate.unit:
+        foreseen += f" of {estimate.unit}"
+    if estimate.measured_peak_bytes is None:
+        return f"{foreseen} foreseen; nothing measured yet"
+    kinds = {"resident": "resident, Python and PyTorch included", "allocated": "allocated"}
+    measured_as = kinds.get(estimate.measured_as or "", "")
+    return (
+        f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as}): "
+        f"{number(estimate.ratio, '{:.2f}')} times as much"
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    return humanize.naturalsize(nbytes, binary=True)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold dim", pad_edge=False)
     for column in columns:
@@ -287,6 +310,15 @@ def _evaluation(job: JobView) -> str | None:
     loss = job.evaluation.loss
     told = "not finite" if loss is None else f"{loss:.4f} nats"
     return told + (f" ({beside})" if beside else "")
+
+
+def _ranks(job: JobView) -> str:
+    bounds = "" if job.world is None else f", elastic from {job.world.min} to {job.world.max}"
+    return f"{job.world_size}{bounds}"
+
+
+def _needed(entry: QueueEntry) -> str:
+    return str(entry.ranks) if entry.world is None else f"{entry.ranks} to {entry.world.max}"
 
 
 def _mesh(job: JobView) -> str | None:

@@ -8,6 +8,8 @@ from services.contract.problems import Fault
 
 _SAID_PATH: Final = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)*): ")
 _NOT_THERE: Final = frozenset({"missing", "value_error"})
+UNION_TAGS: Final = frozenset({"(spec)", "(plan)"})
+"""Of bodies that may be one thing or another: never names of fields."""
 _OUTSIDE_THE_BODY: Final = frozenset({"query", "path", "header", "cookie"})
 
 
@@ -63,7 +65,7 @@ def _real_parts(loc: Sequence[str | int], body: object, code: str) -> list[str |
         is_item = isinstance(here, list) and isinstance(part, int) and part < len(here)
         if is_item or (isinstance(here, dict) and part in here):
             here = here[part]
-        elif not (is_last and code in _NOT_THERE):
+        elif not (is_last and code in _NOT_THERE) or part in UNION_TAGS:
             continue
         parts.append(part)
     return parts

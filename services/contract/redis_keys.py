@@ -15,9 +15,14 @@
 | ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | permanent |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
+| ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | permanent |
+| ``ml:node:<id>:measuring:<device type>`` | string: that it was asked to | TTL 60 s |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
 | ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
+| ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
+| ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
+| ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
 | ``ml:idempotency:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
@@ -35,6 +40,7 @@ ACTIVE_JOBS: Final = "ml:jobs:active"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
+MEASURED_NODES: Final = "ml:nodes:measured"
 FACTS: Final = "ml:facts"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
@@ -48,6 +54,10 @@ MESSAGE_FIELD: Final = "m"
 NODE_LEASE_MS: Final = 5_000
 LEADER_LEASE_MS: Final = 4_000
 IDEMPOTENCY_TTL_S: Final = 86_400
+PLAN_TTL_S: Final = 7 * 86_400
+PROBE_TTL_S: Final = 86_400
+FAILED_PROBE_TTL_S: Final = 60
+MEASURING_TTL_S: Final = 60
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
@@ -108,6 +118,26 @@ def node_beat(node_id: str) -> str:
 def node_inbox(node_id: str) -> str:
     """The commands to the node's agent."""
     return f"ml:node:{node_id}:inbox"
+
+
+def measuring(node_id: str, device_type: str) -> str:
+    """That the node was asked to measure its devices."""
+    return f"ml:node:{node_id}:measuring:{device_type}"
+
+
+def plan(plan_id: str) -> str:
+    """The plan's record."""
+    return f"ml:plan:{plan_id}"
+
+
+def probe(probe_id: str) -> str:
+    """The answer to a probe."""
+    return f"ml:probe:{probe_id}"
+
+
+def probe_asked(probe_id: str) -> str:
+    """That a node was asked this and has not answered yet."""
+    return f"ml:probe:{probe_id}:asked"
 
 
 def idempotency(key: str) -> str:

@@ -37,6 +37,7 @@ class ExitReason(StrEnum):
     RESTARTS_EXHAUSTED = "restarts_exhausted"
     PREEMPTED = "preempted"
     NODE_DRAINED = "node_drained"
+    RESIZED = "resized"
     HANG = "hang"
     NON_FINITE_LOSS = "nan"
 
@@ -89,6 +90,14 @@ class CheckpointState(StrEnum):
     ABORTED = "ABORTED"
     CORRUPT = "CORRUPT"
     DELETING = "DELETING"
+
+
+class PlanState(StrEnum):
+    """Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be."""
+
+    PROBING = "PROBING"
+    READY = "READY"
+    FAILED = "FAILED"
 
 
 class NodeState(StrEnum):

@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fsdp_core.plan.model import MeshPlan
+from fsdp_core.plan.model import MeshPlan, NodeFacts
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
+from services.contract.planning import EstimateView
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import JobSpec, WorldSpec
 from services.contract.states import (
     CheckpointState,
     ExitReason,
@@ -107,7 +108,14 @@ class JobView(_View):
     evaluation: Evaluation | None = None
     attempt: int = Field(0, description="number of the newest attempt, its fence; 0 before")
     restarts: int = 0
+    world_size: int = Field(
+        1, description="ranks of the newest attempt; before the first one, how many it needs"
+    )
+    world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     plan: GangPlan | None = None
+    estimate: EstimateView | None = Field(
+        None, description="what its plan foresaw, and what was seen; null without a plan_id"
+    )
     latest_checkpoint: CheckpointId | None = None
     cloned_from: CloneOrigin | None = None
     revision: int = Field(0, description="how often people changed it; the ETag begins with it")
@@ -125,6 +133,13 @@ class JobPage(_View):
     """A page of jobs, newest first."""
 
     items: tuple[JobView, ...]
+    next_cursor: str | None = None
+
+
+class SparseJobPage(_View):
+    """A page of jobs of which only some fields were asked for; ``id`` is always there."""
+
+    items: tuple[dict[str, Any], ...]
     next_cursor: str | None = None
 
 
@@ -291,8 +306,19 @@ class CheckpointList(_View):
     items: tuple[CheckpointView, ...]
 
 
+class MeasuredView(_View):
+    """What a node found when it last measured its devices: figures, or why there are none."""
+
+    facts: NodeFacts | None = None
+    failure: str | None = None
+    measured_at: datetime
+
+
 class NodeView(_View):
-    """A node: what it has, whether its lease lives, what runs there."""
+    """A node: what it has, whether its lease lives, what runs there.
+
+    ``measured``, by type of device, is known once a plan has asked for it.
+    """
 
     id: NodeId
     state: NodeState
@@ -302,6 +328,7 @@ class NodeView(_View):
     jobs: tuple[JobId, ...] = ()
     joined_at: datetime
     lease_s: float | None = Field(None, description="seconds that the lease still has")
+    measured: dict[str, MeasuredView] = {}
 
 
 class NodeList(_View):

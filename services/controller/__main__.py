@@ -23,9 +23,11 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.domain.rate import Rate
+from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
+from services.controller.use_cases.plans import Drawing
 
 _log = structlog.get_logger()
 _GRACE_S = 1
@@ -81,10 +83,18 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     stopping = asyncio.Event()
     async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
-        leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
-        slots = StreamSlots(settings.max_streams)
+        patience = Patience(room_ms=int(settings.grow_after_s * 1000))
+        leader = Leader(
+            ports.leadership, holder, functools.partial(reign, ports, patience=patience)
+        )
         context = Context(
-            ports, Monitor(), stopping, lambda: leader.epoch, settings.entry_points, slots
+            ports,
+            Monitor(),
+            stopping,
+            lambda: leader.epoch,
+            settings.entry_points,
+            StreamSlots(settings.max_streams),
+            Drawing(settings.plan_wait_s, settings.probe_timeout_s),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

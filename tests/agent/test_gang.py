@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import RankExit
+from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.messages.rank_pipe import RankFailed, RankFinished, RankOrder
 from services.worker.agent.gang import (
     ECHO_WAITS_S,
@@ -100,6 +100,23 @@ def test_an_echo_leaves_the_one_to_blame_a_moment_to_speak() -> None:
     assert effects == [Kill((1,))]
     state, _ = after(state, Exited(1, None, KILLED), Exited(2, 1, None))
     assert [e.rank for e in verdict(state)] == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "standing"),
+    [
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer", "ECHO"),
+        ("RuntimeError: [gloo/buffer.cc:81] Timed out waiting 1000ms for recv", "ECHO"),
+        ("torch.distributed.DistStoreError: wait timeout after 30000ms", "ECHO"),
+        ("torch.distributed.DistBackendError: NCCL communicator was aborted", "ECHO"),
+        ("TimeoutError: the feature server timed out", "OWN_FAILURE"),
+        ("ValueError: the model has a fault", "OWN_FAILURE"),
+    ],
+)
+def test_an_error_stands_by_what_it_says(error: str, standing: str) -> None:
+    state, _ = after(gang(1), failed(0, error), Exited(0, 1, None))
+    (only,) = verdict(state)
+    assert only.standing is ExitStanding[standing]
 
 
 def test_a_rank_that_died_before_our_signal_is_no_victim() -> None:

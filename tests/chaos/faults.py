@@ -30,6 +30,12 @@ class Scene:
         assert self.job.plan is not None
         return next(r.node_id for r in self.job.plan.ranks if r.rank == self.rank)
 
+    def ranks_on_node(self) -> list[psutil.Process]:
+        """The processes of all ranks there."""
+        assert self.job.plan is not None
+        there = [r.rank for r in self.job.plan.ranks if r.node_id == self.node]
+        return [self.cluster.rank_pid(self.job.id, r, attempt=self.job.attempt) for r in there]
+
     @property
     def victim(self) -> psutil.Process:
         """The rank's process."""
@@ -45,12 +51,14 @@ class Fault:
         ends_attempt: Whether the gang cannot go on; if not, nothing of it may be lost.
         away_s: How long it lasts, from and to, in seconds; the seed says how long.
         happen: Injects it, and heals what can be healed when the block ends.
+        leaves_zombies: Whether ranks of the ended attempt live on until it is healed.
     """
 
     name: str
     ends_attempt: bool
     away_s: tuple[float, float]
     happen: Callable[[Scene], AbstractContextManager[None]]
+    leaves_zombies: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,20 @@ FAULTS: Final = (
     Fault("rank frozen", ends_attempt=True, away_s=(0, 0), happen=_rank_frozen),
     Fault("rank holds the GIL", ends_attempt=True, away_s=(0, 0), happen=_ordered("hold the GIL")),
     Fault("agent killed", ends_attempt=True, away_s=(0, 2), happen=_agent_killed),
-    Fault("node frozen", ends_attempt=True, away_s=(12, 20), happen=_node_frozen),
-    Fault("node cut off", ends_attempt=True, away_s=(12, 20), happen=_node_cut_off),
+    Fault(
+        "node frozen",
+        ends_attempt=True,
+        away_s=(12, 20),
+        happen=_node_frozen,
+        leaves_zombies=True,
+    ),
+    Fault(
+        "node cut off",
+        ends_attempt=True,
+        away_s=(12, 20),
+        happen=_node_cut_off,
+        leaves_zombies=True,
+    ),
     Fault("controller killed", ends_attempt=False, away_s=(0, 20), happen=_controller_killed),
     Fault("Redis killed", ends_attempt=False, away_s=(0, 10), happen=_redis_killed),
     Fault("Redis cut off", ends_attempt=False, away_s=(0, 10), happen=_every_link(Mode.CUT)),

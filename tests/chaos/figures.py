@@ -21,6 +21,8 @@ class Injected:
         first_step_s: Until the first step of the next attempt.
         truthful_s: From the end of the fault until the status was right again, where it costs no
             attempt.
+        gone_s: From the end of the fault until no rank of the ended attempt lived on the node
+            that woke or was reached again.
         lost_steps: Steps that had to be made again.
     """
 
@@ -30,6 +32,7 @@ class Injected:
     detect_s: float | None = None
     first_step_s: float | None = None
     truthful_s: float | None = None
+    gone_s: float | None = None
     lost_steps: int = 0
 
 
@@ -73,7 +76,14 @@ class Figures:
         """One line a kind of fault: median, 95th percentile and maximum of each time."""
         table = Table(title=f"seed {self.seed}: {len(self.faults)} faults in {self.wall_s:.0f} s")
         table.add_column("fault")
-        for name in ("number", "noticed s", "next first step s", "truthful s", "steps again"):
+        for name in (
+            "number",
+            "noticed s",
+            "next first step s",
+            "truthful s",
+            "zombies gone s",
+            "steps again",
+        ):
             table.add_column(name, justify="right")
         for name in dict.fromkeys(injected.name for injected in self.faults):
             kind = [injected for injected in self.faults if injected.name == name]
@@ -83,6 +93,7 @@ class Figures:
                 spread([i.detect_s for i in kind]),
                 spread([i.first_step_s for i in kind]),
                 spread([i.truthful_s for i in kind]),
+                spread([i.gone_s for i in kind]),
                 spread([float(i.lost_steps) for i in kind], digits=0),
             )
         return table

@@ -24,6 +24,7 @@ from tests.chaos.invariants import Losses, ViolationError
 from tests.chaos.watch import Watch, logged_step
 from tests.cluster import Cluster
 from tests.e2e.conftest import REST
+from tests.parts import gone
 from tests.waiting import until
 
 SLOTS: Final = {"loom-1": 2, "loom-2": 2}
@@ -158,10 +159,15 @@ class ChaosRun:
         self.figures.faults.append(noted)
         words = f"{noted.at_s:6.0f} s  {fault.name}: rank {planned.rank} on {scene.node}"
         self._console.print(f"{words}, {planned.away_s:.1f} s", highlight=False)
+        zombies = scene.ranks_on_node() if fault.leaves_zombies else []
         at = datetime.now(UTC)
         with fault.happen(scene):
             over = time.monotonic() + planned.away_s
             self._until(lambda: time.monotonic() >= over, watch, "the fault to be over")
+        if zombies:
+            healed = time.monotonic()
+            self._until(lambda: gone(zombies), watch, f"the zombies' end after {fault.name}")
+            noted.gone_s = time.monotonic() - healed
         if fault.ends_attempt:
             self._note_restart(job, at, noted, watch)
         else:

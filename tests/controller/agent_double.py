@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 from redis import Redis
 
+from fsdp_core.plan.model import NodeFacts
 from services.contract import redis_keys as keys
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import ShardFile
@@ -24,7 +25,14 @@ from services.contract.messages.facts import (
     RankExit,
     RunningGang,
 )
+from services.contract.messages.probing import (
+    ModelProbed,
+    NodeMeasured,
+    ProbeFailure,
+    ProbeModel,
+)
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 
 C = TypeVar("C", bound=BaseModel)
@@ -86,6 +94,34 @@ class AgentDouble:
 
         return until(look, timeout_s=20, every_s=0.01)
 
+    def is_asked(self, number: int = 1) -> ProbeModel:
+        """The question to profile a model, once that was asked so often."""
+
+        def look() -> ProbeModel | None:
+            asked = [c for c in self.commands() if isinstance(c, ProbeModel)]
+            return asked[-1] if len(asked) >= number else None
+
+        return until(look, timeout_s=20, every_s=0.01)
+
+    def measures(self, facts: NodeFacts | None = FACTS, incarnation: str = "life-1") -> None:
+        """Tell what its CPUs do."""
+        self.tell(
+            NodeMeasured(
+                node_id=self.node_id, incarnation=incarnation, device_type="cpu", facts=facts
+            )
+        )
+
+    def profiles(self, question: ProbeModel) -> None:
+        """Answer with the profile of the small decoder, whatever was asked for."""
+        self.tell(answer_to(question, self.node_id))
+
+    def fails_to_profile(self, question: ProbeModel, failure: ProbeFailure) -> None:
+        self.tell(
+            ModelProbed(
+                probe_id=question.probe_id, node_id=self.node_id, took_s=2.0, failure=failure
+            )
+        )
+
     def launches(self, job_id: str, fence: int = 1) -> LaunchGang:
         launch = self.awaits(LaunchGang, job_id, fence)
         pids = {seat.rank: 100 + seat.rank for seat in launch.plan.ranks}
@@ -115,6 +151,7 @@ class AgentDouble:
         issued: Iterable[int],
         step: int = 3,
         scores: Iterable[float] | None = None,
+        memory_bytes: int = 0,
     ) -> None:
         late = dict(enumerate(scores or ()))
         for seat, number in zip(gang.plan.ranks, issued, strict=True):
@@ -129,17 +166,20 @@ class AgentDouble:
                 step=step,
                 issued={"dp_shard": number},
                 straggler_score=late.get(seat.rank),
+                memory_bytes=memory_bytes + seat.rank if memory_bytes else 0,
                 seen_ms=1_700_000_000_000,
             )
             self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())
 
-    def writes(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
+    def writes(
+        self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False, time_ms: int = 1
+    ) -> None:
         line = LogLine(
             rank=rank,
             fence=gang.fence,
             stream="stderr" if is_error else "stdout",
             level="error" if is_error else "info",
-            time_ms=1,
+            time_ms=time_ms,
             text=text,
         )
         self._append(keys.job_logs(gang.job_id), line)

@@ -21,6 +21,7 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
+from services.controller.use_cases.plans import Drawing
 from tests.controller.agent_double import AgentDouble
 from tests.controller.replays import replay_all
 from tests.waiting import until
@@ -99,6 +100,7 @@ def open_house(
     *,
     leads: bool = True,
     entry_points: EntryPoints = ANYTHING,
+    plan_wait_s: float = 20.0,
 ) -> Iterator[House]:
     """A controller on ``redis_url`` until the block ends; then all histories are replayed."""
     with (
@@ -107,7 +109,14 @@ def open_house(
         portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
     ):
         leader = Leader(ports.leadership, "test", functools.partial(reign, ports))
-        context = Context(ports, Monitor(), portal.call(_event), lambda: leader.epoch, entry_points)
+        context = Context(
+            ports,
+            Monitor(),
+            portal.call(_event),
+            lambda: leader.epoch,
+            entry_points,
+            drawing=Drawing(wait_s=plan_wait_s),
+        )
         leading = portal.start_task_soon(leader.lead) if leads else None
         client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
         client.portal = portal

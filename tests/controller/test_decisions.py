@@ -7,7 +7,13 @@ from services.contract.messages.commands import (
     RetireCheckpoint,
     StopGang,
 )
-from services.contract.messages.facts import FACT, CheckpointRetired, Evaluated, LaunchRefused
+from services.contract.messages.facts import (
+    FACT,
+    CheckpointRetired,
+    Evaluated,
+    ExitStanding,
+    LaunchRefused,
+)
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankEvaluated
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
@@ -139,7 +145,8 @@ def test_a_job_that_saved_something_since_its_last_failure_need_not_wait() -> No
 
 def test_an_error_that_tells_of_a_lost_peer_is_no_fault_of_the_job() -> None:
     job = running()
-    job = play(job, [crashed(job, "RuntimeError: Connection closed by peer", step=0)]).job
+    lost = "RuntimeError: Connection closed by peer"
+    job = play(job, [crashed(job, lost, step=0, standing=ExitStanding.ECHO)]).job
     assert job.state is JobState.RESTARTING
     assert job.attempts[-1].exit_reason is ExitReason.RANK_LOST
 

@@ -48,6 +48,61 @@ def test_jobs_come_in_pages_and_by_filter(quiet_house: House) -> None:
         assert page["next_cursor"] is None
 
 
+def test_jobs_are_sorted_and_pages_stay_what_they_are_when_jobs_come(quiet_house: House) -> None:
+    ranks = (1, -1, 1, 0)
+    ids = [quiet_house.submit(name=f"run-{n}", priority=rank) for n, rank in enumerate(ranks)]
+    orders = {
+        "created": [0, 1, 2, 3],
+        "-created": [3, 2, 1, 0],
+        "updated": [0, 1, 2, 3],
+        "-updated": [3, 2, 1, 0],
+        "priority": [1, 3, 0, 2],
+        "-priority": [2, 0, 3, 1],
+    }
+    for order, expected in orders.items():
+        whole = quiet_house.get(f"/v1/jobs?sort={order}&q=run")
+        assert [job["id"] for job in whole["items"]] == [ids[n] for n in expected], order
+        assert whole["next_cursor"] is None
+    for order, expected in orders.items():
+        first = quiet_house.client.get(f"/v1/jobs?sort={order}&q=run&limit=3")
+        link = re.fullmatch(r'<(.*)>; rel="next"', first.headers["link"])
+        assert link is not None
+        shown = [job["id"] for job in first.json()["items"]]
+        # Of the lists that rise this is the last, of the others the first.
+        late = quiet_house.submit(name="run-late", priority=2)
+        rest = [job["id"] for job in quiet_house.client.get(link.group(1)).json()["items"]]
+        rises = not order.startswith("-")
+        assert [*shown, *rest] == [*(ids[n] for n in expected), *([late] if rises else [])], order
+        quiet_house.client.post(f"/v1/jobs/{late}/cancel")
+        assert quiet_house.client.delete(f"/v1/jobs/{late}").status_code == 204
+
+
+def test_a_cursor_belongs_to_its_order(quiet_house: House) -> None:
+    for _ in range(2):
+        quiet_house.submit()
+    for order, other in (("priority", "-priority"), ("-created", "updated"), ("created", None)):
+        cursor = quiet_house.get(f"/v1/jobs?limit=1&sort={order}")["next_cursor"]
+        sort = {} if other is None else {"sort": other}
+        answer = quiet_house.client.get("/v1/jobs", params={"cursor": cursor, **sort})
+        assert answer.status_code == 422, order
+        assert answer.json()["errors"][0]["code"] == "invalid_cursor"
+    assert quiet_house.client.get("/v1/jobs?sort=loss").status_code == 422
+
+
+def test_only_the_fields_that_are_asked_for_are_told(quiet_house: House) -> None:
+    job_id = quiet_house.submit(priority=3)
+    (whole,) = quiet_house.get("/v1/jobs")["items"]
+    (job,) = quiet_house.get("/v1/jobs?fields=priority,%20created_at")["items"]
+    assert job == {name: whole[name] for name in ("id", "priority", "created_at")}
+    assert job["id"] == job_id
+    refused = quiet_house.client.get("/v1/jobs", params={"fields": "state,secrets,"})
+    faults = refused.json()["errors"]
+    assert refused.status_code == 422
+    assert {fault["code"] for fault in faults} == {"unknown_field"}
+    assert ["'secrets'" in fault["detail"] for fault in faults] == [False, True]
+    assert "latest_checkpoint" in faults[1]["detail"]
+
+
 def test_ranks_show_who_is_behind(house: House) -> None:
     house.agent.join()
     job_id = house.submit()
@@ -124,6 +179,29 @@ def test_logs_are_filtered_and_paged(house: House) -> None:
     page = house.get(f"{path}?limit=3")
     rest = house.get(f"{path}?cursor={page['next_cursor']}")
     assert [line["text"] for line in rest["items"]] == ["line 3"]
+
+
+def test_logs_are_narrowed_by_the_times_that_their_lines_show(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    for second in range(4):
+        house.agent.writes(gang, 0, f"at {second}", time_ms=1_700_000_000_000 + second * 1000)
+    path = f"/v1/jobs/{job_id}/logs"
+
+    def between(**times: str) -> list[str]:
+        answer = house.client.get(path, params=times)
+        assert answer.status_code == 200, answer.text
+        return [line["text"] for line in answer.json()["items"]]
+
+    assert between(since="2023-11-14T22:13:21Z") == ["at 1", "at 2", "at 3"]
+    assert between(until="2023-11-14T22:13:21Z") == ["at 0"]
+    shifted = {"since": "2023-11-14T23:13:20.5+01:00", "until": "2023-11-14T23:13:22.5+01:00"}
+    assert between(**shifted) == ["at 1", "at 2"]
+    told = house.client.get(path, params=shifted, headers={"Accept": "text/event-stream"}).text
+    assert re.findall(r"at [0-9]", told) == ["at 1", "at 2"]
+    for vague in ("2023-11-14T22:13:21", "yesterday"):
+        assert house.client.get(path, params={"since": vague}).status_code == 422
 
 
 def test_a_trimmed_log_answers_410_to_an_old_cursor(house: House) -> None:

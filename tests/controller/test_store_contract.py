@@ -10,11 +10,18 @@ from typing import Protocol
 import pytest
 from redis import Redis
 
+from fsdp_core.plan.model import Conditions
 from services.contract import redis_keys as keys
-from services.contract.ids import new_job_id
+from services.contract.ids import new_job_id, new_plan_id
 from services.contract.messages.commands import COMMAND, Command, StopGang
+from services.contract.messages.probing import (
+    MeasureNode,
+    ModelProbed,
+    ProbeFailure,
+    ProbeModel,
+)
 from services.contract.messages.telemetry import RankStacks, StepRecord
-from services.contract.states import JobState, NodeState
+from services.contract.states import JobState, NodeState, PlanState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
@@ -31,11 +38,13 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.events import PauseAsked
 from services.controller.domain.job import Job
-from services.controller.domain.node import Drain, Lease
+from services.controller.domain.node import Drain, Lease, Measurement
+from services.controller.domain.plan import Plan, fail
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports
 from tests.controller.histories import NODE, node, placed, play, saved, spec
+from tests.controller.profiles import FACTS, answer_to
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 ACTOR = Actor("test", "req-1")
@@ -364,3 +373,111 @@ async def test_an_absent_redis_is_said_in_the_words_of_the_ports() -> None:
         with pytest.raises(StoreUnavailableError):
             async with ports.listen():
                 pass
+
+
+async def test_what_a_node_measured_stands_whatever_the_leader_writes_of_it(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    await nodes.put(node("a"), epoch)
+    await nodes.put(node("b"), epoch)
+    found = Measurement(facts=FACTS, at_ms=7)
+    await nodes.keep_measured("a", "cpu", found, epoch)
+    for known in await nodes.nodes():
+        await nodes.put(known, epoch)
+    assert {n.id: n.measured for n in await nodes.nodes()} == {"a": {"cpu": found}, "b": {}}
+    with pytest.raises(DeposedError):
+        await nodes.keep_measured("a", "cpu", found, epoch - 1)
+
+
+def plan(number: int = 0) -> Plan:
+    now = 1_000_000
+    return Plan(
+        id=new_plan_id(now + number, bytes(10)),
+        spec=spec(),
+        device_type="cpu",
+        probe_id=QUESTION.probe_id,
+        node_id=NODE,
+        created_ms=now,
+        answer_by_ms=now + 60_000,
+    )
+
+
+QUESTION = ProbeModel(
+    probe_id=f"probe_{'0' * 32}", spec=spec(), device_type="cpu", conditions=(Conditions(),)
+)
+ASK = Send(NODE, QUESTION)
+ASK_ID = QUESTION.probe_id
+MEASURE = Send(NODE, MeasureNode(device_type="cpu"))
+
+
+async def test_a_plan_is_kept_with_its_question_which_is_asked_once(world: World) -> None:
+    plans = world.ports.plans
+    assert await plans.keep(plan(), ASK, MEASURE) == "asked"
+    assert await plans.keep(plan(1), ASK, MEASURE) == "pending"
+    assert await plans.load(plan(1).id) == plan(1)
+    assert world.outside.inbox(NODE) == [MEASURE.command, QUESTION]
+    for absent in (plan(2).id, "plan_of_nothing", "ml:jobs"):
+        with pytest.raises(NotFoundError):
+            await plans.load(absent)
+
+
+async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    for number in range(2):
+        await world.ports.plans.keep(plan(number), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 1
+    await world.ports.nodes.keep_measured(NODE, "cpu", Measurement(failure="busy", at_ms=1), epoch)
+    await world.ports.plans.keep(plan(2), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 2
+
+
+async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
+    world: World,
+) -> None:
+    plans = world.ports.plans
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await plans.keep(plan(), ASK, None)
+    assert await plans.answer(QUESTION.probe_id) is None
+    await plans.wait(QUESTION.probe_id, 0.01)
+    with pytest.raises(DeposedError):
+        await plans.keep_answer(answer_to(QUESTION), epoch - 1)
+    for _ in range(2):
+        await plans.keep_answer(answer_to(QUESTION), epoch)
+    async with asyncio.timeout(20):
+        await plans.wait(QUESTION.probe_id, 60)
+    assert await plans.answer(QUESTION.probe_id) == answer_to(QUESTION)
+    assert await plans.keep(plan(1), ASK, None) == "cached"
+    assert world.outside.inbox(NODE) == [QUESTION]
+    assert await plans.keep(plan(2), ASK, None, fresh=True) == "asked"
+    assert await plans.answer(QUESTION.probe_id) is None
+    assert world.outside.inbox(NODE) == [QUESTION, QUESTION]
+
+
+async def test_the_first_conclusion_of_a_plan_stands(world: World) -> None:
+    plans = world.ports.plans
+    with pytest.raises(NotFoundError):
+        await plans.conclude(plan())
+    await plans.keep(plan(), ASK, None)
+    failed = fail(plan(), "crashed", "it crashed")
+    assert await plans.conclude(failed) == failed
+    late = plan().model_copy(update={"state": PlanState.READY})
+    assert await plans.conclude(late) == failed
+    assert await plans.load(plan().id) == failed
+
+
+async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> None:
+    failure = ProbeFailure(code="timed_out", reason="too slow")
+    async with redis_ports(redis_url) as ports:
+        epoch = await ports.leadership.take("a")
+        assert epoch is not None
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            await ports.plans.keep(plan(), ASK, None)
+            lives = {redis.ttl(keys.plan(plan().id)), redis.ttl(keys.probe_asked(ASK_ID))}
+            assert all(0 < life <= keys.PLAN_TTL_S for life in lives)
+            failed = ModelProbed(probe_id=ASK_ID, node_id=NODE, took_s=1, failure=failure)
+            for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
+                await ports.plans.keep_answer(answer, epoch)
+                assert life_s - 10 < redis.ttl(keys.probe(ASK_ID)) <= life_s

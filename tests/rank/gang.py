@@ -32,7 +32,7 @@ from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
 from services.controller.domain import planner
-from services.worker.rank.seat import take_seat
+from services.worker.rank.seat import DEFAULT_TRAINER, take_seat
 
 M = TypeVar("M")
 
@@ -195,7 +195,7 @@ class Ranks:
         self._context.set_forkserver_preload(["services.worker.rank.trainer"])
         self._attempts: list[Attempt] = []
 
-    def start(
+    def start(  # noqa: PLR0913 (what an attempt may differ in)
         self,
         spec: JobSpec,
         world: int = 2,
@@ -204,12 +204,15 @@ class Ranks:
         resume_from: str | None = None,
         units: tuple[UnitPlan, ...] = (UnitPlan(("blocks.*",)),),
         param_dtype: Precision = "fp32",
+        trainer: str = DEFAULT_TRAINER,
     ) -> Attempt:
-        """Launches an attempt of ``world`` ranks, or of those of the spec's mesh."""
+        """Launches an attempt of ``world`` ranks, or of those of a fixed job's mesh."""
         sharding = ShardingPlan(
             MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
         )
-        if spec.mesh != "auto":
+        if spec.resources.world is not None:
+            sharding = planner.shard(spec, world)
+        elif spec.mesh != "auto":
             sharding = planner.shard(spec)
             world = sharding.mesh.ranks
         placements = tuple(
@@ -242,7 +245,7 @@ class Ranks:
                 with theirs:
                     process = self._context.Process(
                         target=_sit,
-                        args=(seat, theirs, listener if rank == 0 else None),
+                        args=(seat, theirs, listener if rank == 0 else None, trainer),
                         daemon=True,
                     )
                     process.start()
@@ -268,14 +271,16 @@ def ranks_below(root: Path) -> Iterator[Ranks]:
         ranks.close()
 
 
-def _sit(seat: RankSeat, channel: socket.socket, listener: socket.socket | None) -> None:
+def _sit(
+    seat: RankSeat, channel: socket.socket, listener: socket.socket | None, trainer: str
+) -> None:
     log = os.open(Path(seat.log_folder) / f"rank-{seat.rank}.log", os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(log, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
     torch.set_num_threads(seat.threads)
     warnings.simplefilter("error")
-    take_seat(seat, channel, None if listener is None else listener.detach())
+    take_seat(seat, channel, None if listener is None else listener.detach(), trainer)
 
 
 def _board_path(root: Path, fence: int, rank: int) -> Path:

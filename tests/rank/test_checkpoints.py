@@ -214,10 +214,14 @@ def test_an_async_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
     write = shard_file.write
 
     def held_up(
-        folder: Path, rank: int, tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]
+        folder: Path,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        text: Mapping[str, str],
+        go_on: Callable[[], None],
     ) -> object:
         assert may_write.wait(30)
-        return write(folder, rank, tensors, text)
+        return write(folder, rank, tensors, text, go_on)
 
     monkeypatch.setattr(shard_file, "write", held_up)
     told: list[RankMessage] = []

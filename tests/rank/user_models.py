@@ -88,6 +88,35 @@ class Explodes(Noisy):
         return super().forward(tokens) * float("nan")
 
 
+class Remembers(nn.Module):
+    """Each training pass changes a buffer, on which the next depends; a bad one may come.
+
+    Args:
+        dim: Of its embedding.
+        spoilt_pass: In this pass its logits are not numbers.
+    """
+
+    memory: torch.Tensor
+
+    def __init__(self, dim: int = 16, spoilt_pass: int | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.register_buffer("memory", torch.zeros(VOCAB))
+        self.spoilt_pass = spoilt_pass
+        self.passes = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.dropout(self.embedding(tokens))) + self.memory
+        if self.training:
+            self.passes += 1
+            self.memory.lerp_(self.head.weight.detach().mean(1), 0.1)
+            if self.passes == self.spoilt_pass:
+                return logits * float("nan")
+        return logits
+
+
 class BreaksItsPromise(nn.Module):
     """Says ``meta_init``, but owns a parameter that nothing fills."""
 

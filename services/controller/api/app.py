@@ -15,6 +15,7 @@ from services.controller.api.routes import (
     checkpoints,
     inspect,
     jobs,
+    plans,
     queue,
     system,
     tokens,
@@ -24,7 +25,7 @@ from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
-    *(checkpoints.router, tokens.router, audit.router),
+    *(plans.router, checkpoints.router, tokens.router, audit.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

@@ -13,6 +13,7 @@ from services.controller.api.sse import StreamSlots
 from services.controller.domain.token import Principal
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
+from services.controller.use_cases.plans import Drawing
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Context:
 
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
-    open at a time. ``entry_points`` are those that jobs may name.
+    open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     """
 
     ports: Ports
@@ -30,6 +31,7 @@ class Context:
     epoch: Callable[[], int | None]
     entry_points: EntryPoints = field(default_factory=EntryPoints)
     streams: StreamSlots = field(default_factory=StreamSlots)
+    drawing: Drawing = field(default_factory=Drawing)
 
 
 def _context(request: Request) -> Context:

@@ -101,7 +101,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
             scope=request.scope,
         )
     faults = faults_of(errors, error.body)
-    if request.url.path.endswith("/jobs"):
+    if request.url.path.endswith(("/jobs", "/plans")):
         faults += _hidden_faults(error.body, faults)
     is_large = any(fault.code == TOO_LARGE for fault in faults)
     if request.method == "PATCH":

@@ -3,7 +3,7 @@
 from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.base import Address
-from services.contract.messages.facts import RankExit
+from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
@@ -18,6 +18,7 @@ class Failure(Record):
     step: int | None = None
     exit_code: int | None = None
     signal: int | None = None
+    standing: ExitStanding = ExitStanding.OWN_FAILURE
     error: str | None = None
     error_types: tuple[str, ...] = ()
     traceback: str | None = None

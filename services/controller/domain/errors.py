@@ -7,7 +7,7 @@
     ├── KeyReusedError           422  an Idempotency-Key came with another body
     ├── ForbiddenError           403  the token does not allow it
     ├── NotFoundError            404
-    ├── StateConflictError       409  the job's state does not allow it
+    ├── StateConflictError       409  the state of the job or plan does not allow it
     ├── RecordUnreadableError    409  what is stored of the job cannot be read
     ├── PreconditionRequiredError 428  a change of a job says which revision it is made on
     ├── PreconditionFailedError  412  the job is not as the client saw it
@@ -83,16 +83,27 @@ class NotFoundError(MeshloomError):
 
 
 class StateConflictError(MeshloomError):
-    """The job's state does not allow the request."""
+    """The state of a job, a plan or the nodes does not allow the request."""
 
     status = 409
     code = "state_conflict"
     title = "Not in this state"
 
+    def __init__(self, detail: str, *, code: str = "state_conflict") -> None:
+        super().__init__(detail)
+        self.code = code
+
 
 def no_node(node_id: str) -> NotFoundError:
     """There is no such node."""
     return NotFoundError(f"there is no node {node_id}")
+
+
+def no_plan(plan_id: str) -> NotFoundError:
+    """There is no such plan, or none any more."""
+    return NotFoundError(
+        f"there is no plan {plan_id}; plans are kept for seven days, then made anew"
+    )
 
 
 class PreconditionRequiredError(MeshloomError):
@@ -112,11 +123,11 @@ class PreconditionFailedError(MeshloomError):
 
 
 class RecordUnreadableError(MeshloomError):
-    """What is stored of a job cannot be read by this version; it can still be deleted."""
+    """What is stored of a job or plan cannot be read by this version."""
 
     status = 409
     code = "record_unreadable"
-    title = "The job's record cannot be read"
+    title = "The record cannot be read"
 
 
 class CursorExpiredError(MeshloomError):

@@ -6,6 +6,7 @@ from typing import Final, Literal, NamedTuple
 from pydantic import Field
 
 from services.contract.ids import CheckpointId, JobId
+from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
 from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
@@ -23,14 +24,15 @@ class Stop(Record):
     """A wish to stop that has not been fulfilled yet. It may only get more severe.
 
     ``move`` is the controller's own: the gang drains, and the job goes on elsewhere or later.
-    ``cause`` and ``by`` say for what: a job (its id) that needs the room, or a node that is drained.
+    ``cause`` and ``by`` say for what: a job (its id) that needs the room, a node that is drained, or
+    another number of ranks.
     """
 
     kind: Literal["move", "pause", "cancel", "kill"]
     checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
     grace_s: float = 60.0
     asked_ms: int
-    cause: Literal["preempted", "node_drained"] | None = None
+    cause: Literal["preempted", "node_drained", "resized"] | None = None
     by: str | None = None
 
 
@@ -56,7 +58,8 @@ class Job(Record):
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
-    the node whose agent removes all that storage holds of the job.
+    the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
+    foresaw by which it was submitted.
     """
 
     id: JobId
@@ -74,6 +77,7 @@ class Job(Record):
     run_fence: int = 0
     attempts: tuple[Attempt, ...] = ()
     plan: GangPlan | None = None
+    estimate: JobEstimate | None = None
     restarts: int = 0
     not_before_ms: int = 0
     stop: Stop | None = None

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from fsdp_core.plan.model import NodeFacts
 from services.contract.ids import NodeId
 from services.contract.messages.facts import Inventory, NodeJoined, NodeLeft
+from services.contract.messages.probing import DeviceType, NodeMeasured
 from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import NodeState
 from services.controller.domain.record import Record
@@ -18,12 +20,21 @@ class Drain(Record):
     asked_ms: int
 
 
+class Measurement(Record):
+    """What a node's devices of one type were found to do, or why that is not known."""
+
+    facts: NodeFacts | None = None
+    failure: str | None = None
+    at_ms: int
+
+
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
     ``joins`` is the number of its incarnation's newest join. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
     another join makes it a node again. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
+    ``measured``, by type of device, is kept beside it too: machines outlive their agents.
     """
 
     id: NodeId
@@ -35,6 +46,7 @@ class Node(Record):
     joins: int = 0
     left: bool = False
     drain: Drain | None = Field(default=None, exclude=True)
+    measured: dict[DeviceType, Measurement] = Field(default_factory=dict, exclude=True)
 
     @property
     def shown_state(self) -> NodeState:
@@ -65,6 +77,7 @@ def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
         fact_id=fact_id,
         joins=fact.number,
         drain=None if known is None else known.drain,
+        measured={} if known is None else known.measured,
     )
 
 
@@ -80,6 +93,11 @@ def leave(known: Node, fact: NodeLeft, fact_id: str) -> Node:
     if known.incarnation != fact.incarnation or not _is_newer(fact_id, known.fact_id):
         return known
     return known.model_copy(update={"state": NodeState.LOST, "fact_id": fact_id, "left": True})
+
+
+def measurement(fact: NodeMeasured, at_ms: int) -> Measurement:
+    """What a node told of its devices at ``at_ms``."""
+    return Measurement(facts=fact.facts, failure=fact.failure, at_ms=at_ms)
 
 
 def judge(known: Node, lease: Lease | None, healthy_ms: int) -> Node:

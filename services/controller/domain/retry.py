@@ -31,13 +31,6 @@ _NOTHING_LEFT: Final = (
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
-# What the survivors of a lost rank say: the consequence of a failure, never its cause.
-_LOST_PEER: Final = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|closed by (peer|remote)|unexpected eof"
-    r"|(gloo|nccl|tcpstore|rendezvous|store).*(timed out|timeout|connect)"
-    r"|dist(network|store|backend)error|remote process exited",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -189,6 +182,7 @@ def _failure(entry: NodeExit) -> Failure:
         step=gone.step,
         exit_code=gone.exit_code,
         signal=gone.signal,
+        standing=gone.standing,
         error=gone.error,
         error_types=gone.error_types,
         traceback=gone.traceback[-_TRACEBACK_KEPT:] if gone.traceback else None,
@@ -198,12 +192,9 @@ def _failure(entry: NodeExit) -> Failure:
 def _is_exception(failure: Failure) -> bool:
     """Whether it is an exception of the job's own.
 
-    The agent explains exits without one in its words, and one that tells of a lost peer is the
-    consequence of that peer's end.
+    The agent explains exits without one in its words, and knows those that only tell of a lost peer.
     """
-    if failure.traceback is None or failure.error is None:
-        return False
-    return _LOST_PEER.search(failure.error) is None
+    return failure.traceback is not None and failure.standing == ExitStanding.OWN_FAILURE
 
 
 def _first_line(error: str) -> str:

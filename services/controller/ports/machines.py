@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
-from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.node import Drain, Lease, Measurement, Node
 
 
 class NodeStore(Protocol):
@@ -29,6 +30,16 @@ class NodeStore(Protocol):
 
         Raises:
             NotFoundError: There is no such node.
+        """
+        ...
+
+    async def keep_measured(
+        self, node_id: str, device_type: DeviceType, found: Measurement, epoch: int
+    ) -> None:
+        """Keep what a node's devices of one type were found to do; its record tells of it.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
         """
         ...
 

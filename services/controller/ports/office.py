@@ -8,6 +8,7 @@ from typing import Protocol
 from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
+from services.controller.ports.plans import PlanStore
 
 
 class Leadership(Protocol):
@@ -49,6 +50,7 @@ class Ports:
     jobs: JobStore
     nodes: NodeStore
     facts: FactQueue
+    plans: PlanStore
     telemetry: Telemetry
     leadership: Leadership
     clock: Clock

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from services.contract.problems import Fault
@@ -12,6 +13,7 @@ from services.controller.ports.jobs import Place
 # Not \d, which means the digits of every script.
 _ENTRY_ID: Final = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
 _PLACE: Final = re.compile(r"([0-9]{1,15}) (\w+)", re.ASCII)
+_ORDER: Final = re.compile(r"(-?[a-z]+) (-?[0-9]{1,15}) (\w+)", re.ASCII)
 
 
 def from_place(place: Place) -> str:
@@ -27,13 +29,27 @@ def to_place(cursor: str | None) -> Place | None:
     """
     if cursor is None:
         return None
-    try:
-        place = _PLACE.fullmatch(base64.urlsafe_b64decode(cursor.encode()).decode())
-    except (binascii.Error, ValueError) as error:
-        raise _invalid(cursor) from error
-    if place is None:
+    created_ms, job_id = _parts(cursor, _PLACE)
+    return Place(int(created_ms), job_id)
+
+
+def from_order(order: str, value: int, job_id: str) -> str:
+    """The cursor behind a job in a list that is sorted by ``order``, where it has ``value``."""
+    return base64.urlsafe_b64encode(f"{order} {value} {job_id}".encode()).decode()
+
+
+def to_order(cursor: str | None, order: str) -> tuple[int, str] | None:
+    """The value and the job that a cursor of a list in this order means.
+
+    Raises:
+        InvalidRequestError: It is none of ours, or of another order.
+    """
+    if cursor is None:
+        return None
+    its_order, value, job_id = _parts(cursor, _ORDER)
+    if its_order != order:
         raise _invalid(cursor)
-    return Place(int(place.group(1)), place.group(2))
+    return int(value), job_id
 
 
 def to_entry_id(cursor: str | None) -> str | None:
@@ -47,12 +63,22 @@ def to_entry_id(cursor: str | None) -> str | None:
     return cursor
 
 
+def _parts(cursor: str, form: re.Pattern[str]) -> Sequence[str]:
+    try:
+        found = form.fullmatch(base64.urlsafe_b64decode(cursor.encode()).decode())
+    except (binascii.Error, ValueError) as error:
+        raise _invalid(cursor) from error
+    if found is None:
+        raise _invalid(cursor)
+    return found.groups()
+
+
 def _invalid(cursor: str) -> InvalidRequestError:
     return InvalidRequestError(
         [
             Fault(
                 pointer="",
-                detail=f"cursor: {cursor!r} is not one that this API gave out",
+                detail=f"cursor: {cursor!r} is not one that this API gave out for this list",
                 code="invalid_cursor",
             )
         ]

@@ -70,7 +70,8 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
         elif isinstance(group[0].fact, JobFound):
             await heed_found(ports, group[0].fact, group[0].entry.time_ms, epoch)
         elif isinstance(group[0].fact, ModelProbed | NodeMeasured):
-            _log.info("answer_to_nobody", kind=group[0].fact.kind)
+            for one in group:
+                await _heed_answer(ports, one, epoch)
         else:
             await _heed_gang(ports, group, epoch)
 
@@ -93,6 +94,19 @@ def _addressee(told: Told) -> tuple[str, str]:
     if isinstance(fact, ModelProbed | NodeMeasured):
         return ("answer", told.entry.id)
     return ("job", fact.job_id)
+
+
+async def _heed_answer(ports: Ports, told: Told, epoch: int) -> None:
+    """Keep what a node found out; whoever plans looks at it. Told again it is the same."""
+    fact = told.fact
+    if isinstance(fact, ModelProbed):
+        await ports.plans.keep_answer(fact, epoch)
+        why = None if fact.failure is None else fact.failure.code
+        _log.info("model_probed", probe_id=fact.probe_id, took_s=fact.took_s, failure=why)
+    elif isinstance(fact, NodeMeasured):
+        found = nodes.measurement(fact, told.entry.time_ms)
+        await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
+        _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
 
 
 async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:

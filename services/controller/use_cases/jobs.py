@@ -1,45 +1,21 @@
 """Looking at jobs, changing their course, and forgetting them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
 
-from services.contract.states import JobState, NodeState
+from services.contract.states import NodeState
 from services.contract.views import AttemptList, JobPage, JobView
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
 from services.controller.domain.events import JobEvent, PurgeAsked
 from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
 from services.controller.domain.purging import refuse_unless_ended
-from services.controller.ports.jobs import Actor, Place, Stored
+from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.office import Ports
-from services.controller.use_cases import cursors
+from services.controller.use_cases import listing
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import release_all_held_for, release_origin
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
-
-_CHUNK: Final = 200
-
-
-@dataclass(frozen=True)
-class JobFilter:
-    """Which jobs are asked for. ``labels`` as ``key=value`` or ``key``; ``text`` in id or name."""
-
-    states: frozenset[JobState] = frozenset()
-    labels: tuple[str, ...] = ()
-    text: str | None = None
-    owner: str | None = None
-
-    def matches(self, job: Job) -> bool:
-        """Whether the job is among them."""
-        if self.states and job.state not in self.states:
-            return False
-        if self.owner is not None and job.owner != self.owner:
-            return False
-        if self.text and self.text.lower() not in f"{job.id} {job.spec.name}".lower():
-            return False
-        return all(_has_label(job, label) for label in self.labels)
 
 
 async def get_job(ports: Ports, job_id: str) -> JobView:
@@ -52,26 +28,19 @@ async def get_job(ports: Ports, job_id: str) -> JobView:
     return (await _views(ports, [stored]))[0]
 
 
-async def list_jobs(ports: Ports, wanted: JobFilter, cursor: str | None, limit: int) -> JobPage:
-    """A page of jobs, newest first.
+async def list_jobs(
+    ports: Ports,
+    wanted: JobFilter,
+    cursor: str | None,
+    limit: int,
+    order: JobOrder = NEWEST_FIRST,
+) -> JobPage:
+    """A page of jobs in an order; the newest first by default.
 
     Raises:
-        InvalidRequestError: The cursor is none of ours.
+        InvalidRequestError: The cursor is none of ours, or of a list in another order.
     """
-    place = cursors.to_place(cursor)
-    found: list[Stored] = []
-    is_last = False
-    while len(found) <= limit and not is_last:
-        chunk = await ports.jobs.page(place, _CHUNK)
-        is_last = len(chunk) < _CHUNK
-        found += [stored for stored in chunk if wanted.matches(stored.job)]
-        if chunk:
-            place = Place(chunk[-1].job.created_ms, chunk[-1].job.id)
-    items = found[:limit]
-    next_cursor = None
-    if len(found) > limit:
-        last = items[-1].job
-        next_cursor = cursors.from_place(Place(last.created_ms, last.id))
+    items, next_cursor = await listing.page(ports, wanted, order, cursor, limit)
     return JobPage(items=tuple(await _views(ports, items)), next_cursor=next_cursor)
 
 
@@ -152,8 +121,3 @@ async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:
         job_view(entry.job, records.get(entry.job.id, ()), samples.get(entry.job.id, {}))
         for entry in stored
     ]
-
-
-def _has_label(job: Job, wanted: str) -> bool:
-    key, equals, value = wanted.partition("=")
-    return key in job.spec.labels and (not equals or job.spec.labels[key] == value)

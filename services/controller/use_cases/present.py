@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.planning import EstimateView
 from services.contract.states import ExitReason
 from services.contract.views import (
     AttemptView,
@@ -15,6 +16,7 @@ from services.contract.views import (
     ExportView,
     FailureView,
     JobView,
+    MeasuredView,
     NodeView,
     RankView,
     ShardView,
@@ -58,7 +60,10 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
         evaluation=job.evaluations[-1] if job.evaluations else None,
         attempt=job.fence,
         restarts=job.restarts,
+        world_size=job.spec.worlds[0] if job.plan is None else job.plan.world_size,
+        world=job.spec.resources.world,
         plan=job.plan,
+        estimate=_estimate_view(job, samples),
         latest_checkpoint=None if latest is None else latest.id,
         cloned_from=_origin_view(job.origin),
         revision=job.revision,
@@ -73,11 +78,25 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
     )
 
 
+def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView | None:
+    if job.estimate is None:
+        return None
+    seen = [s.memory_bytes for s in samples.values() if s.fence == job.fence and s.memory_bytes]
+    most = max(seen, default=None)
+    is_host = job.plan is None or job.plan.device_type == "cpu"
+    return EstimateView(
+        **dict(job.estimate),
+        measured_peak_bytes=most,
+        measured_as=None if most is None else "resident" if is_host else "allocated",
+        ratio=None if most is None else round(most / max(job.estimate.peak.total, 1), 3),
+    )
+
+
 def failure_view(failure: Failure | None) -> FailureView | None:
     """A failure, its signal by name."""
     if failure is None:
         return None
-    fields = failure.model_dump()
+    fields = failure.model_dump(exclude={"standing"})
     return FailureView(**fields | {"signal": _signal_name(failure.signal)})
 
 
@@ -202,6 +221,12 @@ def node_view(standing: Standing, lease: Lease | None) -> NodeView:
         jobs=standing.jobs,
         joined_at=moment(node.joined_ms),
         lease_s=None if lease is None else float(-(-lease.left_ms // 1000)),
+        measured={
+            device: MeasuredView(
+                facts=found.facts, failure=found.failure, measured_at=moment(found.at_ms)
+            )
+            for device, found in sorted(node.measured.items())
+        },
     )
 
 

@@ -1,9 +1,10 @@
 """Submitting a job: refuse what can never be, queue the rest and say why it waits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_job_id
+from services.contract.planning import FromPlan, JobEstimate
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.contract.views import JobView
@@ -11,11 +12,13 @@ from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job, Origin
-from services.controller.domain.placement import Gang, Never, NotNow, Seated, place, stand
+from services.controller.domain.placement import Never, NotNow, Seated, stand
+from services.controller.domain.resizing import place_most
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
+from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
 
 _RANDOM_BYTES = 10
@@ -23,39 +26,45 @@ _RANDOM_BYTES = 10
 
 @dataclass(frozen=True)
 class Submission:
-    """A spec and how it was handed in."""
+    """A spec, or the plan that was made for one, and how it was handed in."""
 
-    spec: JobSpec
+    wanted: JobSpec | FromPlan
     claim: Claim | None = None
     dry_run: bool = False
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Whose a job will be, which entry points it may name, and what it begins with."""
+    """Whose a job will be, which entry points it may name, what it begins with and was foreseen."""
 
     owner: str
     allowed: EntryPoints
     origin: Origin | None = None
+    estimate: JobEstimate | None = None
 
 
 async def submit(
-    ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints
+    ports: Ports, submission: Submission, actor: Actor, allowed: EntryPoints, drawing: Drawing
 ) -> JobView:
     """Queue a job; the same claim again answers the same job.
 
-    With ``dry_run`` nothing is kept; the answer shows the plan that would be run now.
+    With ``dry_run`` nothing is kept; the answer shows the plan that would be run now. A job by a
+    plan runs that very plan; one by a spec is not probed before: it starts at once.
 
     Raises:
         InvalidRequestError: It can never run; all faults at once.
+        StateConflictError: Its plan is not made yet, or failed.
         KeyReusedError: The claim's key came with another body before.
     """
     if submission.claim is not None and not submission.dry_run:
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    drafting = Drafting(actor.name, allowed)
-    job, outcome = await draft_job(ports, submission.spec, drafting)
+    spec, drafting = submission.wanted, Drafting(actor.name, allowed)
+    if isinstance(spec, FromPlan):
+        spec, estimate = await submittable(ports, spec.plan_id, drawing)
+        drafting = replace(drafting, estimate=estimate)
+    job, outcome = await draft_job(ports, spec, drafting)
     if submission.dry_run:
         return foreseen(job, outcome)
     stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
@@ -78,6 +87,7 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
         created_ms=now_ms,
         updated_ms=now_ms,
         origin=drafting.origin,
+        estimate=drafting.estimate,
     )
     return job, outcome
 
@@ -98,7 +108,7 @@ async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated 
     active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place(Gang.of(spec), stand(nodes, active, leases))
+    outcome = place_most(spec, stand(nodes, active, leases))
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):

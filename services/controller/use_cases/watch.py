@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final, Literal
 
 from services.contract.messages.telemetry import LogLine
@@ -20,12 +21,17 @@ _LOOK_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True)
 class LineFilter:
-    """Which lines are asked for: ``level`` means that one and worse."""
+    """Which lines are asked for: ``level`` means that one and worse.
+
+    ``since`` and before ``until``: by the time that a line shows, its node's.
+    """
 
     rank: int | None = None
     stream: Literal["stdout", "stderr"] | None = None
     level: Level | None = None
     text: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
 
     def matches(self, line: LogLine) -> bool:
         """Whether the line is among them."""
@@ -34,6 +40,8 @@ class LineFilter:
             and self.stream in {None, line.stream}
             and (self.level is None or _LEVELS.index(line.level) >= _LEVELS.index(self.level))
             and (self.text is None or self.text.lower() in line.text.lower())
+            and (self.since is None or moment(line.time_ms) >= self.since)
+            and (self.until is None or moment(line.time_ms) < self.until)
         )
 
 

@@ -9,6 +9,8 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
+from services.worker.agent.answers import Answers
+from services.worker.agent.asking import Asker
 from services.worker.agent.devices import take_inventory
 from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
@@ -17,8 +19,10 @@ from services.worker.agent.launch import Launcher
 from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
+from services.worker.agent.prober import Prober
 from services.worker.agent.processes import NODE_MARK, sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
+from services.worker.agent.self_test import SelfTest
 from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
@@ -78,17 +82,22 @@ class Agent:
         self._folder = folder
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
-        self._warm = WarmKeeper(
-            rank_environment(settings, mark, network.interface),
-            settings.trainer,
-            folder,
-        )
+        environment = rank_environment(settings, mark, network.interface)
+        self._warm = WarmKeeper(environment, settings.trainer, folder)
         storage = Storage(settings.checkpoint_root, node_id)
+        asker = Asker(environment, folder.path)
+        answers = Answers(
+            node_id,
+            storage,
+            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
+            Prober(node_id, settings.admission, asker),
+            SelfTest(folder, node_id, self._incarnation, inventory, asker, self._warm.settled),
+        )
         self._supervisor = Supervisor(
             node_id,
             folder,
             storage,
-            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
+            answers,
             Launcher(
                 node_id,
                 network.address,

@@ -6,6 +6,7 @@
     <home>/nodes/<node id>/incarnation
     <home>/nodes/<node id>/warm.log
     <home>/nodes/<node id>/sentinel.log
+    <home>/nodes/<node id>/measured-<device type>.json
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
@@ -126,6 +127,10 @@ class NodeFolder:
     def sentinel_log(self) -> Path:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"
+
+    def measured(self, device_type: str) -> Path:
+        """What the node's devices of a type do in a second."""
+        return self.path / f"measured-{device_type}.json"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

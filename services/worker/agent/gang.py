@@ -43,9 +43,12 @@ WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
 ECHO_WAITS_S: Final = 1.0
 LOOKED_INTO_WITHIN_S: Final = 5.0
+# What the survivors of a lost rank say: the consequence of a failure, never its cause.
 _LOST_PEER: Final = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
-    r"|timed? ?out|remote process exited|\bpeer\b|NCCL|connectFullMesh",
+    r"|closed by (peer|remote)|remote process exited|unexpected eof|connectFullMesh|NCCL"
+    r"|(gloo|store|rendezvous|watchdog|collective).*(timed? ?out|connect)"
+    r"|dist(network|store|backend)error",
     re.IGNORECASE,
 )
 

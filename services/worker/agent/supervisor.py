@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import structlog
@@ -31,7 +31,7 @@ from services.contract.messages.facts import (
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankReaped
-from services.worker.agent.exporter import Exporter
+from services.worker.agent.answers import Answers
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import (
     CheckpointAsked,
@@ -42,7 +42,7 @@ from services.worker.agent.gang import (
 )
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
-from services.worker.agent.storage import Storage, purge
+from services.worker.agent.storage import Storage
 from services.worker.agent.telemetry import Records
 
 TICK_S: Final = 0.1
@@ -57,7 +57,7 @@ class Supervisor:
         node_id: The node.
         folder: Its files.
         storage: The checkpoints of all jobs.
-        exporter: Puts their models together.
+        answers: Carries out what no gang does.
         launcher: Forks the ranks of a gang.
         tell: Takes the facts, in order.
 
@@ -70,7 +70,7 @@ class Supervisor:
         node_id: str,
         folder: NodeFolder,
         storage: Storage,
-        exporter: Exporter,
+        answers: Answers,
         launcher: Launcher,
         tell: Callable[[Fact], None],
     ) -> None:
@@ -78,10 +78,11 @@ class Supervisor:
         self._node_id = node_id
         self._folder = folder
         self._storage = storage
-        self._exporter = exporter
+        self._answers = answers
         self._launcher = launcher
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
+        self._coming: set[GangKey] = set()
         self._silent: set[GangKey] = set()
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
@@ -104,17 +105,9 @@ class Supervisor:
                     self._happen(command, CheckpointAsked())
                 case DiagnoseGang():
                     self._happen(command, DiagnosisAsked())
-                case CommitCheckpoint():
-                    self._tell(await asyncio.to_thread(self._storage.commit, command))
-                case RetireCheckpoint():
-                    await self._retire(command)
-                case ExportCheckpoint():
-                    self._tell_all(await self._exporter.export(command))
-                case VerifyCheckpoint():
-                    self._tell_all(await asyncio.to_thread(self._storage.verify, command))
-                case PurgeJob():
-                    purged = asyncio.to_thread(purge, self._storage, command, self._node_id)
-                    self._tell(await purged)
+                case _:
+                    for fact in await self._answers.to(command, self._has_ranks):
+                        self._tell(fact)
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
@@ -207,10 +200,11 @@ class Supervisor:
             self._tell(ended)
             return
         try:
-            damage = await asyncio.to_thread(self._storage.open_attempt, command)
-            if damage is not None:
-                self._tell(damage)
-            crew = await self._launcher.launch(command, folder)
+            with self._making_room(key):
+                damage = await asyncio.to_thread(self._storage.open_attempt, command)
+                if damage is not None:
+                    self._tell(damage)
+                crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
             self._tell(self._refuse(key, str(error)))
@@ -232,6 +226,19 @@ class Supervisor:
             if pid in self._early:
                 self.rank_reaped(self._early.pop(pid))
 
+    @contextlib.contextmanager
+    def _making_room(self, key: GangKey) -> Iterator[None]:
+        """Within, ranks start: what would disturb them ends, and does not begin."""
+        self._coming.add(key)
+        self._answers.give_way()
+        try:
+            yield
+        finally:
+            self._coming.discard(key)
+
+    def _has_ranks(self) -> bool:
+        return bool(self._gangs or self._coming)
+
     def _happen(self, command: StopGang | TakeCheckpoint | DiagnoseGang, event: Event) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)
@@ -251,18 +258,6 @@ class Supervisor:
 
     def _ended(self, key: GangKey) -> GangEnded | LaunchRefused | None:
         return self._unrecorded.get(key) or self._folder.attempt(*key).ended()
-
-    async def _retire(self, command: RetireCheckpoint) -> None:
-        try:
-            fact = await asyncio.to_thread(self._storage.retire, command)
-        except (ChainError, OSError) as error:
-            _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
-        else:
-            self._tell(fact)
-
-    def _tell_all(self, facts: Sequence[Fact]) -> None:
-        for fact in facts:
-            self._tell(fact)
 
     def _settle(self, *, only_fenced: bool, besides: Collection[GangKey] = ()) -> None:
         for key in self._silent.difference(besides):

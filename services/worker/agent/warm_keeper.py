@@ -1,6 +1,7 @@
 """Keeps one warm process alive, whatever kills it, without starting it in a hot loop."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -74,6 +75,11 @@ class WarmKeeper:
         if self._link is None:
             raise WarmGoneError(self._failure)
         return self._link
+
+    async def settled(self) -> None:
+        """Return once it has imported everything, or does not begin to."""
+        with contextlib.suppress(WarmGoneError):
+            await self.ready()
 
     async def _live(self, link: WarmLink, pause: float, on_gone: Callable[[str], None]) -> float:
         """One life of it; answers how long to wait before the next."""

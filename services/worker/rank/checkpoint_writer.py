@@ -1,10 +1,13 @@
 """Writes checkpoints beside the training: one rank's shard and its vote."""
 
+import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import torch
 
 from services.contract.commit_chain import CommitChain
 from services.contract.ids import checkpoint_id
@@ -16,21 +19,30 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.worker.rank import shard_file
-from services.worker.rank.staging import Staged, Staging
+from services.worker.rank.staging import Staged, Staging, StateChangedError
 from services.worker.rank.training_state import TrainingState
 
 Send = Callable[[RankMessage], None]
+_ABANDONING_S: Final = 0.5
 
 
 class CheckpointWriteError(RuntimeError):
     """The last checkpoint of a run could not be written: its result would be lost."""
 
 
+class AbandonedError(RuntimeError):
+    """The rank ends early, and what it was writing with it."""
+
+    def __init__(self) -> None:
+        super().__init__("the rank ended before its shard was written")
+
+
 class CheckpointWriter:
     """Writes at most one checkpoint at a time; its vote tells the agent that it is durable.
 
-    A failure to write is told to the agent and does not stop the training, because the next
-    checkpoint may succeed; only after the last one it is an error (``finish``).
+    A failure to copy or to write is told to the agent and does not stop the training, because the
+    next checkpoint may succeed; only after the last one it is an error (``finish``). A block of
+    ``with`` that ends by an exception abandons what is in flight.
 
     Args:
         seat: Names the job, the attempt, the rank and the storage.
@@ -56,8 +68,23 @@ class CheckpointWriter:
         self._data_digest = data_digest
         self._last_step = resumed_step
         self._staging = Staging()
+        self._copies_beside = True
         self._failure: Exception | None = None
+        self._staged: Staged | None = None
         self._in_flight: threading.Thread | None = None
+        self._abandoned = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._abandon()
 
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` is not saved yet, and not being saved."""
@@ -67,23 +94,38 @@ class CheckpointWriter:
         """Begins to save ``state``; waits first for the one before it.
 
         Args:
-            state: Live: in mode ``async`` it is copied before this returns.
+            state: Live. In mode ``async``, what is not ``lasting`` in it may change as soon as
+                this returns, the rest after ``release``.
         """
-        self._wait()
+        self._join()
         self._last_step = state.step
         self._failure = None
         checkpoint = checkpoint_id(self._seat.job_id, state.step, self._seat.fence)
         self._send(RankCheckpointBegan(checkpoint_id=checkpoint, step=state.step))
-        if self._mode == "sync":
-            self._write(checkpoint, state)
-            return
-        staged = self._staging.copy(state.tensors)
-        self._in_flight = threading.Thread(
-            target=self._write_staged,
-            args=(checkpoint, replace(state, tensors=staged.tensors), staged),
-            name=f"checkpoint at step {state.step}",
-        )
-        self._in_flight.start()
+        with self._failures_told(checkpoint):
+            if self._mode == "sync":
+                self._write(checkpoint, state, state.tensors)
+                return
+            lasting = state.lasting if self._copies_beside else frozenset[str]()
+            staged = self._staging.begin(state.tensors, lasting)
+            thread = threading.Thread(
+                target=self._write_staged,
+                args=(checkpoint, state, staged),
+                name=f"checkpoint at step {state.step}",
+            )
+            thread.start()
+            self._staged, self._in_flight = staged, thread
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether ``release`` would have the training wait."""
+        return self._staged is not None and self._staged.is_pending
+
+    def release(self) -> None:
+        """Returns once all may change of the state that was last given to ``save``."""
+        if self._staged is not None:
+            self._staged.wait()
+            self._staged = None
 
     def finish(self, step: int) -> None:
         """Waits until nothing is in flight.
@@ -94,32 +136,41 @@ class CheckpointWriter:
         Raises:
             CheckpointWriteError: The checkpoint of that step was begun and was not written.
         """
-        self._wait()
+        self._join()
         if self._failure is not None and step == self._last_step:
             raise CheckpointWriteError(
                 f"the checkpoint after step {self._last_step} could not be written: {self._failure}"
             ) from self._failure
 
-    def _wait(self) -> None:
+    def _join(self) -> None:
+        self.release()
         if self._in_flight is not None:
             self._in_flight.join()
             self._in_flight = None
 
-    def _write_staged(self, checkpoint: str, state: TrainingState, staged: Staged) -> None:
-        staged.wait()
-        self._write(checkpoint, state)
+    def _abandon(self) -> None:
+        """Has the thread in flight remove its draft and end; it looks up at each piece it writes.
 
-    def _write(self, checkpoint: str, state: TrainingState) -> None:
+        A rank that fails must say so soon: for a thread that storage holds up nobody waits.
+        """
+        self._abandoned.set()
+        if self._in_flight is not None:
+            self._in_flight.join(_ABANDONING_S)
+
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise AbandonedError
+
+    def _write_staged(self, checkpoint: str, state: TrainingState, staged: Staged) -> None:
+        with self._failures_told(checkpoint):
+            self._write(checkpoint, state, staged.make(self._go_on))
+
+    def _write(
+        self, checkpoint: str, state: TrainingState, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         chain = CommitChain(Path(self._seat.storage_root), self._seat.job_id)
-        try:
-            shard = shard_file.write(
-                chain.shard_folder(checkpoint), self._seat.rank, state.tensors, state.text
-            )
-        except Exception as error:  # noqa: BLE001 (told to the agent, and raised by finish)
-            self._failure = error
-            reason = f"{type(error).__name__}: {error}"
-            self._send(RankCheckpointFailed(checkpoint_id=checkpoint, reason=reason))
-            return
+        folder = chain.shard_folder(checkpoint)
+        shard = shard_file.write(folder, self._seat.rank, tensors, state.text, self._go_on)
         self._send(
             RankVote(
                 checkpoint_id=checkpoint,
@@ -129,3 +180,14 @@ class CheckpointWriter:
                 data_digest=self._data_digest,
             )
         )
+
+    @contextlib.contextmanager
+    def _failures_told(self, checkpoint: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (told to the agent, and raised by finish)
+            self._failure = error
+            if isinstance(error, StateChangedError):
+                self._copies_beside = False
+            reason = f"{type(error).__name__}: {error}"
+            self._send(RankCheckpointFailed(checkpoint_id=checkpoint, reason=reason))

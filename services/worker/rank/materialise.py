@@ -35,7 +35,7 @@ def sharded_model(make: Callable[[], Any], plan: ShardingPlan, gang: Gang, seed:
     """
     if isinstance(make, MetaInit) and make.meta_init:
         with torch.device("meta"):
-            model = _checked(make())
+            model = checked_module(make())
         apply_plan(model, plan, gang.mesh)
         model.to_empty(device=gang.device)
         for name, module in model.named_modules():
@@ -44,11 +44,16 @@ def sharded_model(make: Callable[[], Any], plan: ShardingPlan, gang: Gang, seed:
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "init"))
-        model = _checked(make())
+        model = checked_module(make())
     return apply_plan(model, plan, gang.mesh)
 
 
-def _checked(model: object) -> nn.Module:
+def checked_module(model: object) -> nn.Module:
+    """What a model factory made.
+
+    Raises:
+        TypeError: That is something else than a module.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model.factory made a {type(model).__name__}, not an nn.Module")
     return model

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, cast
@@ -21,9 +20,9 @@ from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOr
 from services.contract.rank_channel import BoardWriter
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
+from services.worker.rank.failures import one_line, shortened, traceback_of
 
 DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
-_TEXT_LIMIT: Final = 32_768
 _READ_BYTES: Final = 65_536
 _PULSE_S: Final = 0.25
 
@@ -108,14 +107,14 @@ def take_seat(
         finally:
             step = board.snapshot.step
     except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
-        text = _traceback_of(error)
+        text = traceback_of(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
         pipe.send(
             RankFailed(
-                error=_one_line(error),
+                error=one_line(error),
                 error_types=_names(type(error)),
-                traceback=_shortened(text),
+                traceback=shortened(text),
                 step=step,
             )
         )
@@ -145,24 +144,5 @@ def _show_life(seat: RankSeat, board: BoardWriter) -> None:
     threading.Thread(target=beat, name="pulse", daemon=True).start()
 
 
-def _one_line(error: BaseException) -> str:
-    first, *_ = str(error).splitlines() or [""]
-    return _shortened(f"{type(error).__name__}: {first}" if first else type(error).__name__)
-
-
 def _names(kind: type[BaseException]) -> tuple[str, ...]:
     return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
-
-
-def _traceback_of(error: BaseException) -> str:
-    # The first frame is this module's own: the reader wants to start in the trainer.
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return "".join(traceback.format_exception(error.with_traceback(frames)))
-
-
-def _shortened(text: str) -> str:
-    """``text``, its middle cut where it is too long: the two ends say where and what."""
-    if len(text) <= _TEXT_LIMIT:
-        return text
-    half = _TEXT_LIMIT // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"

@@ -8,7 +8,7 @@ read by the library.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -60,7 +60,11 @@ def file_name(rank: int) -> str:
 
 
 def write(
-    folder: Path, rank: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    folder: Path,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    go_on: Callable[[], None] = lambda: None,
 ) -> ShardFile:
     """Writes the file of ``rank`` so that it is there whole and durably, or not at all.
 
@@ -69,6 +73,7 @@ def write(
         rank: Whose file.
         tensors: By name.
         metadata: Text beside them.
+        go_on: Called before each piece of the file; what it raises ends the writing.
 
     Raises:
         OSError: The storage refused.
@@ -83,9 +88,11 @@ def write(
     try:
         with draft.open("wb") as file:
             for part in _parts(tensors, metadata):
+                go_on()
                 digest.update(part)
                 size += file.write(part)
             file.flush()
+            go_on()
             os.fsync(file.fileno())
         draft.replace(path)
     finally:

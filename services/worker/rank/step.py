@@ -1,7 +1,7 @@
 """One optimizer step over all ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,8 +25,14 @@ class StepFigures:
     learning_rate: float
 
 
-def train_step(run: Run, step: int) -> StepFigures:
+def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFigures:
     """Makes step number ``step`` (from 1): data, forward and backward, clip, optimizer.
+
+    Args:
+        run: Its parts.
+        step: Its number.
+        before_update: Called before parameters and the optimizer's state change: until it returns
+            they are those of the step before.
 
     Raises:
         NonFiniteLossError: The mean loss over the global batch, or the norm of the gradients, is
@@ -55,6 +61,7 @@ def train_step(run: Run, step: int) -> StepFigures:
     factor = run.schedule(step)
     for group, rate in zip(run.optimizer.param_groups, run.base_rates, strict=True):
         group["lr"] = rate * factor
+    before_update()
     run.optimizer.step()
     run.optimizer.zero_grad()
     return StepFigures(mean_loss, norm_value, run.base_rates[0] * factor)

@@ -75,9 +75,10 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         )
         pipe.send(_ready(run, groups))
         narration.ready(run, resumed)
-        last, drained = _loop(run, pipe, writer, resumed)
-        watch.enter(RankPhase.CHECKPOINT)
-        writer.finish(last)
+        with writer:
+            last, drained = _loop(run, pipe, writer, resumed)
+            watch.enter(RankPhase.CHECKPOINT)
+            writer.finish(last)
         watch.enter(RankPhase.FINISHED)
         pipe.send(RankFinished(step=last, drained=drained))
 
@@ -87,7 +88,7 @@ def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple
     steps = run.spec.train.steps
     for step in range(resumed + 1, steps + 1):
         agreement = propose(pipe, run.gang.control)
-        loss = _timed_step(run, step)
+        loss = _timed_step(run, writer, step)
         agreed = agreement.outcome()
         if _is_due(step, run.spec.train.eval_every, steps):
             _report_evaluation(run, pipe, step)
@@ -98,9 +99,9 @@ def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple
     return max(steps, resumed), False
 
 
-def _timed_step(run: Run, step: int) -> float:
+def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
     began = time.perf_counter()
-    figures = train_step(run, step)
+    figures = train_step(run, step, lambda: _await_copies(run, writer))
     elapsed = time.perf_counter() - began
     done = BoardStep(
         step=step,
@@ -123,6 +124,15 @@ def _save(run: Run, writer: CheckpointWriter, step: int, loss: float) -> None:
     if writer.is_due(step):
         run.watch.enter(RankPhase.CHECKPOINT)
         writer.save(capture(run, step, loss))
+
+
+def _await_copies(run: Run, writer: CheckpointWriter) -> None:
+    if writer.is_copying:
+        run.watch.enter(RankPhase.CHECKPOINT)
+        writer.release()
+        run.watch.enter(RankPhase.OPTIMIZER)
+    else:
+        writer.release()
 
 
 def _report_evaluation(run: Run, pipe: Pipe, step: int) -> None:

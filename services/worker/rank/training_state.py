@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import (
     SavedShard,
@@ -41,17 +42,24 @@ class TrainingState:
         loss: Of the last of them; None before the first.
         tensors: By name, where they are: the next step changes them.
         text: The boxes and the random states that are no tensors, as safetensors metadata.
+        lasting: Names of the tensors that nothing but the optimizer's step changes.
     """
 
     step: int
     loss: float | None
     tensors: Mapping[str, torch.Tensor]
     text: Mapping[str, str]
+    lasting: frozenset[str] = frozenset()
 
 
 def capture(run: Run, step: int, loss: float | None) -> TrainingState:
     """The state of ``run`` after ``step`` steps on this rank."""
-    state = {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
+    model = model_state(run.model)
+    optimizer = optimizer_state(run.model, run.optimizer)
+    state = {**model, **optimizer}
+    # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
+    # they may change in a forward pass.
+    sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
     entries = local_shards(state, run.gang.mesh)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
@@ -75,7 +83,8 @@ def capture(run: Run, step: int, loss: float | None) -> TrainingState:
         "python_random": random.getstate(),
         "numpy_random": _numpy_state(),
     }
-    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)})
+    lasting = frozenset(name for name in tensors if name in sharded or name in optimizer)
+    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
 
 
 def restore(run: Run, readers: Iterable[ShardReader]) -> None:

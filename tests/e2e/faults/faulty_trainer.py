@@ -77,7 +77,12 @@ class Saving:
         self._pipe.send = self.send  # type: ignore[method-assign]  # the same shape
 
     def write(
-        self, folder: Path, rank: int, tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]
+        self,
+        folder: Path,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        text: Mapping[str, str],
+        go_on: Callable[[], None],
     ) -> ShardFile:
         self._is_watched = STEP in folder.name
         self._strike("before_write")
@@ -85,10 +90,10 @@ class Saving:
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, limits[1]))
             try:
-                return cast("ShardFile", self._write(folder, rank, tensors, text))
+                return cast("ShardFile", self._write(folder, rank, tensors, text, go_on))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return cast("ShardFile", self._write(folder, rank, tensors, text))
+        return cast("ShardFile", self._write(folder, rank, tensors, text, go_on))
 
     def parts(
         self, tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]

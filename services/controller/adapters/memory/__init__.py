@@ -7,6 +7,7 @@ from services.controller.adapters.memory.access import MemoryAudit, MemoryLimite
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
 from services.controller.adapters.memory.office import MemoryClock, MemoryLeadership, listening
+from services.controller.adapters.memory.plans import MemoryPlans
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.ports.office import Ports
 
@@ -17,6 +18,7 @@ def memory_ports(server: MemoryServer) -> Ports:
         jobs=MemoryJobs(server),
         nodes=MemoryNodes(server),
         facts=MemoryFacts(server),
+        plans=MemoryPlans(server),
         telemetry=MemoryTelemetry(server),
         leadership=MemoryLeadership(server),
         clock=MemoryClock(server),

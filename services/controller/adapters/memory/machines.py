@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from services.contract import redis_keys as keys
+from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, no_node
-from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
 
@@ -18,7 +20,16 @@ class MemoryNodes:
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
         return [
-            self._server.nodes[name].model_copy(update={"drain": self._server.drains.get(name)})
+            self._server.nodes[name].model_copy(
+                update={
+                    "drain": self._server.drains.get(name),
+                    "measured": {
+                        device: found
+                        for (node_id, device), found in self._server.measured.items()
+                        if node_id == name
+                    },
+                }
+            )
             for name in sorted(self._server.nodes)
         ]
 
@@ -36,6 +47,15 @@ class MemoryNodes:
             self._server.drains.pop(node_id, None)
         else:
             self._server.drains[node_id] = drain
+        await self._server.wake()
+
+    async def keep_measured(
+        self, node_id: str, device_type: DeviceType, found: Measurement, epoch: int
+    ) -> None:
+        """See ``NodeStore.keep_measured``."""
+        self._server.refuse_deposed(epoch)
+        self._server.measured[node_id, device_type] = found
+        self._server.asked.pop(keys.measuring(node_id, device_type), None)
         await self._server.wake()
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.contract.messages.commands import COMMAND, Command
+from services.contract.messages.probing import DeviceType, ModelProbed
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.plan import Plan
 from services.controller.domain.rate import Bucket
 from services.controller.domain.token import Token
 from services.controller.ports.jobs import Claim, Stored
@@ -18,7 +20,10 @@ from services.controller.ports.machines import Entry, Log
 
 @dataclass
 class MemoryServer:
-    """The shared state. ``now_ms`` is its clock, in milliseconds since 1970."""
+    """The shared state. ``now_ms`` is its clock, in milliseconds since 1970.
+
+    ``plans``, ``answers`` and ``asked`` say beside each entry when it is forgotten.
+    """
 
     now_ms: Callable[[], int]
     jobs: dict[str, Stored] = field(default_factory=dict)
@@ -37,6 +42,10 @@ class MemoryServer:
     tokens: dict[str, Token] = field(default_factory=dict)
     buckets: dict[str, Bucket] = field(default_factory=dict)
     audit: list[Entry] = field(default_factory=list)
+    measured: dict[tuple[str, DeviceType], Measurement] = field(default_factory=dict)
+    plans: dict[str, tuple[int, Plan]] = field(default_factory=dict)
+    answers: dict[str, tuple[int, ModelProbed]] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
     leader: str | None = None
     epoch: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)

@@ -10,6 +10,7 @@ from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes, RedisTelemetry
 from services.controller.adapters.redis.office import RedisClock, RedisLeadership, listening
+from services.controller.adapters.redis.plans import RedisPlans
 from services.controller.ports.office import Ports
 
 
@@ -21,6 +22,7 @@ async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator
             jobs=RedisJobs(clients),
             nodes=RedisNodes(clients),
             facts=RedisFacts(clients),
+            plans=RedisPlans(clients),
             telemetry=RedisTelemetry(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),

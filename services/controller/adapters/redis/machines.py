@@ -6,11 +6,12 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys as keys
+from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
 from services.controller.domain.errors import CursorExpiredError, DeposedError, no_node
-from services.controller.domain.node import Drain, Lease, Node
+from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
 # The consumer is the office, not its holder: whoever takes the lead finds what the last holder
@@ -28,6 +29,7 @@ class RedisNodes:
         self._clients = clients
         self._put = clients.writes.register_script(scripts.PUT_NODE)
         self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
+        self._measure = clients.writes.register_script(scripts.MEASURED_NODE)
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
@@ -35,8 +37,9 @@ class RedisNodes:
             async with self._clients.reads.pipeline(transaction=True) as pipe:
                 pipe.hgetall(keys.NODES)
                 pipe.hgetall(keys.DRAINING_NODES)
-                records, drains = await pipe.execute()
-        return [_node(records[name], drains.get(name)) for name in sorted(records)]
+                pipe.hgetall(keys.MEASURED_NODES)
+                records, drains, measured = await pipe.execute()
+        return [_node(records[name], drains.get(name), measured) for name in sorted(records)]
 
     async def put(self, node: Node, epoch: int) -> None:
         """See ``NodeStore.put``."""
@@ -57,6 +60,18 @@ class RedisNodes:
             )
         if status == "gone":
             raise no_node(node_id)
+
+    async def keep_measured(
+        self, node_id: str, device_type: DeviceType, found: Measurement, epoch: int
+    ) -> None:
+        """See ``NodeStore.keep_measured``."""
+        with answering():
+            status = await self._measure(
+                keys=[keys.EPOCH, keys.MEASURED_NODES, keys.measuring(node_id, device_type)],
+                args=[epoch, f"{node_id}/{device_type}", found.model_dump_json(), keys.WAKE],
+            )
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
         """See ``NodeStore.leases``."""
@@ -209,11 +224,15 @@ class RedisTelemetry:
             )
 
 
-def _node(record: str, drain: str | None) -> Node:
+def _node(record: str, drain: str | None, measured: Mapping[str, str]) -> Node:
     node = Node.model_validate_json(record)
-    if drain is None:
-        return node
-    return node.model_copy(update={"drain": Drain.model_validate_json(drain)})
+    told = {
+        field.rpartition("/")[2]: Measurement.model_validate_json(text)
+        for field, text in measured.items()
+        if field.rpartition("/")[0] == node.id
+    }
+    known = None if drain is None else Drain.model_validate_json(drain)
+    return node.model_copy(update={"drain": known, "measured": told})
 
 
 def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:

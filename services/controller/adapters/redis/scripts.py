@@ -129,6 +129,57 @@ return 'ok'
 """
 )
 
+MEASURED_NODE: Final = (
+    _REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, measured nodes, that it was asked; ARGV: epoch, field, record, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('DEL', KEYS[3])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+KEEP_PLAN: Final = (
+    _TAKE_LIST
+    + """
+-- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that
+local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
+local patience, question, measuring, measure = take(), take(), take(), take()
+redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
+redis.call('EXPIRE', KEYS[1], ttl)
+if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
+  redis.call('XADD', KEYS[6], '*', field, measure)
+end
+if fresh == '1' then redis.call('DEL', KEYS[2]) end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
+if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
+redis.call('XADD', KEYS[4], '*', field, question)
+return 'asked'
+"""
+)
+
+CONCLUDE_PLAN: Final = """
+-- KEYS: plan; ARGV: the state that it must be in, record, state
+local known = redis.call('HMGET', KEYS[1], 'state', 'doc')
+if not known[1] then return {'gone', ''} end
+if known[1] ~= ARGV[1] then return {'known', known[2]} end
+redis.call('HSET', KEYS[1], 'doc', ARGV[2], 'state', ARGV[3])
+return {'ok', ''}
+"""
+
+KEEP_ANSWER: Final = (
+    _REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, answer, that it was asked; ARGV: epoch, record, its life in s
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
+redis.call('DEL', KEYS[3])
+return 'ok'
+"""
+)
+
 DRAIN_NODE: Final = """
 -- KEYS: nodes, draining nodes; ARGV: node id, record ('' to forget it), wake channel
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 'gone' end

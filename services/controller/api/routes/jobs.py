@@ -9,12 +9,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
+from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem
 from services.contract.requests import CloneRequest, JobPatch
-from services.contract.specs import JobSpec
 from services.contract.states import JobState
-from services.contract.views import AttemptList, JobPage, JobView, ResumeRequest, StopRequest
+from services.contract.views import (
+    AttemptList,
+    JobPage,
+    JobView,
+    ResumeRequest,
+    SparseJobPage,
+    StopRequest,
+)
 from services.controller.api.conditional import answer, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
@@ -31,6 +38,7 @@ from services.controller.use_cases import jobs as use_cases
 from services.controller.use_cases.access import check_owner
 from services.controller.use_cases.clone import Cloning
 from services.controller.use_cases.clone import clone as clone_job
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.submit import Submission
 from services.controller.use_cases.submit import submit as submit_job
 
@@ -55,18 +63,25 @@ IdempotencyKey = Annotated[
     dependencies=[SUBMITS],
 )
 async def submit(
-    spec: JobSpec,
+    wanted: Submitted,
     request: Request,
     context: WithContext,
     actor: WithActor,
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
 ) -> Response:
-    """Submit a job. What can never run is refused, with every fault at once."""
-    _refuse_unspeakable(spec)
-    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(spec)))
+    """Submit a job, by a spec or by the plan that was made for one.
+
+    What can never run is refused, with every fault at once. A job by a plan runs that very plan.
+    """
+    refuse_unspeakable(wanted)
+    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
-        context.ports, Submission(spec, claim, dry_run=dry_run), actor, context.entry_points
+        context.ports,
+        Submission(wanted, claim, dry_run=dry_run),
+        actor,
+        context.entry_points,
+        context.drawing,
     )
     if dry_run:
         return answer(request, view)
@@ -74,7 +89,7 @@ async def submit(
     return answer(request, view, status=HTTPStatus.CREATED, headers=location)
 
 
-@router.get("", response_model=JobPage, dependencies=[READS])
+@router.get("", response_model=JobPage | SparseJobPage, dependencies=[READS])
 async def list_jobs(  # noqa: PLR0913 one parameter a filter
     request: Request,
     ports: WithPorts,
@@ -83,13 +98,25 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     label: Annotated[list[str] | None, Query(description="`key=value` or `key`; all")] = None,
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
+    sort: Annotated[
+        JobOrder, Query(description="by what, then by id; `-` begins with the highest")
+    ] = NEWEST_FIRST,
+    fields: Annotated[
+        str | None,
+        Query(max_length=1000, description="a job's fields, by commas: these and `id` alone"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """Jobs, newest first."""
-    wanted = use_cases.JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
-    page = await use_cases.list_jobs(ports, wanted, cursor, limit)
-    return answer(request, page, headers=next_link(request, page.next_cursor))
+    """Jobs, newest first or as ``sort`` says."""
+    names = None if fields is None else _field_names(fields)
+    wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
+    page = await use_cases.list_jobs(ports, wanted, cursor, limit, sort)
+    shown: BaseModel = page
+    if names is not None:
+        items = tuple(job.model_dump(mode="json", include=names) for job in page.items)
+        shown = SparseJobPage(items=items, next_cursor=page.next_cursor)
+    return answer(request, shown, headers=next_link(request, page.next_cursor))
 
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])
@@ -121,7 +148,7 @@ async def patch_job(
 
     Only people's changes make an ETag stale here, not a job's progress.
     """
-    _refuse_unspeakable(patch)
+    refuse_unspeakable(patch)
     wish = PatchAsked(patch, revisions_matched(if_match))
     return answer(request, await use_cases.change_course(ports, job_id, wish, actor))
 
@@ -152,7 +179,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     if body.from_checkpoint is not None:
         may = "have its checkpoint kept for a clone; without from_checkpoint anybody may clone it"
         await check_owner(context.ports, job_id, asks, may)
-    _refuse_unspeakable(body)
+    refuse_unspeakable(body)
     claim = None
     if idempotency_key is not None:
         claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
@@ -274,8 +301,29 @@ def next_link(request: Request, cursor: str | None) -> dict[str, str]:
     return {"Link": f'<{url.path}?{url.query}>; rel="next"'}
 
 
-def _refuse_unspeakable(spec: BaseModel) -> None:
-    """JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
+def _field_names(fields: str) -> set[str]:
+    """The fields of a job that are named, by commas, and its id.
+
+    Raises:
+        InvalidRequestError: A job has no such field.
+    """
+    names = {name.strip() for name in fields.split(",")}
+    if unknown := sorted(names - JobView.model_fields.keys()):
+        known = ", ".join(JobView.model_fields)
+        faults = [
+            Fault(
+                pointer="",
+                detail=f"fields: a job has no field {name!r}; its fields are {known}",
+                code="unknown_field",
+            )
+            for name in unknown
+        ]
+        raise InvalidRequestError(faults)
+    return {*names, "id"}
+
+
+def refuse_unspeakable(spec: BaseModel) -> None:
+    """Refuse what is no text: JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
     faults = [
         Fault(pointer=place, detail="not a Unicode string", code="string_unicode")
         for place in _unspeakable(spec.model_dump(), "")

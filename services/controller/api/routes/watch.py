@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import AwareDatetime
 
 from services.contract.views import EventPage, LogPage
 from services.controller.api import sse
@@ -59,6 +60,10 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     stream: Literal["stdout", "stderr"] | None = None,
     level: Annotated[use_cases.Level | None, Query(description="this one and worse")] = None,
     text: Annotated[str | None, Query(max_length=200, description="text in the line")] = None,
+    since: Annotated[
+        AwareDatetime | None, Query(description="lines of this time and later")
+    ] = None,
+    until: Annotated[AwareDatetime | None, Query(description="lines before this time")] = None,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
     limit: Limit = 500,
     cursor: Cursor = None,
@@ -67,7 +72,9 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
 ) -> Response:
     """What a job's ranks wrote, oldest first."""
     after = to_entry_id(last_event_id or cursor)
-    wanted = use_cases.LineFilter(rank=rank, stream=stream, level=level, text=text)
+    wanted = use_cases.LineFilter(
+        rank=rank, stream=stream, level=level, text=text, since=since, until=until
+    )
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)

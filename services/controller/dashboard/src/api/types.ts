@@ -27,6 +27,7 @@ export type ExitReason =
   | "restarts_exhausted"
   | "preempted"
   | "node_drained"
+  | "resized"
   | "hang"
   | "nan";
 
@@ -119,6 +120,12 @@ export interface TrainSpec {
 export interface ResourceSpec {
   ranks: number;
   device: "auto" | "cpu" | "cuda";
+  world: WorldSpec | null;
+}
+
+export interface WorldSpec {
+  min: number;
+  max: number;
 }
 
 export interface MeshSpec {
@@ -212,6 +219,31 @@ export interface CloneOrigin {
   step: number;
 }
 
+export interface MemoryView {
+  parameters: number;
+  buffers: number;
+  gradients: number;
+  optimizer: number;
+  unsharded: number;
+  whole_gradients: number;
+  activations: number;
+  communication: number;
+  total: number;
+}
+
+export interface EstimateView {
+  plan_id: string;
+  peak: MemoryView;
+  where: string;
+  unit: string;
+  host_bytes: number;
+  micro_batch: number;
+  step_time_s: number | null;
+  measured_peak_bytes: number | null;
+  measured_as: "resident" | "allocated" | null;
+  ratio: number | null;
+}
+
 export interface JobView {
   id: string;
   name: string;
@@ -223,7 +255,10 @@ export interface JobView {
   evaluation: Evaluation | null;
   attempt: number;
   restarts: number;
+  world_size: number;
+  world: WorldSpec | null;
   plan: GangPlan | null;
+  estimate: EstimateView | null;
   latest_checkpoint: string | null;
   cloned_from: CloneOrigin | null;
   revision: number;
@@ -394,6 +429,22 @@ export interface Inventory {
   versions: Record<string, string>;
 }
 
+export interface NodeFacts {
+  matmul_flops: Record<string, number>;
+  memory_bandwidth: number;
+  link_bandwidth: number;
+  network_bandwidth: number;
+  collective_latency: number;
+  ranks: number;
+  overlap: number;
+}
+
+export interface MeasuredView {
+  facts: NodeFacts | null;
+  failure: string | null;
+  measured_at: string;
+}
+
 export interface NodeView {
   id: string;
   state: NodeState;
@@ -403,6 +454,7 @@ export interface NodeView {
   jobs: string[];
   joined_at: string;
   lease_s: number | null;
+  measured: Record<string, MeasuredView>;
 }
 
 export interface NodeList {

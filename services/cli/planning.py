@@ -1,0 +1,66 @@
+"""``meshloom plan``: what a job will need, before anything is allocated."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from tenacity import Retrying, retry_if_result, wait_fixed
+
+from services.cli.client import Client
+from services.cli.connect import WATCHING_PATIENCE_S, connect, console
+from services.cli.plan_tables import plan_parts
+from services.cli.spec_file import read_spec
+from services.contract.planning import PlanView
+from services.contract.states import PlanState
+
+_EXIT_FAILED: Final = 1
+_EXIT_INFEASIBLE: Final = 3
+_LOOK_EVERY_S: Final = 0.5
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
+    *,
+    json: Annotated[bool, typer.Option("--json", help="The plan as the API answers it.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model anew.")] = False,
+) -> None:
+    """Say what the job in FILE will need, and whether it fits. Exit code 3: it does not."""
+    spec = read_spec(file)
+    with connect(WATCHING_PATIENCE_S) as client:
+        made = planned(client, spec, fresh=fresh)
+    if json:
+        sys.stdout.write(made.model_dump_json(indent=2) + "\n")
+    else:
+        show(made)
+    leave_unless_feasible(made)
+
+
+def planned(client: Client, spec: dict[str, Any], *, fresh: bool = False) -> PlanView:
+    """A plan that is READY or FAILED; waits while its model is profiled."""
+    made = client.plan(spec, fresh=fresh)
+    if made.state is not PlanState.PROBING:
+        return made
+    sys.stderr.write(f"{made.reason} …\n")
+    # The controller ends the wait: a plan that nobody answers becomes FAILED.
+    look = Retrying(
+        retry=retry_if_result(lambda now: now.state is PlanState.PROBING),
+        wait=wait_fixed(_LOOK_EVERY_S),
+    )
+    return look(client.get_plan, made.id)
+
+
+def show(made: PlanView) -> None:
+    """Print a plan."""
+    for part in plan_parts(made):
+        console.print(part)
+    if made.failure is not None and made.failure.traceback:
+        console.print(made.failure.traceback, markup=False)
+
+
+def leave_unless_feasible(made: PlanView) -> None:
+    """End the command with a code that says what kind of plan it is."""
+    if made.state is PlanState.FAILED:
+        raise typer.Exit(_EXIT_FAILED)
+    if not made.feasible:
+        raise typer.Exit(_EXIT_INFEASIBLE)

@@ -1,0 +1,202 @@
+"""Plans as the REST API shows them, and what a job keeps of the one that it was submitted with."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from fsdp_core.plan.model import MeshPlan, ShardingPlan
+from services.contract.ids import NodeId, PlanId, ProbeId
+from services.contract.messages.probing import DeviceType
+from services.contract.plans import RankPlacement
+from services.contract.specs import JobSpec
+from services.contract.states import PlanState
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class MemoryView(_View):
+    """Bytes of device memory at one moment, by what they are for.
+
+    ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
+    makes them, until they are reduced. ``communication``: what is being gathered or reduced.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    unsharded: int = 0
+    whole_gradients: int = 0
+    activations: int = 0
+    communication: int = 0
+    total: int = 0
+
+
+class RankMemory(_View):
+    """What each of ``ranks`` will need: at its peak, and between two steps.
+
+    ``where`` and ``unit`` say in which phase of the step the peak is and which unit is at work
+    there ("": the root, or none).
+    """
+
+    ranks: tuple[int, ...]
+    peak: MemoryView
+    where: str
+    unit: str
+    resting: MemoryView
+    host_bytes: int = Field(0, description="of the host, for what is offloaded")
+
+
+class AxisTraffic(_View):
+    """What one rank does along a mesh axis in a step. ``seconds``: as if nothing else ran."""
+
+    axis: str
+    ranks: int
+    bytes_sent: int
+    collectives: int
+    seconds: float | None = None
+
+
+class StepTimeView(_View):
+    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden."""
+
+    compute_s: float
+    optimizer_s: float
+    total_s: float
+    tokens_per_s: float
+
+
+class PlanUnit(_View):
+    """One unit: its modules, and how they are sharded, gathered and computed.
+
+    ``parameters`` are counted whole, ``rank_bytes`` is what the fullest rank keeps of them.
+    """
+
+    modules: tuple[str, ...]
+    parameters: int
+    rank_bytes: int
+    reshard_after_forward: bool | int
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    recompute: bool = False
+    offload: bool = False
+    prefetch: int | None = None
+    compile: bool = False
+
+
+class PlanAlternative(_View):
+    """Another plan that was considered, and why it lost."""
+
+    title: str
+    mesh: MeshPlan
+    micro_batch: int
+    peak_bytes: int | None = None
+    step_time_s: float | None = None
+    fits: bool
+    lost_because: str
+
+
+class PlanOutcome(_View):
+    """What a plan comes to. All of it is empty while its model is still probed.
+
+    ``feasible``: it fits the memory, and known nodes could seat it. ``reasons`` say why, or why
+    not; ``advice`` what to change. ``ranks``: where they would sit now; empty where there is no room
+    (``placement`` says why). ``memory_limit_bytes``: what a rank may use.
+    """
+
+    feasible: bool | None = None
+    reasons: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    device_type: DeviceType | None = None
+    mesh: MeshPlan | None = None
+    sharding: ShardingPlan | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = Field(None, description="forwards and backwards of a step")
+    units: tuple[PlanUnit, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
+    memory_limit_bytes: int | None = None
+    traffic: tuple[AxisTraffic, ...] = ()
+    step_time: StepTimeView | None = None
+    alternatives: tuple[PlanAlternative, ...] = ()
+    ranks: tuple[RankPlacement, ...] = ()
+    placement: str | None = None
+
+
+class PlanFailure(_View):
+    """Why there is no plan: the code tells programs, the reason people, and what they can do."""
+
+    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer"]
+    reason: str
+    advice: str
+    traceback: str | None = None
+
+
+class PlanProbe(_View):
+    """Where the model was profiled. ``cached``: an earlier plan had asked the same."""
+
+    id: ProbeId
+    node_id: NodeId
+    cached: bool
+    took_s: float | None = None
+
+
+class PlanView(PlanOutcome):
+    """A plan: where it stands, and what it comes to once its model is profiled."""
+
+    id: PlanId
+    state: PlanState
+    reason: str
+    failure: PlanFailure | None = None
+    probe: PlanProbe
+    owner: str
+    created_at: datetime
+    expires_at: datetime
+    spec: JobSpec
+
+
+class JobEstimate(_View):
+    """What a job's plan foresaw of its fullest rank."""
+
+    plan_id: PlanId
+    peak: MemoryView
+    where: str
+    unit: str
+    host_bytes: int = 0
+    micro_batch: int
+    step_time_s: float | None = None
+
+
+class EstimateView(JobEstimate):
+    """The same beside what the ranks of the newest attempt were seen to use.
+
+    ``measured_peak_bytes``: the most that any rank told after a step. ``measured_as``: ``resident``,
+    on CPUs, is all that the process has in memory, Python and PyTorch included; ``allocated``, on
+    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
+    """
+
+    measured_peak_bytes: int | None = None
+    measured_as: Literal["resident", "allocated"] | None = None
+    ratio: float | None = None
+
+
+class FromPlan(BaseModel):
+    """A job by the plan that was made for it: its spec, with that very mesh and sharding."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan_id: PlanId
+
+
+def _kind_of_submission(body: Any) -> str:  # noqa: ANN401 whatever came as JSON
+    names_plan = isinstance(body, FromPlan) or (isinstance(body, dict) and "plan_id" in body)
+    return "(plan)" if names_plan else "(spec)"
+
+
+Submitted = Annotated[
+    Annotated[JobSpec, Tag("(spec)")] | Annotated[FromPlan, Tag("(plan)")],
+    Discriminator(_kind_of_submission),
+]
+"""The body of ``POST /v1/jobs``: a spec, or a plan's id."""

@@ -1,0 +1,83 @@
+"""Plans and answers to probes in memory."""
+
+from services.contract import redis_keys as keys
+from services.contract.messages.probing import MeasureNode, ModelProbed
+from services.contract.states import PlanState
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.effects import Send
+from services.controller.domain.errors import no_plan
+from services.controller.domain.plan import Plan
+from services.controller.ports.plans import Asked
+
+
+class MemoryPlans:
+    """The port ``PlanStore``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def keep(
+        self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
+    ) -> Asked:
+        """See ``PlanStore.keep``."""
+        self._server.plans[plan.id] = (self._server.now_ms() + keys.PLAN_TTL_S * 1000, plan)
+        if measure is not None and isinstance(measure.command, MeasureNode):
+            marker = keys.measuring(measure.node_id, measure.command.device_type)
+            if self._mark(marker, keys.MEASURING_TTL_S * 1000):
+                self._server.deliver((measure,))
+        if fresh:
+            self._server.answers.pop(plan.probe_id, None)
+        if self._known(plan.probe_id) is not None:
+            return "cached"
+        patience_ms = plan.answer_by_ms - plan.created_ms
+        if not self._mark(keys.probe_asked(plan.probe_id), patience_ms):
+            return "pending"
+        self._server.deliver((question,))
+        return "asked"
+
+    async def load(self, plan_id: str) -> Plan:
+        """See ``PlanStore.load``."""
+        return self._plan(plan_id)
+
+    async def conclude(self, plan: Plan) -> Plan:
+        """See ``PlanStore.conclude``."""
+        known = self._plan(plan.id)
+        if known.state is not PlanState.PROBING:
+            return known
+        expires_ms, _ = self._server.plans[plan.id]
+        self._server.plans[plan.id] = (expires_ms, plan)
+        return plan
+
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
+        """See ``PlanStore.keep_answer``."""
+        self._server.refuse_deposed(epoch)
+        lives_s = keys.FAILED_PROBE_TTL_S if answer.failure else keys.PROBE_TTL_S
+        expires_ms = self._server.now_ms() + lives_s * 1000
+        self._server.answers[answer.probe_id] = (expires_ms, answer)
+        self._server.asked.pop(keys.probe_asked(answer.probe_id), None)
+        await self._server.wake()
+
+    async def answer(self, probe_id: str) -> ModelProbed | None:
+        """See ``PlanStore.answer``."""
+        return self._known(probe_id)
+
+    async def wait(self, probe_id: str, timeout_s: float) -> None:
+        """See ``PlanStore.wait``."""
+        await self._server.wait(timeout_s, lambda: self._known(probe_id) is not None)
+
+    def _plan(self, plan_id: str) -> Plan:
+        expires_ms, plan = self._server.plans.get(plan_id, (0, None))
+        if plan is None or expires_ms <= self._server.now_ms():
+            raise no_plan(plan_id)
+        return plan
+
+    def _known(self, probe_id: str) -> ModelProbed | None:
+        expires_ms, answer = self._server.answers.get(probe_id, (0, None))
+        return answer if expires_ms > self._server.now_ms() else None
+
+    def _mark(self, marker: str, lives_ms: int) -> bool:
+        """Whether the marker was not there; it is from now on."""
+        if self._server.asked.get(marker, 0) > self._server.now_ms():
+            return False
+        self._server.asked[marker] = self._server.now_ms() + lives_ms
+        return True

@@ -1,0 +1,140 @@
+"""Plans and answers to probes in Redis."""
+
+import asyncio
+import re
+import time
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from services.contract import redis_keys as keys
+from services.contract.cancellation import end_if_told
+from services.contract.messages.commands import COMMAND
+from services.contract.messages.probing import MeasureNode, ModelProbed
+from services.contract.states import PlanState
+from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis.connection import RedisClients, answering
+from services.controller.domain.effects import Send
+from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
+from services.controller.domain.plan import Plan
+from services.controller.ports.plans import Asked
+
+_PLAN_ID: Final = re.compile("plan_[0-9a-z]{26}")
+_LOOK_EVERY_S: Final = 0.1
+
+
+class RedisPlans:
+    """The port ``PlanStore``."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+        self._keep = clients.writes.register_script(scripts.KEEP_PLAN)
+        self._conclude = clients.writes.register_script(scripts.CONCLUDE_PLAN)
+        self._keep_answer = clients.writes.register_script(scripts.KEEP_ANSWER)
+
+    async def keep(
+        self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
+    ) -> Asked:
+        """See ``PlanStore.keep``."""
+        node_id, device_type = plan.node_id, plan.device_type
+        if measure is not None and isinstance(measure.command, MeasureNode):
+            node_id, device_type = measure.node_id, measure.command.device_type
+        with answering():
+            status: Asked = await self._keep(
+                keys=[
+                    keys.plan(plan.id),
+                    keys.probe(plan.probe_id),
+                    keys.probe_asked(plan.probe_id),
+                    keys.node_inbox(question.node_id),
+                    keys.measuring(node_id, device_type),
+                    keys.node_inbox(node_id),
+                ],
+                args=[
+                    plan.model_dump_json(),
+                    plan.state,
+                    keys.PLAN_TTL_S,
+                    int(fresh),
+                    keys.MESSAGE_FIELD,
+                    plan.answer_by_ms - plan.created_ms,
+                    _json(question),
+                    keys.MEASURING_TTL_S,
+                    "" if measure is None else _json(measure),
+                ],
+            )
+        return status
+
+    async def load(self, plan_id: str) -> Plan:
+        """See ``PlanStore.load``."""
+        # What is no id could name a key of another kind.
+        if not _PLAN_ID.fullmatch(plan_id):
+            raise no_plan(plan_id)
+        with answering():
+            text: Any = await self._clients.reads.hget(keys.plan(plan_id), "doc")
+        if text is None:
+            raise no_plan(plan_id)
+        return _plan(plan_id, text)
+
+    async def conclude(self, plan: Plan) -> Plan:
+        """See ``PlanStore.conclude``."""
+        with answering():
+            status, known = await self._conclude(
+                keys=[keys.plan(plan.id)],
+                args=[PlanState.PROBING.value, plan.model_dump_json(), plan.state],
+            )
+        if status == "gone":
+            raise no_plan(plan.id)
+        return plan if status == "ok" else _plan(plan.id, known)
+
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
+        """See ``PlanStore.keep_answer``."""
+        name = answer.probe_id
+        lives_s = keys.FAILED_PROBE_TTL_S if answer.failure else keys.PROBE_TTL_S
+        with answering():
+            status = await self._keep_answer(
+                keys=[keys.EPOCH, keys.probe(name), keys.probe_asked(name)],
+                args=[epoch, answer.model_dump_json(), lives_s],
+            )
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
+
+    async def answer(self, probe_id: str) -> ModelProbed | None:
+        """See ``PlanStore.answer``."""
+        with answering():
+            text = await self._clients.reads.get(keys.probe(probe_id))
+        if text is None:
+            return None
+        try:
+            return ModelProbed.model_validate_json(text)
+        except ValidationError as error:
+            raise RecordUnreadableError(
+                f"the answer to {probe_id} cannot be read by this version of the controller; "
+                "ask anew with POST /v1/plans?fresh=true"
+            ) from error
+
+    async def wait(self, probe_id: str, timeout_s: float) -> None:
+        """See ``PlanStore.wait``. It looks now and then: waiting requests hold no connection."""
+        ends = time.monotonic() + timeout_s
+        while not await self._is_answered(probe_id):
+            end_if_told()
+            left_s = ends - time.monotonic()
+            if left_s <= 0:
+                return
+            await asyncio.sleep(min(left_s, _LOOK_EVERY_S))
+
+    async def _is_answered(self, probe_id: str) -> bool:
+        with answering():
+            return bool(await self._clients.reads.exists(keys.probe(probe_id)))
+
+
+def _plan(plan_id: str, text: str) -> Plan:
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as error:
+        raise RecordUnreadableError(
+            f"the record of plan {plan_id} cannot be read by this version of the controller; "
+            "make a new one with POST /v1/plans"
+        ) from error
+
+
+def _json(send: Send) -> str:
+    return COMMAND.dump_json(send.command).decode()

@@ -1,0 +1,58 @@
+"""``/v1/plans``: what a job will need, before anything is allocated."""
+
+from http import HTTPStatus
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query, Request, Response
+
+from services.contract.planning import PlanView
+from services.contract.specs import JobSpec
+from services.contract.states import PlanState
+from services.controller.api.conditional import answer
+from services.controller.api.context import WithActor, WithContext
+from services.controller.api.routes.jobs import refuse_unspeakable
+from services.controller.api.scopes import READS, SUBMITS
+from services.controller.use_cases import plans as use_cases
+
+router = APIRouter(prefix="/v1/plans", tags=["plans"])
+_ASK_AGAIN_AFTER_S: Final = 1
+
+
+@router.post(
+    "",
+    status_code=HTTPStatus.CREATED,
+    response_model=PlanView,
+    responses={202: {"model": PlanView, "description": "The model is still profiled: ask again"}},
+    dependencies=[SUBMITS],
+)
+async def make_plan(
+    spec: JobSpec,
+    request: Request,
+    context: WithContext,
+    actor: WithActor,
+    *,
+    fresh: Annotated[bool, Query(description="Profile the model anew")] = False,
+) -> Response:
+    """Plan a job: mesh, units, memory, traffic, time, and why other layouts lost.
+
+    Allocates nothing. `POST /v1/jobs` with the plan's id runs that very plan.
+    """
+    refuse_unspeakable(spec)
+    view = await use_cases.make_plan(
+        context.ports,
+        use_cases.Wanted(spec, fresh),
+        actor,
+        context.entry_points,
+        context.drawing,
+    )
+    headers = {"Location": f"/v1/plans/{view.id}"}
+    if view.state is PlanState.PROBING:
+        headers["Retry-After"] = str(_ASK_AGAIN_AFTER_S)
+        return answer(request, view, status=HTTPStatus.ACCEPTED, headers=headers)
+    return answer(request, view, status=HTTPStatus.CREATED, headers=headers)
+
+
+@router.get("/{plan_id}", response_model=PlanView, dependencies=[READS])
+async def get_plan(plan_id: str, request: Request, context: WithContext) -> Response:
+    """One plan: PROBING, READY (feasible or not) or FAILED."""
+    return answer(request, await use_cases.get_plan(context.ports, plan_id, context.drawing))

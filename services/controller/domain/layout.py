@@ -1,0 +1,236 @@
+"""From a spec to what a node is asked about its model, and from the answer to a plan.
+
+Nothing is built here: the node profiles the model, and the search is arithmetic on that.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.model import (
+    SGD,
+    Alternative,
+    Candidate,
+    Fixed,
+    LayoutAnswer,
+    LayoutQuestion,
+    NodeFacts,
+    OptimizerFacts,
+    Seats,
+    ShardingPlan,
+    Training,
+    Workload,
+    conditions_for,
+    fixed_by,
+    search_layout,
+)
+from fsdp_core.plan.model.question import tp_sizes
+from services.contract.messages.probing import DeviceType, ProbeModel
+from services.contract.planning import PlanAlternative, PlanOutcome
+from services.contract.probes import probe_id
+from services.contract.specs import JobSpec, MeshSpec
+from services.controller.domain import outcome, planner
+from services.controller.domain.node import Node
+from services.controller.domain.placement import Gang, Never, Seated, Standing, place
+from services.controller.domain.plan import Profiled
+
+_UNASKED: Final = f"probe_{'0' * 32}"
+_DECODER_HEADS: Final = 6
+_UNITS_NAMED: Final = 4
+# What a kernel allocates within itself, an allocator's fragments and the process itself are not
+# estimated.
+_USABLE: Final = 0.9
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """What the nodes have for a job: where it would sit, and what a rank there may use."""
+
+    device_type: DeviceType
+    ranks_per_node: int
+    memory_bytes: int
+    facts: NodeFacts | None = None
+
+    @classmethod
+    def on(cls, node: Node, device_type: DeviceType) -> "RankRoom":
+        """The room on nodes like this one. A CPU rank may use its slot's share of the memory."""
+        inventory = node.inventory
+        if device_type == "cuda":
+            memory = min(each.memory_bytes for each in inventory.accelerators)
+            seats = len(inventory.accelerators)
+        else:
+            memory = inventory.memory_bytes // max(inventory.cpu_slots, 1)
+            seats = inventory.cpu_slots
+        measured = node.measured.get(device_type)
+        facts = None if measured is None else measured.facts
+        return cls(device_type, max(seats, 1), max(int(memory * _USABLE), 1), facts)
+
+
+def ask(spec: JobSpec, room: RankRoom, node: Node, timeout_s: float) -> ProbeModel:
+    """What a node is asked about the model of a spec.
+
+    Raises:
+        InvalidRequestError: The plan or the mesh cannot be.
+    """
+    question = _question(spec, room, SGD)
+    plan = planner.shard(spec)
+    wanted = ProbeModel(
+        probe_id=_UNASKED,
+        spec=spec,
+        device_type=room.device_type,
+        conditions=conditions_for(question),
+        stops=tuple(name for unit in plan.units for name in unit.modules if name),
+        tensor_parallel=question.tensor_parallel if max(tp_sizes(question)) > 1 else (),
+        timeout_s=timeout_s,
+    )
+    name = probe_id(wanted, node.inventory.versions)
+    return wanted.model_copy(update={"probe_id": name})
+
+
+@dataclass(frozen=True)
+class Study:
+    """A spec, what was found of its model, and the nodes on which it may run."""
+
+    spec: JobSpec
+    found: Profiled
+    room: RankRoom
+    standings: tuple[Standing, ...]
+
+
+def work_out(study: Study) -> PlanOutcome:
+    """The plan. Takes a while: not for an event loop."""
+    room, found = study.room, study.found
+    try:
+        answer = search_layout(found.profile, _question(study.spec, room, found.optimizer))
+    except PlanError as error:
+        return PlanOutcome(
+            feasible=False,
+            reasons=(str(error),),
+            advice=("name other modules in plan.units, or leave the plan to the search",),
+            device_type=room.device_type,
+            memory_limit_bytes=room.memory_bytes,
+        )
+    return _outcome(study, answer)
+
+
+def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> LayoutQuestion:
+    plan = planner.shard(spec)
+    micro = spec.train.micro_batch
+    question = LayoutQuestion(
+        seats=Seats(spec.worlds[0], room.ranks_per_node, room.memory_bytes, room.facts),
+        workload=Workload(
+            global_batch=spec.train.global_batch,
+            optimizer=optimizer,
+            micro_batch=None if micro == "auto" else micro,
+            param_dtype=plan.param_dtype,
+            reduce_dtype=plan.reduce_dtype,
+            output_dtype=plan.output_dtype,
+        ),
+        fixed=_fixed(spec, plan),
+        splits=planner.splits_of(spec),
+    )
+    return question if _can_split(spec, question) else replace(question, splits=())
+
+
+def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
+    said = fixed_by(plan, {} if spec.plan == "auto" else spec.plan)
+    return said if spec.mesh == "auto" else replace(said, mesh=plan.mesh)
+
+
+def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:
+    """Whether the built-in model's heads divide; a mesh that people chose is theirs to answer for."""
+    if spec.mesh != "auto" or spec.model.factory != "decoder":
+        return True
+    heads = spec.model.args.get("heads", _DECODER_HEADS)
+    return isinstance(heads, int) and heads % max(tp_sizes(question)) == 0
+
+
+def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
+    room, best = study.room, answer.best
+    spec = study.spec
+    if best is not None:
+        spec = spec.model_copy(update={"mesh": MeshSpec(**asdict(best.plan.mesh))})
+    ranks = study.spec.worlds[0]
+    seats = place(Gang.of(spec, ranks), study.standings)
+    is_elastic = study.spec.resources.world is not None
+    least = (f"for {ranks} ranks, the fewest that it may have",) if is_elastic else ()
+    never = (seats.reason,) if isinstance(seats, Never) else ()
+    shown = PlanOutcome(
+        feasible=answer.feasible and not never,
+        reasons=(*never, *least, *(answer.reasons or _why(answer, room))),
+        advice=(
+            *("join nodes that have the seats, or ask for fewer ranks" for _ in never),
+            *(each.text for each in answer.advice),
+        ),
+        device_type=room.device_type,
+        memory_limit_bytes=room.memory_bytes,
+        alternatives=tuple(_alternative(each) for each in answer.alternatives),
+        ranks=seats.ranks if isinstance(seats, Seated) else (),
+        placement=None if isinstance(seats, Seated) else seats.reason,
+    )
+    if best is None:
+        return shown
+    profile = study.found.profile
+    training = Training(best.micro_batch, best.accumulation, study.found.optimizer)
+    tokens = study.spec.train.global_batch * study.found.sequence_tokens
+    return shown.model_copy(
+        update={
+            "mesh": best.plan.mesh,
+            "sharding": best.plan,
+            "micro_batch": best.micro_batch,
+            "accumulation": best.accumulation,
+            "units": outcome.units_of(profile, best.plan),
+            "memory": outcome.memory_of_ranks(profile, best.plan, training),
+            "traffic": outcome.traffic_of(best.estimate, best.plan),
+            "step_time": outcome.step_time_of(best.estimate, tokens),
+        }
+    )
+
+
+def _why(answer: LayoutAnswer, room: RankRoom) -> tuple[str, ...]:
+    """Why the chosen one was chosen."""
+    if answer.best is None:
+        return ()
+    need = outcome.size(answer.best.estimate.peak.memory.total)
+    others = "the best" if answer.exhaustive else "the best found"
+    words = (
+        f"{others} of {answer.considered} layouts by {answer.ranked_by}; its fullest rank needs "
+        f"{need} of {outcome.size(room.memory_bytes)}"
+    )
+    return (words,)
+
+
+def _alternative(other: Alternative) -> PlanAlternative:
+    candidate = other.candidate
+    time = candidate.estimate.time
+    return PlanAlternative(
+        title=_title(candidate),
+        mesh=candidate.plan.mesh,
+        micro_batch=candidate.micro_batch,
+        peak_bytes=candidate.estimate.peak.memory.total,
+        step_time_s=None if time is None else time.total,
+        fits=candidate.fits,
+        lost_because=other.why,
+    )
+
+
+def _title(candidate: Candidate) -> str:
+    """How it is laid out, in a few words."""
+    mesh = candidate.plan.mesh
+    units = [unit for unit in candidate.plan.units if unit.modules != ("",)]
+    words = [f"{mesh.dp_replicate} x {mesh.dp_shard} x {mesh.tp}"]
+    named = ["+".join(unit.modules) for unit in units]
+    if len(named) > _UNITS_NAMED:
+        named = [*named[:_UNITS_NAMED], f"{len(named) - _UNITS_NAMED} more"]
+    words.append(f"units {' '.join(named)}" if units else "one unit")
+    if any(unit.recompute for unit in units):
+        words.append("recomputed")
+    kept = {unit.reshard_after_forward for unit in units}
+    words += [f"slices over {n}" for n in sorted(kept - {None, True, False}, key=str)]
+    if False in kept:
+        words.append("kept whole")
+    if deep := max((unit.prefetch or 0 for unit in units), default=0):
+        words.append(f"prefetch {deep}")
+    if any(unit.offload for unit in candidate.plan.units):
+        words.append("offloaded")
+    return ", ".join(words)

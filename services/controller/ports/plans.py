@@ -1,0 +1,65 @@
+"""Where plans are kept, and what nodes answered to probes."""
+
+from typing import Literal, Protocol
+
+from services.contract.messages.probing import ModelProbed
+from services.controller.domain.effects import Send
+from services.controller.domain.plan import Plan
+
+Asked = Literal["cached", "pending", "asked"]
+"""The answer is there already; somebody has asked and waits; or it was asked for just now."""
+
+
+class PlanStore(Protocol):
+    """Plans for a week, answers for a day. Both are forgotten by themselves."""
+
+    async def keep(
+        self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
+    ) -> Asked:
+        """Keep a new plan and put what it asks into inboxes, together.
+
+        Args:
+            plan: It.
+            question: Its ``ProbeModel``. Nothing is sent if it was answered, or asked and not
+                answered yet.
+            measure: A ``MeasureNode``, if it is wanted; sent at most once a minute.
+            fresh: Forget the answer that there is.
+        """
+        ...
+
+    async def load(self, plan_id: str) -> Plan:
+        """One plan.
+
+        Raises:
+            NotFoundError: There is none, or none any more.
+            RecordUnreadableError: There is one, but its record makes no sense here.
+        """
+        ...
+
+    async def conclude(self, plan: Plan) -> Plan:
+        """Write what became of a probing plan. The first conclusion stands: that one is answered.
+
+        Raises:
+            NotFoundError: It was forgotten meanwhile.
+        """
+        ...
+
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
+        """Keep what a node answered; a failure for a minute only.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+        """
+        ...
+
+    async def answer(self, probe_id: str) -> ModelProbed | None:
+        """The answer to a probe; None if there is none, or none any more.
+
+        Raises:
+            RecordUnreadableError: There is one that makes no sense here.
+        """
+        ...
+
+    async def wait(self, probe_id: str, timeout_s: float) -> None:
+        """Return once the probe is answered, or after ``timeout_s`` seconds."""
+        ...

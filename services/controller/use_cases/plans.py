@@ -1,0 +1,268 @@
+"""Making plans: have a model profiled, wait for that a little, work the plan out.
+
+A plan that is still PROBING is concluded by whoever looks at it next, on any controller, so that
+nothing is lost with the one that was asked.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import structlog
+from pydantic import ValidationError
+
+from services.contract import redis_keys as keys
+from services.contract.entry_points import EntryPoints
+from services.contract.ids import new_plan_id
+from services.contract.messages.probing import DeviceType, MeasureNode, ProbeModel
+from services.contract.planning import JobEstimate, PlanProbe, PlanView
+from services.contract.pointers import faults_of
+from services.contract.problems import Fault
+from services.contract.specs import JobSpec
+from services.contract.states import NodeState, PlanState
+from services.controller.domain import layout, planner
+from services.controller.domain.effects import Send
+from services.controller.domain.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    StateConflictError,
+)
+from services.controller.domain.layout import RankRoom, Study
+from services.controller.domain.placement import Gang, Seated, Standing, device_of, place, stand
+from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, judge
+from services.controller.domain.spec_rules import against_the_rules
+from services.controller.domain.support import unsupported
+from services.controller.ports.jobs import Actor
+from services.controller.ports.office import Ports
+from services.controller.use_cases.present import moment
+
+_log = structlog.get_logger()
+_RANDOM_BYTES: Final = 10
+# The node may be at another probe, and its fact has to be heeded.
+_ANSWER_MARGIN_MS: Final = 30_000
+_MEASURED_WITHIN_MS: Final = 30_000
+_FAILED_MEASURE_STANDS_MS: Final = 60_000
+_LOOK_EVERY_S: Final = 0.1
+_AT_ONCE: Final = 1
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How plans are made here.
+
+    ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
+    take. ``hands``: plans are worked out one at a time, beside the event loop.
+    """
+
+    wait_s: float = 5.0
+    probe_timeout_s: float = 120.0
+    hands: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+
+class Wanted(NamedTuple):
+    """A spec and how its plan was asked for. ``fresh``: its model is profiled anew."""
+
+    spec: JobSpec
+    fresh: bool = False
+
+
+async def make_plan(
+    ports: Ports, wanted: Wanted, actor: Actor, allowed: EntryPoints, drawing: Drawing
+) -> PlanView:
+    """A plan for a spec; still PROBING if its model could not be profiled soon enough.
+
+    Raises:
+        InvalidRequestError: The spec can never run; all faults at once.
+        StateConflictError: No node is there that could profile the model.
+    """
+    spec = wanted.spec
+    _refuse_faulty(spec, allowed)
+    standings = await _standings(ports)
+    device_type = device_of(Gang.of(spec), standings)
+    chosen = _least_busy(standings, device_type)
+    if chosen is None:
+        raise StateConflictError(
+            f"no node with {_DEVICES[device_type]} is ready that could profile the model; "
+            "start an agent (meshloom nodes lists them) and ask again",
+            code="no_node_to_probe",
+        )
+    node = chosen.node
+    question = layout.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
+    now_ms = await ports.clock.now_ms()
+    measure = _measure_of(chosen, question, now_ms)
+    plan = Plan(
+        id=new_plan_id(now_ms, ports.entropy(_RANDOM_BYTES)),
+        spec=spec,
+        owner=actor.name,
+        device_type=device_type,
+        probe_id=question.probe_id,
+        node_id=node.id,
+        cached=not wanted.fresh and await ports.plans.answer(question.probe_id) is not None,
+        created_ms=now_ms,
+        answer_by_ms=now_ms + int(question.timeout_s * 1000) + _ANSWER_MARGIN_MS,
+        measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
+    )
+    asked = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
+    _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=asked)
+    return plan_view(await _patiently(ports, plan, drawing))
+
+
+async def get_plan(ports: Ports, plan_id: str, drawing: Drawing) -> PlanView:
+    """A plan as it is now.
+
+    Raises:
+        NotFoundError: There is none, or none any more.
+    """
+    return plan_view(await _look(ports, await ports.plans.load(plan_id), drawing))
+
+
+class Submittable(NamedTuple):
+    """What a job by a plan is: a spec of which nothing is left to be chosen, and what to expect."""
+
+    spec: JobSpec
+    estimate: JobEstimate | None
+
+
+async def submittable(ports: Ports, plan_id: str, drawing: Drawing) -> Submittable:
+    """The job that a plan describes.
+
+    Raises:
+        InvalidRequestError: There is no such plan, or it is infeasible.
+        StateConflictError: It is still PROBING, or has FAILED.
+    """
+    try:
+        plan = await _look(ports, await ports.plans.load(plan_id), drawing)
+    except NotFoundError as error:
+        raise _refusal(str(error), "plan_unknown") from error
+    if plan.state is PlanState.PROBING:
+        raise StateConflictError(
+            f"{plan_id} is not made yet: {plan.reason}; ask again in a moment",
+            code="plan_probing",
+        )
+    if plan.failure is not None:
+        raise StateConflictError(
+            f"{plan_id} failed: {plan.failure.reason}; {plan.failure.advice}", code="plan_failed"
+        )
+    made = plan.outcome
+    if not made.feasible or made.sharding is None or made.micro_batch is None:
+        advice = "; ".join(made.advice) or "change the spec and plan again"
+        raise _refusal(f"{plan_id} is infeasible: {plan.reason}; {advice}", "plan_infeasible")
+    try:
+        spec = planner.planned(plan.spec, made.sharding, made.micro_batch)
+    except ValidationError as error:
+        raise InvalidRequestError(faults_of(error.errors(), None)) from error
+    return Submittable(spec, plan.estimate)
+
+
+def plan_view(plan: Plan) -> PlanView:
+    """A plan as the REST API shows it."""
+    made = moment(plan.created_ms)
+    return PlanView(
+        **dict(plan.outcome),
+        id=plan.id,
+        state=plan.state,
+        reason=plan.reason,
+        failure=plan.failure,
+        probe=PlanProbe(
+            id=plan.probe_id, node_id=plan.node_id, cached=plan.cached, took_s=plan.took_s
+        ),
+        owner=plan.owner,
+        created_at=made,
+        expires_at=made + timedelta(seconds=keys.PLAN_TTL_S),
+        spec=plan.spec,
+    )
+
+
+_DEVICES: Final = {"cpu": "CPU slots", "cuda": "GPUs"}
+
+
+def _refuse_faulty(spec: JobSpec, allowed: EntryPoints) -> None:
+    faults = against_the_rules(spec, allowed) + unsupported(spec)
+    try:
+        planner.shard(spec)
+    except InvalidRequestError as error:
+        faults += error.faults
+    if faults:
+        raise InvalidRequestError(faults)
+
+
+def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Standing | None:
+    """The node to ask: open ones first, then those with the least at work, then by name."""
+    able = [
+        standing
+        for standing in standings
+        if standing.node.state == NodeState.READY
+        and standing.has_lease
+        and standing.capacity(device_type)
+    ]
+    return min(
+        able,
+        key=lambda s: (not s.is_open, s.cpu_taken + len(s.accelerators_taken), s.node.id),
+        default=None,
+    )
+
+
+def _measure_of(chosen: Standing, question: ProbeModel, now_ms: int) -> Send | None:
+    known = chosen.node.measured.get(question.device_type)
+    stands = known is not None and (
+        known.facts is not None or now_ms - known.at_ms < _FAILED_MEASURE_STANDS_MS
+    )
+    return None if stands else Send(chosen.node.id, MeasureNode(device_type=question.device_type))
+
+
+async def _patiently(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
+    """The plan once it is concluded, or as it is when the patience is over."""
+    clock = asyncio.get_running_loop().time
+    ends = clock() + drawing.wait_s
+    await ports.plans.wait(plan.probe_id, drawing.wait_s)
+    while True:
+        plan = await _look(ports, plan, drawing)
+        if plan.state is not PlanState.PROBING or clock() >= ends:
+            return plan
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
+    """The plan after all that is known by now."""
+    if plan.state is not PlanState.PROBING:
+        return plan
+    answer = await ports.plans.answer(plan.probe_id)
+    standings = await _standings(ports)
+    asked = next((s.node for s in standings if s.node.id == plan.node_id), None)
+    measured = None if asked is None else asked.measured.get(plan.device_type)
+    now_ms = await ports.clock.now_ms()
+    verdict = judge(plan, answer, measured, now_ms)
+    if isinstance(verdict, StillProbing):
+        return plan
+    if isinstance(verdict, Plan):
+        _log.info("plan_failed", plan_id=plan.id, reason=verdict.reason)
+        return await ports.plans.conclude(verdict)
+    async with drawing.hands:
+        known = await ports.plans.load(plan.id)
+        if known.state is not PlanState.PROBING:
+            return known
+        study = _study(plan, verdict, standings)
+        outcome = await asyncio.to_thread(layout.work_out, study)
+        return await ports.plans.conclude(conclude(plan, verdict, outcome))
+
+
+def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Study:
+    """Where the job would run now: its room is that of the tightest node."""
+    outcome = place(Gang.of(plan.spec), standings)
+    if isinstance(outcome, Seated):
+        nodes = outcome.nodes
+    else:
+        nodes = tuple(s.node for s in standings if s.node.id == plan.node_id)
+    rooms = [RankRoom.on(node, plan.device_type) for node in nodes]
+    return Study(plan.spec, found, min(rooms, key=lambda room: room.memory_bytes), standings)
+
+
+async def _standings(ports: Ports) -> tuple[Standing, ...]:
+    jobs = [stored.job for stored in await ports.jobs.active()]
+    nodes = await ports.nodes.nodes()
+    return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
+
+
+def _refusal(detail: str, code: str) -> InvalidRequestError:
+    return InvalidRequestError([Fault(pointer="/plan_id", detail=detail, code=code)])

@@ -1,0 +1,89 @@
+"""Carries out the commands that no gang does: on checkpoints, on models, on the node itself."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.contract.commit_chain import ChainError
+from services.contract.messages.commands import (
+    CommitCheckpoint,
+    ExportCheckpoint,
+    PurgeJob,
+    RetireCheckpoint,
+    VerifyCheckpoint,
+)
+from services.contract.messages.facts import Fact
+from services.contract.messages.probing import MeasureNode, ProbeModel
+from services.worker.agent.exporter import Exporter
+from services.worker.agent.prober import Prober
+from services.worker.agent.self_test import SelfTest
+from services.worker.agent.storage import Storage, purge
+
+Question = (
+    CommitCheckpoint
+    | RetireCheckpoint
+    | VerifyCheckpoint
+    | ExportCheckpoint
+    | PurgeJob
+    | ProbeModel
+    | MeasureNode
+)
+_log = structlog.get_logger()
+
+
+class Answers:
+    """What this node answers with facts.
+
+    Args:
+        node_id: The node.
+        storage: The checkpoints of all jobs.
+        exporter: Puts their models together.
+        prober: Profiles models.
+        self_test: Measures the node.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        storage: Storage,
+        exporter: Exporter,
+        prober: Prober,
+        self_test: SelfTest,
+    ) -> None:
+        self._node_id = node_id
+        self._storage = storage
+        self._exporter = exporter
+        self._prober = prober
+        self._self_test = self_test
+
+    async def to(self, command: Question, ranks_are_here: Callable[[], bool]) -> Sequence[Fact]:
+        """Carry a command out, and answer with what is to be told."""
+        facts: Sequence[Fact]
+        match command:
+            case CommitCheckpoint():
+                facts = (await asyncio.to_thread(self._storage.commit, command),)
+            case RetireCheckpoint():
+                facts = await self._retire(command)
+            case ExportCheckpoint():
+                facts = await self._exporter.export(command)
+            case VerifyCheckpoint():
+                facts = await asyncio.to_thread(self._storage.verify, command)
+            case PurgeJob():
+                facts = (await asyncio.to_thread(purge, self._storage, command, self._node_id),)
+            case ProbeModel():
+                facts = (await self._prober.probe(command),)
+            case MeasureNode():
+                facts = (await self._self_test.measure(command, ranks_are_here),)
+        return facts
+
+    def give_way(self) -> None:
+        """Ranks are about to start."""
+        self._self_test.give_way()
+
+    async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
+        try:
+            return (await asyncio.to_thread(self._storage.retire, command),)
+        except (ChainError, OSError) as error:
+            _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
+            return ()

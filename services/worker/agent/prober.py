@@ -1,0 +1,95 @@
+"""Has models profiled on this node, and tells why where there is no profile.
+
+Every question is answered anew: what the user wrote may have changed since, and its code has no
+digest. Whoever asks keeps the answers.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import psutil
+import structlog
+from pydantic import ValidationError
+
+from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
+from services.worker.agent.admission import Admission, NotAdmittedError
+from services.worker.agent.asking import Asker, Asking, Ended
+from services.worker.agent.mask import Mask
+
+# Below ranks, so that a step waits little for a probe; not far below, or on a node whose ranks take
+# all processors a probe would not end in time.
+NICENESS: Final = 5
+_LACKS_MEMORY: Final = ("MemoryError", "bad_alloc", "Cannot allocate memory")
+_log = structlog.get_logger()
+
+
+class Prober:
+    """Probes models on behalf of one node.
+
+    Args:
+        node_id: Who answers.
+        admission: What jobs may have here.
+        asker: Runs the probe's process.
+    """
+
+    def __init__(self, node_id: str, admission: Admission, asker: Asker) -> None:
+        self._node_id = node_id
+        self._admission = admission
+        self._asker = asker
+
+    async def probe(self, command: ProbeModel) -> ModelProbed:
+        """Run the probe to its end."""
+        began = time.monotonic()
+        try:
+            secrets = self._admission.admit(command.spec)
+        except NotAdmittedError as error:
+            answer = self._failed(command, ProbeFailure(code="refused", reason=str(error)))
+        else:
+            answer = await self._ask(command, secrets)
+        if answer.failure is not None:
+            _log.warning("probe_failed", probe=command.probe_id, code=answer.failure.code)
+        return answer.model_copy(update={"took_s": time.monotonic() - began})
+
+    async def _ask(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
+        seat = ProbeSeat(
+            node_id=self._node_id,
+            question=command,
+            memory_bytes=command.memory_bytes or psutil.virtual_memory().available // 2,
+            secrets=dict(secrets),
+            data_roots=tuple(map(str, self._admission.data_roots)),
+        )
+        mask = Mask(secrets)
+        asking = Asking(
+            "services.worker.rank.probe", command.probe_id, seat, command.timeout_s, NICENESS
+        )
+        try:
+            ended = await self._asker.ask(asking)
+        except OSError as error:
+            reason = f"no process could be started for the probe: {error}"
+            return self._failed(command, ProbeFailure(code="crashed", reason=reason))
+        try:
+            return ModelProbed.model_validate_json(mask.line(ended.answer))
+        except ValidationError:
+            return self._failed(command, _failure(ended, command.timeout_s, mask))
+
+    def _failed(self, command: ProbeModel, failure: ProbeFailure) -> ModelProbed:
+        return ModelProbed(
+            probe_id=command.probe_id, node_id=self._node_id, took_s=0.0, failure=failure
+        )
+
+
+def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:
+    """Why a process did not answer."""
+    words = mask.text(ended.words)
+    traceback = words or None
+    where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
+    if ended.code is None:
+        reason = f"no profile within {timeout_s:g} s{where}"
+        return ProbeFailure(code="timed_out", reason=reason, traceback=traceback)
+    last = "".join(f": {line}" for line in words.splitlines()[-1:])
+    reason = ended.how + (where or last)
+    if ended.lacked_memory or any(word in words for word in _LACKS_MEMORY):
+        return ProbeFailure(code="out_of_memory", reason=reason, traceback=traceback)
+    return ProbeFailure(code="crashed", reason=reason, traceback=traceback)

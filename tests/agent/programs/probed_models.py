@@ -1,0 +1,87 @@
+"""Models and data as users write them, well and badly, for probes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+VOCAB = 256
+
+
+class Tokens:
+    """Data of one length, which talks."""
+
+    digest = "none"
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def batch(self, step: int, indices: Sequence[int]) -> torch.Tensor:
+        sys.stdout.write(f'{{"kind": "model_probed", "step": {step}}}\n')
+        return torch.zeros(len(indices), self._length + 1, dtype=torch.int64)
+
+    def validation(self) -> list[torch.Tensor]:
+        return []
+
+    def baselines(self) -> dict[str, float]:
+        return {}
+
+
+def tokens(length: int = 16) -> Tokens:
+    return Tokens(length)
+
+
+class Small(nn.Module):
+    """A model that is no trouble."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+def hangs(child_to: str) -> nn.Module:
+    """Waits for ever, and so does a process of another session."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
+    )
+    draft = Path(f"{child_to}.draft")
+    draft.write_text(str(child.pid))
+    draft.replace(child_to)
+    while True:
+        signal.pause()
+
+
+def hoards() -> nn.Module:
+    """Makes tensors where it wants them, without end."""
+    hoard = []
+    while True:
+        hoard.append(torch.zeros(1 << 20, device="cpu"))
+
+
+def crashes() -> nn.Module:
+    sys.stderr.write("I have had enough\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return Small()
+
+
+class Confides(Small):
+    """Tells its secret in the error that it raises."""
+
+    def __init__(self, credential: str) -> None:
+        super().__init__()
+        self._credential = credential
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        del tokens
+        raise PermissionError(f"the hub refused {self._credential!r}")

@@ -1,0 +1,79 @@
+"""``meshloom ls`` and ``logs`` narrowed down, and moments as people type them."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import typer
+from redis import Redis
+from typer.testing import CliRunner
+
+from services.cli.app import app
+from services.cli.connect import console
+from services.cli.moments import moment
+from tests.controller.agent_double import AgentDouble
+from tests.controller.conftest import job_body
+from tests.controller.test_process import started
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.redis
+def test_jobs_and_lines_are_sorted_and_narrowed(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "width", 200)
+
+    def typed(*words: str) -> str:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def order(*words: str) -> list[str]:
+        table = typed("ls", *words)
+        names = [name for name in ("slow", "fast", "other") if name in table]
+        return sorted(names, key=table.index)
+
+    with (
+        started(redis_url) as controller,
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+    ):
+        monkeypatch.setenv("MESHLOOM_URL", str(controller.client.base_url))
+        for name, priority in (("fast", 2), ("slow", 1), ("other", 3)):
+            body = job_body(name=name, priority=priority, labels={"kind": name[-1]})
+            controller.client.post("/v1/jobs", json=body).raise_for_status()
+        assert order() == ["other", "slow", "fast"]
+        assert order("--sort", "priority") == ["slow", "fast", "other"]
+        assert order("--sort", "-priority", "--limit", "2") == ["other", "fast"]
+        assert order("--label", "kind=t", "--owner", "local") == ["fast"]
+        assert order("--q", "LOW") == ["slow"]
+        assert order("--owner", "nobody") == []
+
+        agent = AgentDouble(redis)
+        agent.join()
+        newest = controller.client.get("/v1/jobs?q=other").json()["items"][0]["id"]
+        gang = agent.launches(newest)
+        now_ms = int(datetime.now(UTC).timestamp() * 1000)
+        for words, time_ms in (("before", now_ms - 3 * HOUR_MS), ("lately", now_ms)):
+            agent.writes(gang, 0, words, time_ms=time_ms)
+        assert typed("logs", newest, "--since", "2h") == "[0] lately\n"
+        assert typed("logs", newest, "--until", "2h") == "[0] before\n"
+        since = datetime.fromtimestamp(now_ms / 1000 - 4 * 3600, tz=UTC).isoformat()
+        assert typed("logs", newest, "--since", since, "--until", "1h") == "[0] before\n"
+
+
+def test_a_moment_is_a_time_or_an_age() -> None:
+    assert moment("2026-11-21T18:00:00Z") == datetime(2026, 11, 21, 18, tzinfo=UTC)
+    assert moment("2026-11-21T18:00:00+02:00") == datetime(2026, 11, 21, 16, tzinfo=UTC)
+    local = datetime(2026, 11, 21, 18).astimezone()
+    assert moment("2026-11-21T18:00:00") == local
+    for age, seconds in {"90s": 90, "15m": 900, "2h": 7200, "1d": 86400}.items():
+        earliest, found, latest = datetime.now(UTC), moment(age), datetime.now(UTC)
+        assert earliest <= found + timedelta(seconds=seconds) <= latest
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "5", "5w", "999999999d", "-1h", "0001-01-01T00:00:00+12:00"]
+)
+def test_what_is_no_moment_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="neither a time"):
+        moment(text)

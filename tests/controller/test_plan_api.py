@@ -1,0 +1,218 @@
+"""Plans over REST, jobs by their plan, and the commands of ``meshloom`` for both."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from httpx2 import Response
+
+from services.contract.messages.probing import ProbeFailure
+from services.controller.api.guard import AccessPolicy
+from tests.controller.conftest import House, job_body, open_house
+from tests.controller.profiles import ARGS
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+BATCH = {"steps": 10, "global_batch": 16}
+
+
+@pytest.fixture
+def desk(redis_url: str) -> Iterator[House]:
+    """A controller whose requests for plans do not wait."""
+    with open_house(redis_url, AccessPolicy(), plan_wait_s=0) as opened:
+        yield opened
+
+
+def body(**changes: object) -> dict[str, object]:
+    small = {"model": {"factory": "decoder", "args": ARGS}, "train": BATCH}
+    return job_body(**small) | changes
+
+
+def join(house: House, slots: int = 4) -> None:
+    house.agent.join(slots=slots)
+    until(lambda: house.get("/v1/nodes")["items"], timeout_s=20, every_s=0.01)
+
+
+def plan_of(house: House, **changes: object) -> dict[str, Any]:
+    """A plan, while the agent's double profiles and measures."""
+    answers = threading.Thread(target=_answer, args=(house,))
+    answers.start()
+    answer = house.client.post("/v1/plans", json=body(**changes))
+    answers.join()
+    assert answer.status_code == 201, answer.text
+    assert answer.headers["location"] == f"/v1/plans/{answer.json()['id']}"
+    return dict(answer.json())
+
+
+def _answer(house: House) -> None:
+    house.agent.profiles(house.agent.is_asked())
+    house.agent.measures()
+
+
+def in_state(house: House, plan_id: str, state: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        plan = house.get(f"/v1/plans/{plan_id}")
+        return plan if plan["state"] == state else None
+
+    return until(look, timeout_s=20, every_s=0.01)
+
+
+def submits(house: House, plan_id: str, **headers: str) -> Response:
+    answer = house.client.post("/v1/jobs", json={"plan_id": plan_id}, headers=headers)
+    assert isinstance(answer, Response)
+    return answer
+
+
+def test_a_plan_says_all_that_a_job_will_need_and_allocates_nothing(house: House) -> None:
+    join(house)
+    plan = plan_of(house, resources={"ranks": 4})
+    mesh = plan["mesh"]
+    assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"] == 4
+    assert [(seat["rank"], seat["node_id"], seat["device"]) for seat in plan["ranks"]] == [
+        (rank, "loom-1", "cpu") for rank in range(4)
+    ]
+    assert plan["units"][0]["modules"] == [""]
+    assert sum(unit["parameters"] for unit in plan["units"]) > 40_000
+    assert sorted(rank for kind in plan["memory"] for rank in kind["ranks"]) == [0, 1, 2, 3]
+    for kind in plan["memory"]:
+        parts = {name: value for name, value in kind["peak"].items() if name != "total"}
+        assert sum(parts.values()) == kind["peak"]["total"] <= plan["memory_limit_bytes"]
+        assert kind["where"]
+    assert plan["step_time"]["total_s"] > 0
+    assert all(axis["ranks"] > 1 for axis in plan["traffic"])
+    data_ranks = mesh["dp_replicate"] * mesh["dp_shard"]
+    assert plan["micro_batch"] * plan["accumulation"] * data_ranks == 16
+    assert plan["alternatives"]
+    assert all(other["lost_because"] for other in plan["alternatives"])
+    assert house.get(f"/v1/plans/{plan['id']}") == plan
+    assert house.get("/v1/nodes/loom-1")["measured"]["cpu"]["facts"]["ranks"] == 4
+    assert house.get("/v1/jobs")["items"] == []
+    assert house.get("/v1/capacity")["cpu_slots_free"] == 4
+
+
+def test_a_plan_that_is_not_made_yet_is_answered_as_such_and_cannot_be_submitted(
+    desk: House,
+) -> None:
+    join(desk)
+    answer = desk.client.post("/v1/plans", json=body())
+    assert answer.status_code == 202
+    plan = answer.json()
+    assert plan["state"] == "PROBING"
+    assert answer.headers["location"] == f"/v1/plans/{plan['id']}"
+    assert answer.headers["retry-after"] == "1"
+    early = submits(desk, plan["id"])
+    assert (early.status_code, early.json()["code"]) == (409, "plan_probing")
+    failure = ProbeFailure(code="raised", reason="KeyError: 'dim'", traceback="Traceback: dim")
+    desk.agent.fails_to_profile(desk.agent.is_asked(), failure)
+    failed = in_state(desk, plan["id"], "FAILED")
+    assert failed["failure"]["traceback"] == "Traceback: dim"
+    refused = submits(desk, plan["id"])
+    assert (refused.status_code, refused.json()["code"]) == (409, "plan_failed")
+    assert "KeyError" in refused.json()["detail"]
+    assert "mend the model" in refused.json()["detail"]
+
+
+def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
+    join(house)
+    plan = plan_of(house)
+    made = submits(house, plan["id"], **{"Idempotency-Key": "once"})
+    assert made.status_code == 201, made.text
+    job_id = made.json()["id"]
+    gang = house.agent.launches(job_id)
+    job = house.job(job_id)
+    assert json.dumps(job["spec"]["plan"]) == json.dumps(plan["sharding"])
+    assert json.dumps(job["plan"]["sharding"]) == json.dumps(plan["sharding"])
+    assert gang.plan.sharding.mesh.ranks == 2
+    assert gang.spec.train.micro_batch == plan["micro_batch"]
+    assert job["spec"]["mesh"] == plan["mesh"]
+    assert submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
+    fullest = plan["memory"][0]
+    assert job["estimate"] | {"measured_as": None} == {
+        "plan_id": plan["id"],
+        "peak": fullest["peak"],
+        "where": fullest["where"],
+        "unit": fullest["unit"],
+        "host_bytes": 0,
+        "micro_batch": plan["micro_batch"],
+        "step_time_s": plan["step_time"]["total_s"],
+        "measured_peak_bytes": None,
+        "measured_as": None,
+        "ratio": None,
+    }
+    house.agent.samples(gang, [1, 1], memory_bytes=2 * fullest["peak"]["total"])
+    seen = house.job(job_id)["estimate"]
+    assert seen["measured_peak_bytes"] == 2 * fullest["peak"]["total"] + 1
+    assert (seen["measured_as"], seen["ratio"]) == ("resident", 2.0)
+
+
+def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(house: House) -> None:
+    join(house)
+    plan = plan_of(house, resources={"world": {"min": 2, "max": 4}})
+    mesh = plan["mesh"]
+    assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"] == 2
+    assert "fewest" in plan["reason"]
+    made = submits(house, plan["id"]).json()
+    assert made["spec"]["resources"]["world"] == {"min": 2, "max": 4}
+    gang = house.agent.launches(made["id"])
+    assert gang.plan.sharding.mesh.dp_shard == mesh["dp_shard"]
+    assert json.dumps(made["spec"]["plan"]["units"]) == json.dumps(plan["sharding"]["units"])
+
+
+def test_a_job_by_a_spec_is_not_probed_and_has_no_estimate(house: House) -> None:
+    join(house)
+    job_id = house.submit()
+    house.agent.launches(job_id)
+    assert {command.kind for command in house.agent.commands()} == {"launch_gang"}
+    assert house.job(job_id)["estimate"] is None
+
+
+def test_a_repeated_submission_finds_its_job_when_the_plan_is_forgotten(house: House) -> None:
+    join(house)
+    plan = plan_of(house)
+    job_id = submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"]
+    house.redis.delete(f"ml:plan:{plan['id']}")
+    assert submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
+    gone = submits(house, plan["id"])
+    (fault,) = gone.json()["errors"]
+    assert (gone.status_code, fault["code"], fault["pointer"]) == (422, "plan_unknown", "/plan_id")
+    assert "seven days" in fault["detail"]
+    assert house.client.get(f"/v1/plans/{plan['id']}").status_code == 404
+
+
+def test_an_infeasible_plan_says_why_and_is_not_run(house: House) -> None:
+    join(house, slots=1)
+    plan = plan_of(house, resources={"ranks": 2})
+    assert (plan["state"], plan["feasible"]) == ("READY", False)
+    assert plan["reasons"]
+    assert plan["advice"]
+    refused = submits(house, plan["id"])
+    (fault,) = refused.json()["errors"]
+    assert (refused.status_code, fault["code"]) == (422, "plan_infeasible")
+    assert plan["reasons"][0] in fault["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "pointers"),
+    [
+        ("/v1/plans", {"train": {"steps": 0}}, {"/model", "/data", "/train/steps"}),
+        ("/v1/plans", body(plan={"colour": 1}), {"/plan/colour"}),
+        ("/v1/plans", body(mesh={"dp_shard": 3}), {"/mesh"}),
+        ("/v1/jobs", {"plan_id": "mine"}, {"/plan_id"}),
+        ("/v1/jobs", {"plan_id": "plan_" + "0" * 26, "name": "x"}, {"/name"}),
+        ("/v1/jobs", body(mesh={"dp_shard": 3}), {"/mesh"}),
+    ],
+)
+def test_faults_point_into_the_body(
+    quiet_house: House, path: str, sent: object, pointers: set[str]
+) -> None:
+    answer = quiet_house.client.post(path, json=sent)
+    assert answer.status_code == 422, answer.text
+    assert {fault["pointer"] for fault in answer.json()["errors"]} == pointers
+
+
+def test_without_a_node_there_is_nobody_to_profile_a_model(quiet_house: House) -> None:
+    answer = quiet_house.client.post("/v1/plans", json=body())
+    assert (answer.status_code, answer.json()["code"]) == (409, "no_node_to_probe")
+    assert "start an agent" in answer.json()["detail"]

@@ -1,0 +1,129 @@
+"""``meshloom plan`` and ``submit --plan`` against a controller process, with an agent's double."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from typer.testing import CliRunner, Result
+
+from services.cli.app import app
+from services.cli.connect import console
+from services.cli.errors import CliError
+from services.contract.messages.probing import ProbeFailure, ProbeModel
+from tests.controller.agent_double import AgentDouble
+from tests.controller.conftest import job_body
+from tests.controller.profiles import ARGS
+from tests.controller.test_process import started
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+Answer = Callable[[ProbeModel], None]
+
+
+class Terminal:
+    """The command line, and the agent's double that answers it."""
+
+    def __init__(self, redis: Redis, folder: Path) -> None:
+        self.agent = AgentDouble(redis)
+        self._folder = folder
+
+    def types(self, *words: str) -> Result:
+        return CliRunner().invoke(app, words)
+
+    def types_while(self, answer: Answer, *words: str) -> Result:
+        """A command, while the next question to the agent is answered so."""
+        asked = [c for c in self.agent.commands() if isinstance(c, ProbeModel)]
+        number = len(asked) + 1
+        answering = threading.Thread(target=lambda: answer(self.agent.is_asked(number)))
+        answering.start()
+        done = self.types(*words)
+        answering.join()
+        return done
+
+    def profiles(self, question: ProbeModel) -> None:
+        self.agent.profiles(question)
+        self.agent.measures()
+
+    def spec(self, **changes: object) -> str:
+        path = self._folder / "spec.yaml"
+        small = {"model": {"factory": "decoder", "args": ARGS}, "name": "typed"}
+        path.write_text(json.dumps(job_body(**small | changes)))
+        return str(path)
+
+
+@pytest.fixture
+def terminal(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setattr(console, "width", 240)
+    with (
+        started(redis_url, plan_wait_s="0.2") as controller,
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+    ):
+        monkeypatch.setenv("MESHLOOM_URL", str(controller.client.base_url))
+        terminal = Terminal(redis, tmp_path)
+        terminal.agent.join()
+        until(lambda: "loom-1" in terminal.types("nodes").stdout, timeout_s=60)
+        yield terminal
+
+
+def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
+    terminal: Terminal,
+) -> None:
+    spec = terminal.spec()
+    shown = terminal.types_while(terminal.profiles, "plan", spec)
+    assert shown.exit_code == 0, shown.output
+    for words in (
+        *("feasible", "dp_shard", "loom-1: ranks 0, 1", "units", "(root)", "optimizer"),
+        *("traffic of a rank", "tokens/s", "what else was considered", "why not", "█"),
+    ):
+        assert words in shown.stdout, words
+    plan = json.loads(terminal.types("plan", spec, "--json").stdout)
+    assert plan["probe"]["cached"]
+    submitted = terminal.types("submit", "--plan-id", plan["id"])
+    assert submitted.exit_code == 0, submitted.output
+    job_id = submitted.stdout.split()[1]
+    gang = terminal.agent.launches(job_id)
+    assert gang.spec.train.micro_batch == plan["micro_batch"]
+    assert "nothing measured yet" in terminal.types("status", job_id).stdout
+    terminal.agent.samples(gang, [1, 1], memory_bytes=3 * plan["memory"][0]["peak"]["total"])
+    assert "3.00 times as much" in terminal.types("status", job_id).stdout
+    directly = terminal.types("submit", spec, "--plan")
+    assert directly.exit_code == 0, directly.output
+    assert "plan_" in directly.stdout
+    assert "submitted job_" in directly.stdout
+    fresh = terminal.types_while(terminal.profiles, "plan", spec, "--fresh")
+    assert fresh.exit_code == 0, fresh.output
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_one_that_failed_with_1(
+    terminal: Terminal,
+) -> None:
+    spec = terminal.spec(resources={"ranks": 8})
+    tight = terminal.types_while(terminal.profiles, "submit", spec, "--plan")
+    assert tight.exit_code == 3, tight.output
+    assert "infeasible" in tight.stdout
+    assert "fewer ranks" in tight.stdout
+    failure = ProbeFailure(code="raised", reason="KeyError: 'dim'", traceback="File model.py")
+
+    def fail(question: ProbeModel) -> None:
+        terminal.agent.fails_to_profile(question, failure)
+
+    failed = terminal.types_while(fail, "plan", terminal.spec(data={"factory": "a.b:c"}))
+    assert failed.exit_code == 1, failed.output
+    for words in ("KeyError: 'dim'", "mend the model", "File model.py"):
+        assert words in failed.stdout
+    assert terminal.types("ls").stdout.count("job_") == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("submit",),
+        ("submit", "spec.yaml", "--plan-id", "x"),
+        ("submit", "--plan-id", "x", "--plan"),
+    ],
+)
+def test_what_is_no_submission_is_refused_before_anything_is_asked(words: tuple[str, ...]) -> None:
+    assert isinstance(CliRunner().invoke(app, words).exception, CliError)
