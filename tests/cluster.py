@@ -168,6 +168,7 @@ class Cluster:
             "MESHLOOM_REDIS_URL": self._link("controller", stack),
             "MESHLOOM_HOST": "127.0.0.1",
             "MESHLOOM_PORT": str(port),
+            "MESHLOOM_GROW_AFTER_S": "1",
         }
         command = [sys.executable, "-m", "services.controller"]
         self.url = f"http://127.0.0.1:{port}"

@@ -37,12 +37,20 @@ def paced(orders: Path, pace_s: float) -> dict[str, object]:
     return {"factory": "faulty_models:FaultyDecoder", "args": arguments}
 
 
-def finish(cluster: Cluster, job_id: str, undisturbed: Losses) -> JobView:
+def set_pace(orders: Path, pace_s: float) -> None:
+    """Have the ranks of such a job rest for so long before each pass from now on."""
+    draft = orders / "draft"
+    draft.write_text(str(pace_s))
+    draft.replace(orders / "pace")
+
+
+def finish(cluster: Cluster, job_id: str, undisturbed: Losses, tolerance: float = 0.0) -> JobView:
     """See the job to its end; whatever was done to it, nothing may be lost or done twice."""
     done = cluster.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
     attempts = cluster.client.attempts(job_id).items
-    invariants.check_losses(cluster.losses(job_id), undisturbed, attempts, len(undisturbed))
+    losses, last = cluster.losses(job_id), len(undisturbed)
+    invariants.check_losses(losses, undisturbed, attempts, last, tolerance)
     check(cluster, job_id)
     invariants.check_histories(cluster.redis_url)
     _record(cluster, job_id)

@@ -75,9 +75,13 @@ def check_attempts(attempts: Sequence[AttemptView]) -> None:
 
 
 def check_losses(
-    losses: Losses, undisturbed: Losses, attempts: Sequence[AttemptView], last_step: int
+    losses: Losses,
+    undisturbed: Losses,
+    attempts: Sequence[AttemptView],
+    last_step: int,
+    tolerance: float = 0.0,
 ) -> None:
-    """The losses are those of the undisturbed run, bit for bit.
+    """The losses are those of the undisturbed run, bit for bit or within ``tolerance``.
 
     A node that was lost takes the last steps of its loss curve with it, those that no beat had
     brought to Redis: they may be missing right before the commit from which the next attempt began.
@@ -85,7 +89,7 @@ def check_losses(
     Raises:
         ViolationError: They are not.
     """
-    wrong = [step for step, loss in losses.items() if loss != undisturbed[step]]
+    wrong = [step for step, loss in losses.items() if _differ(loss, undisturbed[step], tolerance)]
     if wrong:
         raise ViolationError(f"the losses of steps {wrong} are not those of the undisturbed run")
     missing = set(range(1, last_step + 1)) - losses.keys()
@@ -96,6 +100,12 @@ def check_losses(
             step -= 1
     if missing:
         raise ViolationError(f"the losses of steps {sorted(missing)} are missing")
+
+
+def _differ(loss: float | None, other: float | None, tolerance: float) -> bool:
+    if loss is None or other is None:
+        return loss is not other
+    return abs(loss - other) > tolerance
 
 
 def check_events(events: Iterable[EventView]) -> None:

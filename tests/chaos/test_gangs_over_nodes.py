@@ -9,7 +9,7 @@ import pytest
 from services.contract.queue import DrainRequest
 from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import JobView, ResumeRequest, StopRequest
-from tests.chaos.conftest import LONG, check, eventually, finish, paced
+from tests.chaos.conftest import LONG, check, eventually, finish, paced, set_pace
 from tests.chaos.invariants import Losses
 from tests.cluster import Cluster
 from tests.parts import gone
@@ -142,6 +142,39 @@ def test_a_pause_and_a_drain_take_a_checkpoint_across_nodes_and_lose_no_step(
     done = finish(cluster, job_id, undisturbed)
     assert done.restarts == 0
     assert [a.lost_steps for a in cluster.client.attempts(job_id).items] == [0, 0, 0]
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node_and_grows_when_it_is_back(
+    cluster: Cluster, undisturbed: Losses, tmp_path: Path
+) -> None:
+    cluster.client.drain(LARGE, DrainRequest())
+    asked = {
+        "resources": {"world": {"min": 2, "max": 4}, "device": "cpu"},
+        # The pace changes, and that is no hang.
+        "faults": {"hang_timeout_s": 100, "max_restarts": 1},
+        "model": paced(tmp_path, 0.05),
+    }
+    job_id = cluster.submit(**WIDE | asked).id
+    assert nodes_of(cluster.committed(job_id)) == [HEAD, HEAD, OTHER, OTHER]
+    set_pace(tmp_path, 3.0)  # until the node is back
+    cluster.nodes[OTHER].kill()
+    smaller = cluster.at_step(job_id, 1, attempt=2)
+    assert nodes_of(smaller) == [HEAD, HEAD]
+    assert (smaller.world_size, smaller.restarts) == (2, 1)
+    assert cluster.node_view(OTHER).state is NodeState.LOST
+    cluster.nodes[OTHER].start()
+    eventually(lambda: OTHER in cluster.ready())
+    set_pace(tmp_path, 0.3)
+    whole = cluster.at_step(job_id, 1, attempt=3)
+    assert nodes_of(whole) == [HEAD, HEAD, OTHER, OTHER]
+    set_pace(tmp_path, 0.0)
+    done = finish(cluster, job_id, undisturbed, tolerance=1e-5)
+    assert done.restarts == 1
+    (first, second, last) = cluster.client.attempts(job_id).items
+    assert [a.world_size for a in (first, second, last)] == [4, 2, 4]
+    assert first.exit_reason is ExitReason.NODE_LOST
+    assert (second.exit_reason, second.lost_steps) == (ExitReason.RESIZED, 0)
+    assert last.resumed_from is not None
 
 
 def nodes_of(job: JobView) -> list[str]:

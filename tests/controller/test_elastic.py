@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from services.contract.states import ExitReason, JobState
+from services.controller.domain import planner
 from services.controller.domain.job import Job
 from services.controller.domain.placement import Gang, NotNow, Seated, Standing, place
 from services.controller.ports.machines import Log
@@ -270,6 +271,16 @@ def test_a_gang_that_spreads_does_not_wait_for_the_one_node_that_could_hold_it()
     nowhere = place(Gang.of(free), [nodes[0], Standing(node("b", slots=1))])
     assert isinstance(nowhere, NotNow)
     assert "3 CPU slots on a, b are needed, at most 2 are free" in nowhere.reason
+
+
+def test_a_plan_for_the_fewest_ranks_leaves_the_others_possible() -> None:
+    wide = spec(resources={"world": {"min": 2, "max": 6}})
+    assert planner.planned(wide, planner.shard(wide), 6).worlds == (2, 4, 6)
+    assert planner.planned(wide, planner.shard(wide), 1).train.micro_batch == 1
+    few = planner.planned(wide, planner.shard(wide), 2)
+    assert (few.worlds, few.train.micro_batch) == ((2, 4, 6), "auto")
+    fixed = planner.planned(spec(), planner.shard(spec()), 3)
+    assert (fixed.worlds, fixed.train.micro_batch) == ((2,), 3)
 
 
 def test_whole_copies_of_the_parameters_come_and_go() -> None:

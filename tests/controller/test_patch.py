@@ -2,12 +2,13 @@
 
 import pytest
 
-from services.contract.messages.commands import RetireCheckpoint
+from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.requests import JobPatch
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.events import PatchAsked
-from tests.controller.conftest import House
+from tests.controller.conftest import House, job_body
 from tests.controller.histories import commands, new_job, play, running, saved
+from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -99,6 +100,33 @@ def test_a_change_wants_the_etag_and_refuses_a_stale_one(quiet_house: House) -> 
     assert (any_one.status_code, any_one.json()["labels"]) == (200, {})
     kinds = [e["kind"] for e in quiet_house.get(f"{path}/events")["items"]]
     assert kinds == ["job.queued", "job.patched", "job.patched"]
+
+
+def test_an_elastic_jobs_bounds_are_shown_and_changed_over_rest(house: House) -> None:
+    house.agent.join()
+    until(lambda: house.get("/v1/nodes")["items"])
+    elastic = job_body(resources={"world": {"min": 2, "max": 4}, "device": "cpu"})
+    foreseen = house.client.post("/v1/jobs", params={"dry_run": True}, json=elastic).json()
+    assert (foreseen["world_size"], len(foreseen["plan"]["ranks"])) == (4, 4)
+    job_id = house.submit(**elastic)
+    gang = house.agent.launches(job_id)
+    house.agent.trains(gang, range(1, 3))
+    running = house.in_state(job_id, "RUNNING")
+    assert (running["world"], running["world_size"]) == ({"min": 2, "max": 4}, 4)
+    assert running["spec"]["resources"] == {"device": "cpu", "world": {"min": 2, "max": 4}}
+    path = f"/v1/jobs/{job_id}"
+    etag = house.client.get(path).headers["etag"]
+    lower = {"resources": {"world": {"max": 2}}}
+    changed = house.client.patch(path, json=lower, headers={"If-Match": etag})
+    assert changed.status_code == 200, changed.text
+    assert changed.json()["world"] == {"min": 2, "max": 2}
+    stop = house.agent.awaits(StopGang, job_id)
+    assert (stop.mode, stop.grace_s > 200) == ("drain", True)
+    house.agent.ends(gang, 2, exit_code=0, finished=True, drained=True)
+    second = house.agent.launches(job_id, fence=2)
+    assert second.plan.world_size == 2
+    sizes = [a["world_size"] for a in house.get(f"{path}/attempts")["items"]]
+    assert sizes == [4, 2]
 
 
 def test_progress_does_not_make_an_edit_stale(house: House) -> None:

@@ -181,6 +181,9 @@ def test_a_job_is_changed_cloned_and_forgotten(meshloom: Meshloom, spec_file: Pa
     assert changed.stdout == f"{source} has revision 1\n", changed.stderr
     nothing = meshloom("patch", source)
     assert (nothing.returncode, "--priority" in nothing.stderr) == (2, True)
+    for bounds, words in (("1:2", "clone it with"), ("2", "--world is MIN:MAX")):
+        refused = meshloom("patch", source, "--world", bounds)
+        assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
     clone = ("clone", source, "--from", "latest", "--set", "train.steps=50", "--set", "name=more")
     done = meshloom(*clone, "--follow")
     assert done.returncode == 0, done.stderr

@@ -91,6 +91,7 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
     attempt = Attempt(
         fence=fact.fence,
         world_size=card.plan.world_size,
+        mesh=card.plan.sharding.mesh,
         incarnations=incarnations,
         resumed_from=source,
         resumed_step=resumed_step,

@@ -53,7 +53,8 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(
         JobState.RUNNING,
         JobState.RESTARTING,
-        "a rank or node was lost, or the gang drained to make room or to leave its node",
+        "a rank or node was lost, or the gang drained to make room, to leave its node or to change "
+        "its size",
     ),
     Edge(JobState.RUNNING, JobState.CANCELLING, _STOP),
     Edge(JobState.RUNNING, JobState.SUCCEEDED, _ALL_DONE),

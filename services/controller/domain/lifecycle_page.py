@@ -24,9 +24,10 @@ _TAIL: Final = """\
 - **At most one attempt lives**, and its seats are taken until its last rank has ended or its node is
   lost for certain.
 - **A stop only gets more severe**: {severity}. `move` is the controller's own wish: a gang that makes
-  room for a job of higher priority, or leaves a node that is drained, takes a checkpoint, ends within
-  its grace and goes on elsewhere or later, at no cost to the restart budget. The state stays as it is
-  until the ranks have ended; the reason says what goes on.
+  room for a job of higher priority, leaves a node that is drained, or is elastic and to have another
+  size ([elastic.md](elastic.md)), takes a checkpoint, ends within its grace and goes on elsewhere or
+  later, at no cost to the restart budget. The state stays as it is until the ranks have ended; the
+  reason says what goes on.
 - **Ended is ended** ({terminal}), but for the moves above: {resumable} go on when somebody resumes
   them, and a job that was given up for want of its last commit succeeds when that commit is told.
 - **A committed checkpoint vanishes only by retention or deletion.** The newest one, the one that an

@@ -87,7 +87,7 @@ def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     """The spec with that very layout, of which nothing is left to be chosen.
 
     Of an elastic job the copies of the parameters are settled; how many there are follows from
-    its ranks.
+    its ranks. Sequences of a pass that would leave it fewer numbers of ranks are left as asked.
     """
     mesh = dataclasses.asdict(sharding.mesh)
     plan = SHARDING_PLAN.dump_python(sharding, mode="json")
@@ -95,7 +95,9 @@ def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
         del mesh["dp_replicate"], plan["mesh"]
     document = spec.model_dump(mode="json")
     train = document["train"] | {"micro_batch": micro_batch}
-    return JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
+    as_asked = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan})
+    settled = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
+    return settled if settled.worlds == as_asked.worlds else as_asked
 
 
 def gang(spec: JobSpec, seated: Seated) -> GangPlan:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.contract.messages.probing import DeviceType
+from services.contract.specs import JobSpec
 from services.contract.states import CheckpointState, JobState
 from services.controller.domain.events import MoveAsked
 from services.controller.domain.hall import Hall, Head
 from services.controller.domain.job import Job
 from services.controller.domain.moves import is_movable
-from services.controller.domain.placement import Gang, Seated, place
+from services.controller.domain.placement import Gang, Never, NotNow, Seated, Standing, place
 
 RESIZE_GRACE_S: Final = 300.0
 """For the checkpoint before a resize: nothing presses, and a kill would cost the steps since."""
@@ -62,6 +63,18 @@ def wishes_of(job: Job, ranks: int | None = None) -> Gang:
     """
     lost = job.attempts[-1].lost_nodes if job.attempts else ()
     return replace(Gang.of(job.spec, ranks), last_resort=lost)
+
+
+def place_most(spec: JobSpec, standings: Sequence[Standing]) -> Seated | NotNow | Never:
+    """Seats for as many ranks of a new job as there is room for; none unless for what it needs."""
+    outcome = place(Gang.of(spec), standings)
+    if not isinstance(outcome, Seated):
+        return outcome
+    for ranks in reversed(spec.worlds[1:]):
+        larger = place(replace(Gang.of(spec, ranks), device=outcome.device), standings)
+        if isinstance(larger, Seated):
+            return larger
+    return outcome
 
 
 def enlarged(

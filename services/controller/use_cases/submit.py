@@ -12,7 +12,8 @@ from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job import Job, Origin
-from services.controller.domain.placement import Gang, Never, NotNow, Seated, place, stand
+from services.controller.domain.placement import Never, NotNow, Seated, stand
+from services.controller.domain.resizing import place_most
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
@@ -107,7 +108,7 @@ async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated 
     active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place(Gang.of(spec), stand(nodes, active, leases))
+    outcome = place_most(spec, stand(nodes, active, leases))
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):

@@ -4,6 +4,7 @@ An order is a file ``rank-<r>`` in the folder that the spec names, and its text 
 removed when it is read, so that the next attempt goes on.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -23,7 +24,8 @@ class FaultyDecoder(Decoder):
 
     Args:
         orders: The folder of the orders.
-        pace_s: A rest before each pass, for a job that takes its time and no processor.
+        pace_s: A rest before each pass, for a job that takes its time and no processor; a file
+            ``pace`` in the folder of the orders, with a number in it, comes before it.
         sizes: Of the decoder.
     """
 
@@ -38,8 +40,13 @@ class FaultyDecoder(Decoder):
             word = order.read_text()
             order.unlink()
             FAULTS[word]()
-        threading.Event().wait(self._pace_s)
+        threading.Event().wait(self._rest_s())
         return super().forward(tokens)
+
+    def _rest_s(self) -> float:
+        with contextlib.suppress(FileNotFoundError):
+            return float((self._orders / "pace").read_text())
+        return self._pace_s
 
 
 def _raise() -> None:
