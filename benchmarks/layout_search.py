@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--gib", type=float, nargs="+", default=[80, 10])
     parser.add_argument("--batch", type=int, default=1024, help="sequences of 4096 tokens")
-    parser.add_argument("--rows", type=int, default=12, help="alternatives shown")
+    parser.add_argument("--rows", type=int, default=10, help="alternatives shown")
     chosen = parser.parse_args()
     questions = [
         LayoutQuestion(
@@ -77,7 +77,7 @@ def main() -> None:
 def _show(answer: LayoutAnswer, rows: int) -> None:
     for reason in answer.reasons:
         _print(f"  {reason}")
-    _print(f"  {'mesh':<13}{'batch':<8}{'units':<30}{'GiB':>7}{'s':>8}")
+    _print(f"  {'mesh':<13}{'batch':<8}{'units':<36}{'GiB':>7}{'s':>8}")
     assert answer.best is not None  # noqa: S101 - the batch divides
     _print(f"  {_row(answer.best)}  {'chosen' if answer.feasible else 'needs least'}")
     for each in answer.alternatives[:rows]:
@@ -93,7 +93,7 @@ def _row(candidate: Candidate) -> str:
     time = "" if cost.time is None else f"{cost.time.total:.2f}"
     return (
         f"{f'{mesh.dp_replicate} x {mesh.dp_shard} x {mesh.tp}':<13}{batch:<8}"
-        f"{_units(candidate):<30}{cost.peak.memory.total / (1 << 30):>7.1f}{time:>8}"
+        f"{_units(candidate):<36}{cost.peak.memory.total / (1 << 30):>7.1f}{time:>8}"
     )
 
 

@@ -89,13 +89,14 @@ def _cause(where: str, mine: Candidate, chosen: Candidate, seats: Seats) -> str:
     if where == "optimizer":
         return "each rank updates more"
     sent, best = mine.estimate.sent[where], chosen.estimate.sent[where]
+    if sent and _is_far(where, mine, seats) and not _is_far(where, chosen, seats):
+        return f"{_AXES[where]} go between nodes, {gib(sent)} a step"
     if sent > best:
-        between = " between nodes" if _is_far(where, mine, seats) else ""
-        return f"{_AXES[where]}{between} send {gib(sent)} a step, not {gib(best)}"
+        return f"{_AXES[where]} send {gib(sent)} a step, not {gib(best)}"
     started, fewer = mine.estimate.collectives[where], chosen.estimate.collectives[where]
     if started > fewer:
         return f"{_AXES[where]}: {started} collectives, not {fewer}"
-    return f"{_AXES[where]} go between nodes"
+    return f"{_AXES[where]} send less of their bytes within nodes"
 
 
 def _is_far(axis: str, candidate: Candidate, seats: Seats) -> bool:

@@ -16,7 +16,6 @@ from fsdp_core.plan.model.reasons import does_not_fit, why_lost
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 
 # How many alternatives of each kind are shown.
-_FASTER = 2
 _MESHES = 6
 _FLIPPED = 3
 _DEEPER = 2
@@ -88,7 +87,10 @@ def _rivals(space: LayoutSpace, hunt: Hunt, layouts: list[Layout], best: Found) 
     allowed = [each for each in hunt.allowed(layouts) if each.offload == mine.offload]
     allowed.sort(key=lambda each: (hunt.best_score(each), each.complexity))
     if best.candidate.fits:
-        yield from [each for each in allowed if hunt.best_score(each) < best.score][:_FASTER]
+        faster = [each for each in allowed if hunt.best_score(each) < best.score]
+        # The fastest of all, and the one that comes closest to fitting.
+        yield from faster[:1]
+        yield from sorted(faster, key=hunt.least_memory)[:1]
     yield from _other_meshes(hunt, allowed, mine)
     if space.leaves_open("prefetch", mine.units):
         yield replace(mine, prefetch=_DEEPER)
