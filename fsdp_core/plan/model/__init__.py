@@ -37,6 +37,7 @@ from fsdp_core.plan.model.question import (
     Workload,
     conditions_for,
     fixed_by,
+    tp_sizes,
 )
 from fsdp_core.plan.model.resolve import ResolvedUnit, matching, resolve_units
 from fsdp_core.plan.model.search import search_layout
@@ -106,4 +107,5 @@ __all__ = [
     "matching",
     "resolve_units",
     "search_layout",
+    "tp_sizes",
 ]
