@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pytest
 import torch
 from pydantic import JsonValue
@@ -28,8 +29,9 @@ from services.contract.messages.probing import (
 from services.contract.probes import probe_id
 from services.contract.specs import JobSpec
 from services.local.embedded_redis import EmbeddedRedis
-from services.worker.agent.asking import Asker, Ended
+from services.worker.agent.asking import Asker, Ended, _end
 from services.worker.agent.folders import NodeFolder
+from services.worker.agent.prober import NICENESS
 from services.worker.agent.self_test import SelfTest
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
@@ -167,6 +169,16 @@ def test_a_model_that_crashes_is_told_with_where_it_did_and_its_last_words(node:
     assert "I have had enough" in str(failure.traceback)
 
 
+def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "words"
+    path.write_text(f"{SECRET * 500}\nlast\n")
+    with path.open("rb") as file:
+        assert _end(file) == "last"
+    path.write_text(f"{SECRET}\nlast\n")
+    with path.open("rb") as file:
+        assert _end(file) == f"{SECRET}\nlast"
+
+
 def test_how_a_process_ended_is_told_in_words() -> None:
     assert Ended(b"", 7, "").how == "its process left with code 7"
     assert Ended(b"", -9, "").how == "its process was ended by SIGKILL"
@@ -241,10 +253,15 @@ def test_a_node_without_such_devices_says_so(node: Node) -> None:
     assert node.measure("cuda").failure == "this node seats no ranks on cuda"
 
 
-def test_a_probe_does_not_outlive_an_agent_that_is_killed(node: Node) -> None:
+def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_killed(
+    node: Node,
+) -> None:
     child = node.folder / "another child"
     node.controller.send(question("probed_models:hangs", {"child_to": str(child)}))
     until(child.exists, timeout_s=240)
-    assert node.agent.marked()
+    processes = [psutil.Process(pid) for pid in node.agent.marked()]
+    (probe,) = (each for each in processes if "services.worker.rank.probe" in each.cmdline())
+    assert probe.nice() == min(19, psutil.Process(node.agent.process.pid).nice() + NICENESS)
+    assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
     node.agent.kill()  # nobody can be asked after this test, which is the last
     until(lambda: is_gone(int(child.read_text())) and not node.agent.marked())

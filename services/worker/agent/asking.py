@@ -26,13 +26,14 @@ from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import NODE_MARK, kill_group, sweep
 from services.worker.agent.stacks import training_frames
 
-MOST_ANSWERED: Final = 64 << 20
+MOST_ANSWERED: Final = 16 << 20
 _STARTS_WITHIN_S: Final = 300.0
 _STACKS_WITHIN_S: Final = 1.0
 _LOOK_EVERY_S: Final = 0.02
 _WORDS_KEPT: Final = 8_000
 _MOST_LOOKS: Final = 50
 _QUIET_LOOKS: Final = 2
+_LAST: Final = 19
 _FIRST_TO_DIE: Final = b"1000"
 _log = structlog.get_logger()
 
@@ -77,7 +78,7 @@ class Asking:
         name: Distinguishes its mark from those of others that the node runs at the time.
         question: What it reads.
         timeout_s: After which it is killed; it counts once the program has the question.
-        niceness: How far it stands back for others, 0 to 19.
+        niceness: How much further than the agent it stands back for others.
     """
 
     module: str
@@ -181,7 +182,8 @@ async def _ended(
 def _put_last(pid: int, niceness: int) -> None:
     """Where processors or memory are short, others go first."""
     with contextlib.suppress(OSError):  # it may have ended already
-        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        inherited = os.getpriority(os.PRIO_PROCESS, pid)
+        os.setpriority(os.PRIO_PROCESS, pid, min(_LAST, inherited + niceness))
         Path(f"/proc/{pid}/oom_score_adj").write_bytes(_FIRST_TO_DIE)
 
 
@@ -217,4 +219,6 @@ def _beginning(file: IO[bytes]) -> bytes:
 def _end(file: IO[bytes], after: int = 0) -> str:
     size = os.fstat(file.fileno()).st_size
     start = max(after, size - _WORDS_KEPT)
-    return os.pread(file.fileno(), size - start, start).decode(errors="replace").strip()
+    text = os.pread(file.fileno(), size - start, start).decode(errors="replace")
+    # A line without its beginning may hold a part of a secret, which no mask would know.
+    return (text if start == after else text.partition("\n")[2]).strip()

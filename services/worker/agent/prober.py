@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
 from services.worker.agent.admission import Admission, NotAdmittedError
-from services.worker.agent.asking import Asker, Asking, Ended
+from services.worker.agent.asking import MOST_ANSWERED, Asker, Asking, Ended
 from services.worker.agent.mask import Mask
 
 # Below ranks, so that a step waits little for a probe; not far below, or on a node whose ranks take
@@ -50,7 +50,13 @@ class Prober:
             answer = await self._ask(command, secrets)
         if answer.failure is not None:
             _log.warning("probe_failed", probe=command.probe_id, code=answer.failure.code)
-        return answer.model_copy(update={"took_s": time.monotonic() - began})
+        return answer.model_copy(
+            update={
+                "probe_id": command.probe_id,
+                "node_id": self._node_id,
+                "took_s": time.monotonic() - began,
+            }
+        )
 
     async def _ask(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
         seat = ProbeSeat(
@@ -82,6 +88,11 @@ class Prober:
 
 def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:
     """Why a process did not answer."""
+    if len(ended.answer) == MOST_ANSWERED:
+        reason = (
+            f"the profile is larger than {MOST_ANSWERED >> 20} MiB: the model has too many modules"
+        )
+        return ProbeFailure(code="crashed", reason=reason)
     words = mask.text(ended.words)
     traceback = words or None
     where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
