@@ -39,7 +39,7 @@ class RankMemory(_View):
     """What each of ``ranks`` will need: at its peak, and between two steps.
 
     ``where`` and ``unit`` say in which phase of the step the peak is and which unit is at work
-    there ("": the root, or none).
+    there ("": the root, or none). Beyond 16 ranks along dp_shard the fullest speaks for all.
     """
 
     ranks: tuple[int, ...]

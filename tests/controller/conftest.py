@@ -117,7 +117,8 @@ def open_house(
             entry_points,
             drawing=Drawing(wait_s=plan_wait_s),
         )
-        leading = portal.start_task_soon(leader.lead) if leads else None
+        ended = portal.call(_event)
+        leading = portal.start_task_soon(_lead, leader, ended) if leads else None
         client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
         client.portal = portal
         try:
@@ -126,6 +127,20 @@ def open_house(
         finally:
             if leading is not None:
                 leading.cancel()
+                # It gives the lead back, for which the connections must still be there.
+                portal.call(_soon, ended)
+
+
+async def _lead(leader: Leader, ended: asyncio.Event) -> None:
+    try:
+        await leader.lead()
+    finally:
+        ended.set()
+
+
+async def _soon(ended: asyncio.Event) -> None:
+    async with asyncio.timeout(60):
+        await ended.wait()
 
 
 async def _event() -> asyncio.Event:

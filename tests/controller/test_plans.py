@@ -16,7 +16,7 @@ from services.contract.messages.probing import (
 )
 from services.contract.planning import PlanView
 from services.contract.specs import JobSpec
-from services.contract.states import PlanState
+from services.contract.states import NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import StateConflictError
@@ -171,17 +171,33 @@ def test_a_probe_that_fails_fails_its_plans_and_says_what_to_do(code: str) -> No
 def test_a_plan_whose_probe_nobody_answers_fails_when_its_time_is_over() -> None:
     async def course(office: Office) -> None:
         plan = await office.plans()
-        office.now += 149_999
+        office.now += 239_999
         assert (await office.looks(plan)).state is PlanState.PROBING
         office.now += 1
         failed = await office.looks(plan)
         assert failed.failure is not None
         assert failed.failure.code == "no_answer"
-        assert "150 s" in failed.failure.reason
+        assert "240 s" in failed.failure.reason
         await office.hears(answer_to(office.asked()[0]))
         assert (await office.looks(plan)) == failed
         # The late answer serves the next one.
         assert (await office.plans()).probe.cached
+
+    play(course)
+
+
+def test_a_plan_whose_node_is_lost_fails_at_once_unless_it_had_answered() -> None:
+    async def course(office: Office) -> None:
+        plan = await office.plans()
+        office.server.nodes[NODE] = node(state=NodeState.LOST)
+        failed = await office.looks(plan)
+        assert failed.failure is not None
+        assert "was lost" in failed.failure.reason
+        office.server.nodes[NODE] = node()
+        second = await office.plans(fresh=True)
+        await office.hears(answer_to(office.asked()[1]), measured())
+        office.server.nodes[NODE] = node(state=NodeState.LOST)
+        assert (await office.looks(second)).state is PlanState.READY
 
     play(course)
 

@@ -454,6 +454,9 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     assert await plans.keep(plan(2), ASK, None, fresh=True) == "asked"
     assert await plans.answer(QUESTION.probe_id) is None
     assert world.outside.inbox(NODE) == [QUESTION, QUESTION]
+    # Who was asked may be gone: one who asks anew does not wait for that.
+    assert await plans.keep(plan(3), ASK, None) == "pending"
+    assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
 
 
 async def test_the_first_conclusion_of_a_plan_stands(world: World) -> None:

@@ -13,8 +13,8 @@ from services.contract.ids import NodeId, PlanId, ProbeId
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
 from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
 from services.contract.specs import JobSpec
-from services.contract.states import PlanState
-from services.controller.domain.node import Measurement
+from services.contract.states import NodeState, PlanState
+from services.controller.domain.node import Node
 from services.controller.domain.record import Record
 
 _ADVICE: Final = {
@@ -97,17 +97,20 @@ class Profiled:
 
 
 def judge(
-    plan: Plan, answer: ModelProbed | None, measured: Measurement | None, now_ms: int
+    plan: Plan, answer: ModelProbed | None, node: Node | None, now_ms: int
 ) -> StillProbing | Profiled | Plan:
     """What a probing plan waits for, or what became of it.
 
     Args:
         plan: It.
         answer: To its probe, if there is one.
-        measured: What the node told last of its devices; a failure of earlier days does not count.
+        node: That was asked, with what it told last of its devices; a failure that it told before
+            the plan was made does not count.
         now_ms: The present.
     """
     if answer is None:
+        if node is None or node.state is NodeState.LOST:
+            return fail(plan, "no_answer", f"{plan.node_id} was lost before it answered")
         if now_ms < plan.answer_by_ms:
             return StillProbing()
         waited_s = (plan.answer_by_ms - plan.created_ms) / 1000
@@ -116,6 +119,7 @@ def judge(
         failed = answer.failure or ProbeFailure(code="crashed", reason="the answer is empty")
         plan = plan.model_copy(update={"took_s": answer.took_s, "node_id": answer.node_id})
         return fail(plan, failed.code, failed.reason, failed.traceback)
+    measured = None if node is None else node.measured.get(plan.device_type)
     is_told = measured is not None and (
         measured.facts is not None or measured.at_ms >= plan.created_ms
     )

@@ -23,7 +23,7 @@ class PlanStore(Protocol):
             question: Its ``ProbeModel``. Nothing is sent if it was answered, or asked and not
                 answered yet.
             measure: A ``MeasureNode``, if it is wanted; sent at most once a minute.
-            fresh: Forget the answer that there is.
+            fresh: Ask in any case, and forget the answer that there is.
         """
         ...
 

@@ -39,8 +39,8 @@ from services.controller.use_cases.present import moment
 
 _log = structlog.get_logger()
 _RANDOM_BYTES: Final = 10
-# The node may be at another probe, and its fact has to be heeded.
-_ANSWER_MARGIN_MS: Final = 30_000
+# A node probes one model at a time, and may be at another one first.
+_PROBES_WAITED_FOR: Final = 2
 _MEASURED_WITHIN_MS: Final = 30_000
 _FAILED_MEASURE_STANDS_MS: Final = 60_000
 _LOOK_EVERY_S: Final = 0.1
@@ -100,7 +100,7 @@ async def make_plan(
         node_id=node.id,
         cached=not wanted.fresh and await ports.plans.answer(question.probe_id) is not None,
         created_ms=now_ms,
-        answer_by_ms=now_ms + int(question.timeout_s * 1000) + _ANSWER_MARGIN_MS,
+        answer_by_ms=now_ms + int(question.timeout_s * 1000) * _PROBES_WAITED_FOR,
         measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
     )
     asked = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
@@ -230,9 +230,8 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     answer = await ports.plans.answer(plan.probe_id)
     standings = await _standings(ports)
     asked = next((s.node for s in standings if s.node.id == plan.node_id), None)
-    measured = None if asked is None else asked.measured.get(plan.device_type)
     now_ms = await ports.clock.now_ms()
-    verdict = judge(plan, answer, measured, now_ms)
+    verdict = judge(plan, answer, asked, now_ms)
     if isinstance(verdict, StillProbing):
         return plan
     if isinstance(verdict, Plan):

@@ -27,6 +27,7 @@ class MemoryPlans:
                 self._server.deliver((measure,))
         if fresh:
             self._server.answers.pop(plan.probe_id, None)
+            self._server.asked.pop(keys.probe_asked(plan.probe_id), None)
         if self._known(plan.probe_id) is not None:
             return "cached"
         patience_ms = plan.answer_by_ms - plan.created_ms

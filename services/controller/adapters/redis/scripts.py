@@ -152,7 +152,7 @@ redis.call('EXPIRE', KEYS[1], ttl)
 if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
   redis.call('XADD', KEYS[6], '*', field, measure)
 end
-if fresh == '1' then redis.call('DEL', KEYS[2]) end
+if fresh == '1' then redis.call('DEL', KEYS[2], KEYS[3]) end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
 if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
 redis.call('XADD', KEYS[4], '*', field, question)
