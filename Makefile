@@ -50,7 +50,7 @@ floors: $(TESTABLE) ## Who may import whom
 	$(BIN)/lint-imports --no-cache
 
 tests: $(TESTABLE) ## The tests alone
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)

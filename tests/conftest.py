@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from services.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
     from tests.engine.gang import Gangs
+
+
+WAITING = {"agent", "chaos", "dashboard", "e2e", "local"}
+
+# On a busy machine any single example may take long; a hang ends by the test's own time-out.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +40,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         without = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in without]
         config.hook.pytest_deselected(items=without)
+    items[:] = _mixed(items)
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files that wait for processes spread among those that compute, to fill all cores."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds: dict[bool, list[Path]] = {True: [], False: []}
+    for path in files:
+        kinds[path.parent.name in WAITING].append(path)
+    places = {
+        path: (place + 0.5) / len(paths)
+        for paths in kinds.values()
+        for place, path in enumerate(paths)
+    }
+    return [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fsdp_core.errors import ArgumentError
 from fsdp_core.layout.chunking import Chunking
@@ -45,12 +46,12 @@ class Slicing:
             return self.shape
         return self._with_rows(self._chunking.width)
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Elements of a padded slice."""
         return math.prod(self.padded_shape)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)

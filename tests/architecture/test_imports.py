@@ -16,7 +16,12 @@ TORCH_FREE = [
     "fsdp_core.layout",
     "fsdp_core.plan.model",
 ]
-CREDENTIAL_FREE = ["services.worker.rank.trainer", "services.worker.rank.warm"]
+CREDENTIAL_FREE = [
+    "services.worker.rank.trainer",
+    "services.worker.rank.warm",
+    "services.worker.rank.probe",
+    "services.worker.rank.self_test",
+]
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

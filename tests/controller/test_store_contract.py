@@ -422,6 +422,17 @@ async def test_a_plan_is_kept_with_its_question_which_is_asked_once(world: World
             await plans.load(absent)
 
 
+async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    for number in range(2):
+        await world.ports.plans.keep(plan(number), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 1
+    await world.ports.nodes.keep_measured(NODE, "cpu", Measurement(failure="busy", at_ms=1), epoch)
+    await world.ports.plans.keep(plan(2), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 2
+
+
 async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     world: World,
 ) -> None:

@@ -155,6 +155,25 @@ def test_time_follows_the_node(profile: ModelProfile) -> None:
     assert seconds(replace(NODE, overlap=0.0)) > seconds(NODE)
 
 
+def test_gathers_in_groups_within_a_node_go_at_its_links_rate(profile: ModelProfile) -> None:
+    def of_group(ranks: int, node: NodeFacts) -> Estimate:
+        units = (UnitPlan(("layers.*",), reshard_after_forward=ranks),)
+        return estimate(profile, ShardingPlan(MeshPlan(dp_shard=8), units), Training(8), node)
+
+    def seconds(found: Estimate) -> float:
+        assert found.time is not None
+        return found.time.communication["dp_shard"]
+
+    node = replace(NODE, network_bandwidth=1e7)
+    found, wide = of_group(4, node), replace(node, ranks=2)
+    assert set(found.sent_in_groups) == {4}
+    assert 0 < found.sent_in_groups[4] < found.sent["dp_shard"]
+    saved = found.sent_in_groups[4] * (1 / node.network_bandwidth - 1 / node.link_bandwidth)
+    assert seconds(of_group(4, wide)) == pytest.approx(seconds(found) + saved)
+    one_node = replace(node, ranks=8)
+    assert seconds(of_group(4, one_node)) < seconds(found)
+
+
 def test_plans_that_do_not_divide_are_refused(profile: ModelProfile) -> None:
     with pytest.raises(PlanError, match="does not divide"):
         of(profile, UnitPlan(("layers.*",), reshard_after_forward=3))

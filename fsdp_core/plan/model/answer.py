@@ -10,7 +10,15 @@ from fsdp_core.plan.model.sharding import ShardingPlan
 
 RankedBy = Literal["seconds", "recomputation and bytes"]
 Change = Literal[
-    "mesh", "units", "micro_batch", "recompute", "offload", "param_dtype", "ranks", "global_batch"
+    "mesh",
+    "tensor_parallel",
+    "units",
+    "micro_batch",
+    "recompute",
+    "offload",
+    "param_dtype",
+    "ranks",
+    "global_batch",
 ]
 
 

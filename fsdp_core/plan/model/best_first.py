@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.answer import Candidate
 from fsdp_core.plan.model.estimate import estimate
-from fsdp_core.plan.model.floors import Floor, Floors
+from fsdp_core.plan.model.floors import Divided, Floors
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 
@@ -42,10 +42,17 @@ class Hunt:
         memory: Bytes that a rank may hold.
     """
 
-    def __init__(self, space: LayoutSpace) -> None:
+    def __init__(self, space: LayoutSpace, divided: Divided | None = None) -> None:
+        """Knows nothing yet.
+
+        Args:
+            space: To search.
+            divided: As of `Floors`.
+        """
         self._space = space
-        self._floors = Floors(space)
-        self._bounds: dict[Layout, Floor] = {}
+        self._floors = Floors(space, divided)
+        self._memory: dict[Layout, int] = {}
+        self._scores: dict[Layout, Score] = {}
         self.found: dict[Layout, Found] = {}
         self.refused: dict[Layout, str] = {}
         self.exhaustive = True
@@ -54,12 +61,12 @@ class Hunt:
     def best(self, layouts: Iterable[Layout]) -> Found | None:
         """The best of `layouts` that fits; None if there is none."""
         possible = [
-            each for each in self.allowed(layouts) if self.floor(each).memory <= self.memory
+            each for each in self.allowed(layouts) if self.least_memory(each) <= self.memory
         ]
-        possible.sort(key=lambda each: (self.floor(each).score, each.complexity))
+        possible.sort(key=lambda each: (self.best_score(each), each.complexity))
         best: Found | None = None
         for number, layout in enumerate(possible):
-            if best is not None and self.floor(layout).score > best.score:
+            if best is not None and self.best_score(layout) > best.score:
                 return best
             if number >= _AT_MOST:
                 self.exhaustive = False
@@ -73,10 +80,10 @@ class Hunt:
         """That which needs least memory, fit or not."""
         best: Found | None = None
         order = sorted(
-            self.allowed(layouts), key=lambda each: (self.floor(each).memory, each.complexity)
+            self.allowed(layouts), key=lambda each: (self.least_memory(each), each.complexity)
         )
         for number, layout in enumerate(order):
-            if best is not None and self.floor(layout).memory > _total(best):
+            if best is not None and self.least_memory(layout) > _total(best):
                 break
             if number >= _AT_MOST:
                 self.exhaustive = False
@@ -111,19 +118,25 @@ class Hunt:
 
     def _is_allowed(self, layout: Layout) -> bool:
         try:
-            self.floor(layout)
+            self.least_memory(layout)
         except PlanError as error:
             self.refused[layout] = str(error)
         return layout not in self.refused
 
-    def floor(self, layout: Layout) -> Floor:
-        """The bounds of a layout."""
-        if layout not in self._bounds:
-            self._bounds[layout] = self._floors.of(layout)
-        return self._bounds[layout]
+    def least_memory(self, layout: Layout) -> int:
+        """A bound below the bytes that a layout needs."""
+        if layout not in self._memory:
+            self._memory[layout] = self._floors.memory(layout)
+        return self._memory[layout]
+
+    def best_score(self, layout: Layout) -> Score:
+        """A bound below a layout's score."""
+        if layout not in self._scores:
+            self._scores[layout] = self._floors.score(layout)
+        return self._scores[layout]
 
     def _most_frugal(self, layouts: Iterable[Layout]) -> Found | None:
-        order = sorted(layouts, key=lambda each: (self.floor(each).memory, each.complexity))
+        order = sorted(layouts, key=lambda each: (self.least_memory(each), each.complexity))
         tried = (self.look(layout) for layout in order[:_FRUGAL])
         fitting = [found for found in tried if found is not None and found.candidate.fits]
         return min(fitting, key=lambda each: each.key, default=None)

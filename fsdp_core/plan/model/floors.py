@@ -22,19 +22,6 @@ from fsdp_core.plan.model.step_time import step_time
 
 
 @dataclass(frozen=True)
-class Floor:
-    """At least so much.
-
-    Attributes:
-        score: Of the step, to compare layouts by.
-        memory: Bytes at the peak.
-    """
-
-    score: Score
-    memory: int
-
-
-@dataclass(frozen=True)
 class _Kind:
     """Parameters that are cut alike.
 
@@ -69,24 +56,39 @@ class _Held:
     updated: int
 
 
+Divided = dict[object, "_Model"]
+"""A model as each kind of layout divides it, which questions about one profile can share."""
+
+
 class Floors:
     """The bounds of a search's layouts."""
 
-    def __init__(self, space: LayoutSpace) -> None:
+    def __init__(self, space: LayoutSpace, divided: Divided | None = None) -> None:
+        """Bounds of layouts of one space.
+
+        Args:
+            space: Of the layouts.
+            divided: Is filled; for another space of the same profile.
+        """
         self._space = space
-        self._models: dict[Layout, _Model] = {}
+        self._divided: Divided = {} if divided is None else divided
         self._resting: dict[tuple[Layout, int], _Held] = {}
         buffers = space.profile.buffers
         self._buffers = sum(space.profile.rounded(each.nbytes) for each in buffers)
 
-    def of(self, layout: Layout) -> Floor:
-        """The bounds of one layout."""
-        plan, training = self._space.plan(layout), self._space.training(layout)
+    def memory(self, layout: Layout) -> int:
+        """Bytes of which the peak is at least."""
         model, held = self._model(layout)
         forward, peak = model.peaks(layout.micro_batch)
         memory = max(held.resting + peak, held.stepping)
-        if training.accumulation > 1:
+        if self._space.training(layout).accumulation > 1:
             memory = max(memory, held.resting + held.kept + forward)
+        return memory
+
+    def score(self, layout: Layout) -> Score:
+        """The score of which a step's is at least."""
+        model, held = self._model(layout)
+        plan, training = self._space.plan(layout), self._space.training(layout)
         sent, collectives, groups = _traffic(model, plan, training.accumulation)
         sent["tp"] = model.tp_bytes(layout.micro_batch) * training.accumulation
         flops = flops_of(self._space.profile, plan, model.shares, training)
@@ -95,15 +97,18 @@ class Floors:
             work = (flops, plan.param_dtype or "fp32")
             traffic = (sent, collectives)
             time = step_time(seats.node, plan.mesh, work, traffic, held.updated, groups)
-        return Floor(score(Spent(flops, sent, time, groups), plan.mesh, seats), memory)
+        return score(Spent(flops, sent, time, groups), plan.mesh, seats)
 
     def _model(self, layout: Layout) -> tuple[_Model, _Held]:
         mesh = MeshPlan(tp=layout.mesh.tp)
         # Parts that stay after forward are taken for nothing.
         like = replace(layout, mesh=mesh, reshard=layout.reshard is not False, micro_batch=1)
-        if like not in self._models:
-            self._models[like] = _Model(self._space, like)
-        model = self._models[like]
+        question, workload = self._space.question, self._space.question.workload
+        dtypes = (workload.param_dtype, workload.reduce_dtype, workload.output_dtype)
+        shared = (like, dtypes, question.fixed.units, question.tensor_parallel)
+        if shared not in self._divided:
+            self._divided[shared] = _Model(self._space, like)
+        model = self._divided[shared]
         key = (like, layout.mesh.dp_shard)
         if key not in self._resting:
             self._resting[key] = self._held(model, layout.mesh.dp_shard)
@@ -255,13 +260,13 @@ def _traffic(
     units = sum(model.units.values())
     # Each average is rounded down by itself; there are no more than parameters.
     mean = max(2 * averaged * (replicas - 1) // replicas - sum(model.kinds.values()), 0)
-    sent = {"dp_replicate": mean, "dp_shard": gathered + reduced, "tp": 0}
+    total = {"dp_replicate": mean, "dp_shard": gathered + reduced, "tp": 0}
     collectives = {
         "dp_replicate": units if replicas > 1 else 0,
         "dp_shard": started if shards > 1 else 0,
         "tp": 0,
     }
-    return sent, collectives, dict(groups)
+    return total, collectives, dict(groups)
 
 
 def _gathers(unit: UnitPlan | None, shards: int) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def why_lost(found: Found, best: Found, seats: Seats) -> str:
     same = "equal time" if seats.node is not None else "equal operations and bytes"
     if more > 0:
         return f"{same}, {gib(more)} more memory"
-    return f"{same} and memory, and further from what is usual"
+    return f"{same} and memory: the simpler one is taken"
 
 
 def does_not_fit(candidate: Candidate, seats: Seats) -> str:

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.advice import advise
-from fsdp_core.plan.model.answer import Advice, Alternative, LayoutAnswer
+from fsdp_core.plan.model.answer import Advice, Alternative, LayoutAnswer, RankedBy
 from fsdp_core.plan.model.best_first import Found, Hunt
+from fsdp_core.plan.model.floors import Divided
 from fsdp_core.plan.model.profile import ModelProfile
-from fsdp_core.plan.model.question import LayoutQuestion
+from fsdp_core.plan.model.question import LayoutQuestion, tp_sizes
 from fsdp_core.plan.model.reasons import does_not_fit, why_lost
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 
+# How many alternatives of each kind are shown.
+_FASTER = 2
 _MESHES = 6
-_TRIES = 3
+_FLIPPED = 3
 _DEEPER = 2
 
 
@@ -34,7 +37,8 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         PlanError: What the user settled does not suit the model, or traces are missing.
     """
     space = LayoutSpace(profile, question)
-    hunt = Hunt(space)
+    divided: Divided = {}
+    hunt = Hunt(space, divided)
     layouts = list(space.layouts())
     if not layouts:
         return _no_candidate(space)
@@ -46,7 +50,9 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
     best = best or hunt.least(layouts)
     if best is None:
         raise PlanError(next(iter(hunt.refused.values())))
-    rivals = [found for layout in _rivals(hunt, layouts, best) if (found := hunt.look(layout))]
+    rivals = [
+        found for layout in _rivals(space, hunt, layouts, best) if (found := hunt.look(layout))
+    ]
     best, others = _sorted_out(best, [*rivals, *hunt.found.values()], feasible=feasible)
     seats = question.seats
     return LayoutAnswer(
@@ -55,9 +61,9 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         alternatives=tuple(
             Alternative(each.candidate, why_lost(each, best, seats)) for each in others
         ),
-        advice=() if feasible else advise(profile, question),
+        advice=() if feasible else advise(profile, question, divided),
         reasons=() if feasible else (does_not_fit(best.candidate, seats),),
-        ranked_by="recomputation and bytes" if seats.node is None else "seconds",
+        ranked_by=_ranked_by(question),
         considered=len(layouts),
         estimated=len(hunt.found),
         exhaustive=hunt.exhaustive,
@@ -76,15 +82,15 @@ def _sorted_out(
     return best, sorted(known.values(), key=lambda each: each.key)
 
 
-def _rivals(hunt: Hunt, layouts: list[Layout], best: Found) -> Iterator[Layout]:
+def _rivals(space: LayoutSpace, hunt: Hunt, layouts: list[Layout], best: Found) -> Iterator[Layout]:
     """Layouts that a reader would ask about: faster ones, other meshes, one choice flipped."""
-    allowed = hunt.allowed(layouts)
-    allowed.sort(key=lambda each: (hunt.floor(each).score, each.complexity))
-    if best.candidate.fits:
-        yield from [each for each in allowed if hunt.floor(each).score < best.score][:_TRIES]
-    yield from _other_meshes(hunt, allowed, best.layout)
     mine = best.layout
-    if mine.units != "one" and not mine.offload:
+    allowed = [each for each in hunt.allowed(layouts) if each.offload == mine.offload]
+    allowed.sort(key=lambda each: (hunt.best_score(each), each.complexity))
+    if best.candidate.fits:
+        yield from [each for each in allowed if hunt.best_score(each) < best.score][:_FASTER]
+    yield from _other_meshes(hunt, allowed, mine)
+    if space.leaves_open("prefetch", mine.units):
         yield replace(mine, prefetch=_DEEPER)
     for name in ("units", "reshard", "recompute", "micro_batch"):
         same = [
@@ -93,43 +99,53 @@ def _rivals(hunt: Hunt, layouts: list[Layout], best: Found) -> Iterator[Layout]:
             if getattr(each, name) != getattr(mine, name)
             and replace(each, **{name: getattr(mine, name)}) == mine
         ]
-        yield from same[:_TRIES]
+        yield from same[:_FLIPPED]
 
 
 def _other_meshes(hunt: Hunt, allowed: list[Layout], mine: Layout) -> Iterator[Layout]:
-    """The fastest layout of each mesh that seems to fit; of those without any, the fastest."""
-    memory = hunt.memory
+    """The fastest layout of each mesh that seems to fit; of one without any, the smallest."""
     chosen: dict[object, Layout] = {}
     for layout in allowed:
-        if layout.mesh == mine.mesh or layout.offload != mine.offload:
-            continue
         known = chosen.get(layout.mesh)
-        if known is None or (
-            hunt.floor(known).memory > memory and hunt.floor(layout).memory <= memory
+        if layout.mesh != mine.mesh and (
+            known is None
+            or (
+                hunt.memory < hunt.least_memory(known)
+                and hunt.least_memory(layout) < hunt.least_memory(known)
+            )
         ):
             chosen[layout.mesh] = layout
-    by_time = sorted(chosen.values(), key=lambda each: (hunt.floor(each).score, each.complexity))
-    yield from by_time[:_MESHES]
+    by_time = sorted(chosen.values(), key=lambda each: (hunt.best_score(each), each.complexity))
+    fitting = [each for each in by_time if hunt.least_memory(each) <= hunt.memory]
+    yield from [*fitting, *(each for each in by_time if each not in fitting)][:_MESHES]
 
 
 def _no_candidate(space: LayoutSpace) -> LayoutAnswer:
     """Ranks or batch do not divide; a missing trace is an error of the caller."""
     question, workload = space.question, space.question.workload
-    ranks = question.seats.ranks
-    mesh = question.fixed.mesh
-    if space.meshes:
+    seats, mesh = question.seats, question.fixed.mesh
+    must_split = question.fixed.tensor_parallel and tp_sizes(question) == (1,)
+    if space.meshes or (mesh is None and not space.tp_sizes and not must_split):
         raise PlanError(
             "The profile lacks steps under the conditions that this search needs; profile the "
             "model under those that conditions_for names."
         )
-    data_ranks = ranks if mesh is None else mesh.data_ranks
-    if mesh is not None and mesh.ranks != ranks:
-        text = f"the mesh has {mesh.ranks} ranks, and there are {ranks}"
-        advice = Advice("mesh", f"give axes whose product is {ranks}, or leave the mesh open")
+    if mesh is not None and mesh.ranks != seats.ranks:
+        reason = f"the mesh has {mesh.ranks} ranks, and there are {seats.ranks}"
+        text = f"give axes whose product is {seats.ranks}, or leave the mesh open"
+        advice = Advice("mesh", text)
+    elif must_split and mesh is None:
+        reason = (
+            "modules are to be split over tp, and no number of ranks above 1 divides both all "
+            f"{seats.ranks} and the {seats.ranks_per_node} of a node"
+        )
+        advice = Advice("tensor_parallel", "split nothing, or seat more ranks on a node")
     else:
         micro = workload.micro_batch or 1
+        least = min(space.tp_sizes, default=1)
+        data_ranks = seats.ranks // least if mesh is None else mesh.data_ranks
         step = data_ranks * micro
-        text = (
+        reason = (
             f"a global batch of {workload.global_batch} does not divide by {step}: "
             f"{data_ranks} data-parallel ranks, {micro} at a time"
         )
@@ -140,9 +156,13 @@ def _no_candidate(space: LayoutSpace) -> LayoutAnswer:
         best=None,
         alternatives=(),
         advice=(advice,),
-        reasons=(text,),
-        ranked_by="recomputation and bytes" if question.seats.node is None else "seconds",
+        reasons=(reason,),
+        ranked_by=_ranked_by(question),
         considered=0,
         estimated=0,
         exhaustive=True,
     )
+
+
+def _ranked_by(question: LayoutQuestion) -> RankedBy:
+    return "recomputation and bytes" if question.seats.node is None else "seconds"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from fsdp_core.errors import PlanError
@@ -14,6 +14,7 @@ from fsdp_core.plan.model.resolve import ResolvedUnit, matching, resolve_units
 from fsdp_core.plan.model.sharding import (
     Precision,
     ShardingPlan,
+    TensorParallelPlan,
     TensorParallelStyle,
     matches,
 )
@@ -139,7 +140,7 @@ def shares_of(
     order = sorted(range(len(calls)), key=lambda call: min(places[n] for n in calls[call].names))
     index_of = {call: index for index, call in enumerate(order)}
     unit_of_module = {name: call for call, unit in enumerate(calls) for name in unit.names}
-    styles = _styles(plan, profile.modules)
+    styles = _styles(plan.tensor_parallel, profile.modules) if plan.mesh.tp > 1 else {}
 
     own: dict[int, list[ParamShare]] = {call: [] for call in range(len(calls))}
     borrowed: dict[int, dict[int, None]] = {call: {} for call in range(len(calls))}
@@ -165,12 +166,24 @@ def shares_of(
     )
 
 
-def _styles(plan: ShardingPlan, modules: Sequence[str]) -> dict[str, TensorParallelStyle]:
-    if plan.mesh.tp == 1:
-        return {}
+# Models repeat themselves, and a search asks for many plans of one model.
+@lru_cache(maxsize=16_384)
+def _cut(shape: tuple[int, ...], dim: int | None, parts: int) -> Slicing:
+    return Slicing.of(shape, dim, parts)
+
+
+@lru_cache(maxsize=16_384)
+def _own_numel(slicing: Slicing, part: int) -> int:
+    return prod(slicing.shape_of(part))
+
+
+@lru_cache(maxsize=4)
+def _styles(
+    splits: tuple[TensorParallelPlan, ...], modules: tuple[str, ...]
+) -> Mapping[str, TensorParallelStyle]:
     return {
         name: each.style
-        for each in plan.tensor_parallel
+        for each in splits
         for pattern in each.modules
         for name in matching(pattern, modules)
     }
@@ -195,7 +208,7 @@ def _param_share(
     shape = _split_shape(facts, name, styles, plan.mesh.tp)
     dim = _dim(unit, name, len(shape))
     parts = plan.mesh.dp_shard
-    slicing = Slicing.of(shape, dim, parts)
+    slicing = _cut(shape, dim, parts)
     param = unit.plan.param_dtype or plan.param_dtype
     reduce = unit.plan.reduce_dtype or plan.reduce_dtype
     casts = param is not None and facts.is_floating
@@ -211,7 +224,7 @@ def _param_share(
         ITEMSIZE[reduce] if reduces and reduce is not None else compute,
         travels_as,
         str(reduce) if reduces else travels_as,
-        prod(slicing.shape_of(shard_rank)),
+        _own_numel(slicing, shard_rank),
     )
 
 
@@ -255,7 +268,7 @@ def _smaller(unit: ResolvedUnit, slicing: Slicing) -> Slicing | None:
             f"reshard_after_forward is {ranks} for {list(unit.names)}, which does not divide "
             f"dp_shard, {slicing.parts}."
         )
-    return Slicing.of(slicing.shape, None if slicing.dim is None else 0, ranks)
+    return _cut(slicing.shape, None if slicing.dim is None else 0, ranks)
 
 
 def _reshards(unit: ResolvedUnit) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from fsdp_core.plan.model.estimate import Training
 from fsdp_core.plan.model.profile import Conditions, ModelProfile
-from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion
+from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion, UnitOption
 from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan, matches
 
 Units = Literal["settled", "blocks", "apart", "one"]
@@ -77,7 +77,7 @@ class LayoutSpace:
             fits = settled.ranks == seats.ranks and self._divides(settled)
             return (settled,) if fits else ()
         found = []
-        for tp in self._tps:
+        for tp in self.tp_sizes:
             data = seats.ranks // tp
             found += [
                 MeshPlan(dp_replicate=data // shards, dp_shard=shards, tp=tp)
@@ -85,16 +85,17 @@ class LayoutSpace:
             ]
         return tuple(mesh for mesh in found if self._divides(mesh))
 
-    @property
-    def _tps(self) -> list[int]:
+    @cached_property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Sizes of tp for which there are traces, each within a node."""
         seats = self.question.seats
         together = min(seats.ranks_per_node, seats.ranks)
         sizes = sorted({each.tp for each in self._known})
         if not self.question.tensor_parallel:
-            sizes = [1]
+            sizes = sizes[:1] if sizes[:1] == [1] else []
         elif self.question.fixed.tensor_parallel:
             sizes = [size for size in sizes if size > 1]
-        return [size for size in sizes if not together % size and not seats.ranks % size]
+        return tuple(size for size in sizes if not together % size and not seats.ranks % size)
 
     def _divides(self, mesh: MeshPlan) -> bool:
         share, rest = divmod(self.question.workload.global_batch, mesh.data_ranks)
@@ -122,7 +123,7 @@ class LayoutSpace:
 
     def reshards(self, mesh: MeshPlan, units: Units) -> tuple[bool | int, ...]:
         """Ways to go on after forward."""
-        if not self._leaves_open("reshard_after_forward", units):
+        if not self.leaves_open("reshard_after_forward", units):
             return (True,)
         # Within one rank there is nothing to be saved by keeping what is whole.
         if mesh.dp_shard == 1:
@@ -133,7 +134,7 @@ class LayoutSpace:
 
     def recomputes(self, mesh: MeshPlan, units: Units) -> tuple[bool, ...]:
         """Whether to recompute, as far as a trace tells what that does."""
-        open_ = self._leaves_open("recompute", units)
+        open_ = self.leaves_open("recompute", units)
         return tuple(
             again
             for again in ((False, True) if open_ else (False,))
@@ -245,7 +246,8 @@ class LayoutSpace:
             if each.name.startswith(prefix)
         )
 
-    def _leaves_open(self, option: str, units: Units) -> bool:
+    def leaves_open(self, option: UnitOption, units: Units) -> bool:
+        """Whether units besides the root may differ in an option."""
         if units == "one":
             return False
         if units != "settled":

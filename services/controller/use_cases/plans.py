@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from services.contract import redis_keys as keys
 from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_plan_id
-from services.contract.messages.probing import MeasureNode, ProbeModel
+from services.contract.messages.probing import DeviceType, MeasureNode, ProbeModel
 from services.contract.planning import JobEstimate, PlanProbe, PlanView
 from services.contract.pointers import faults_of
 from services.contract.problems import Fault
@@ -187,14 +187,14 @@ def _refuse_faulty(spec: JobSpec, allowed: EntryPoints) -> None:
         raise InvalidRequestError(faults)
 
 
-def _least_busy(standings: tuple[Standing, ...], device_type: str) -> Standing | None:
+def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Standing | None:
     """The node to ask: open ones first, then those with the least at work, then by name."""
     able = [
         standing
         for standing in standings
         if standing.node.state == NodeState.READY
         and standing.has_lease
-        and (standing.node.inventory.accelerators or device_type == "cpu")
+        and standing.capacity(device_type)
     ]
     return min(
         able,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import structlog
@@ -82,6 +82,7 @@ class Supervisor:
         self._launcher = launcher
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
+        self._coming: set[GangKey] = set()
         self._silent: set[GangKey] = set()
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
@@ -105,7 +106,7 @@ class Supervisor:
                 case DiagnoseGang():
                     self._happen(command, DiagnosisAsked())
                 case _:
-                    for fact in await self._answers.to(command, lambda: bool(self._gangs)):
+                    for fact in await self._answers.to(command, self._has_ranks):
                         self._tell(fact)
 
     async def run(self) -> None:
@@ -198,12 +199,12 @@ class Supervisor:
         if ended is not None:
             self._tell(ended)
             return
-        self._answers.give_way()
         try:
-            damage = await asyncio.to_thread(self._storage.open_attempt, command)
-            if damage is not None:
-                self._tell(damage)
-            crew = await self._launcher.launch(command, folder)
+            with self._making_room(key):
+                damage = await asyncio.to_thread(self._storage.open_attempt, command)
+                if damage is not None:
+                    self._tell(damage)
+                crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
             self._tell(self._refuse(key, str(error)))
@@ -224,6 +225,19 @@ class Supervisor:
         for pid in crew.pids.values():
             if pid in self._early:
                 self.rank_reaped(self._early.pop(pid))
+
+    @contextlib.contextmanager
+    def _making_room(self, key: GangKey) -> Iterator[None]:
+        """Within, ranks start: what would disturb them ends, and does not begin."""
+        self._coming.add(key)
+        self._answers.give_way()
+        try:
+            yield
+        finally:
+            self._coming.discard(key)
+
+    def _has_ranks(self) -> bool:
+        return bool(self._gangs or self._coming)
 
     def _happen(self, command: StopGang | TakeCheckpoint | DiagnoseGang, event: Event) -> None:
         key = (command.job_id, command.fence)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
@@ -54,6 +55,7 @@ class MemoryNodes:
         """See ``NodeStore.keep_measured``."""
         self._server.refuse_deposed(epoch)
         self._server.measured[node_id, device_type] = found
+        self._server.asked.pop(keys.measuring(node_id, device_type), None)
         await self._server.wake()
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:

@@ -1,7 +1,7 @@
 import { useEffect } from "react";
 import { ProblemError } from "../api/client";
 import { refreshAll, useJob } from "../api/queries";
-import type { JobView } from "../api/types";
+import type { EstimateView, JobView } from "../api/types";
 import { Actions } from "../job/Actions";
 import { Attempts } from "../job/Attempts";
 import { Checkpoints } from "../job/Checkpoints";
@@ -12,7 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
-import { axes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
+import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
 
@@ -96,6 +96,7 @@ function Head({ job }: { job: JobView }) {
         </Stat>
         <Stat label="Tokens/s">{compact(job.progress.tokens_per_s)}</Stat>
         <Stat label="Step time">{duration(job.progress.step_time_s)}</Stat>
+        {job.estimate ? <PeakMemory estimate={job.estimate} /> : null}
         <Stat label="Ranks">
           {job.world_size}
           {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
@@ -123,6 +124,17 @@ function Head({ job }: { job: JobView }) {
         ) : null}
       </dl>
     </section>
+  );
+}
+
+/** What the job's plan foresaw of its fullest rank beside what was seen of any. */
+function PeakMemory({ estimate }: { estimate: EstimateView }) {
+  const what = estimate.measured_as === "resident" ? "resident memory, Python and PyTorch included" : "memory that was allocated";
+  const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
+  return (
+    <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
+      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>
+    </Stat>
   );
 }
 

@@ -1,0 +1,151 @@
+"""What a node is asked about a model, and how its answer becomes a plan."""
+
+import pytest
+
+from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
+from services.contract.messages.probing import ProbeModel
+from services.contract.planning import PlanOutcome
+from services.contract.plans import SHARDING_PLAN
+from services.contract.specs import JobSpec
+from services.controller.domain import layout, planner
+from services.controller.domain.layout import RankRoom, Study
+from services.controller.domain.node import Measurement
+from services.controller.domain.placement import Standing
+from services.controller.domain.plan import Profiled
+from tests.controller.histories import NODE, node, spec
+from tests.controller.profiles import ARGS, FACTS, profile
+
+SMALL = {"factory": "decoder", "args": ARGS}
+
+
+def asked(**changes: object) -> ProbeModel:
+    there = node()
+    return layout.ask(spec(**changes), RankRoom.on(there, "cpu"), there, 120)
+
+
+def plan(wanted: JobSpec, memory: int = 1 << 30, facts: NodeFacts | None = FACTS) -> PlanOutcome:
+    found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
+    room = RankRoom("cpu", 4, memory, facts)
+    return layout.work_out(Study(wanted, found, room, (Standing(node()),)))
+
+
+def test_of_a_built_in_model_both_ways_to_split_are_measured() -> None:
+    question = asked(model=SMALL)
+    assert {(c.tp, c.recompute) for c in question.conditions} == {
+        (tp, again) for tp in (1, 2) for again in (False, True)
+    }
+    assert question.tensor_parallel == planner.splits_of(spec())
+    assert question.stops == ("blocks.*",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"model": {"factory": "decoder", "args": {"dim": 30, "heads": 3}}}, {1}),
+        ({"model": {"factory": "mine.models:Net"}}, {1}),
+        ({"mesh": {"dp_shard": 1, "tp": 2}}, {2}),
+        ({"mesh": {"dp_shard": 2}}, {1}),
+        ({"resources": {"ranks": 1}}, {1}),
+    ],
+    ids=["heads", "own", "tp", "no-tp", "one"],
+)
+def test_a_model_is_split_only_where_it_can_be_or_is_to_be(
+    changes: dict[str, object], sizes: set[int]
+) -> None:
+    question = asked(**changes)
+    assert {each.tp for each in question.conditions} == sizes
+    assert bool(question.tensor_parallel) == (max(sizes) > 1)
+
+
+def test_only_what_decides_the_answer_names_a_question() -> None:
+    same = {"name": "x", "priority": 5, "train": {"steps": 7, "global_batch": 4}}
+    assert asked(**same).probe_id == asked().probe_id
+    bf16 = {"steps": 100, "global_batch": 12, "precision": {"params": "bf16"}}
+    mixed = asked(train=bf16)
+    assert mixed.probe_id != asked().probe_id
+    assert {each.param_dtype for each in mixed.conditions} == {"bf16"}
+    named = asked(
+        plan={
+            "units": [
+                {
+                    "modules": [
+                        "blocks.*",
+                    ]
+                },
+                {"modules": ["norm", "head"]},
+            ]
+        }
+    )
+    assert named.stops == ("blocks.*", "norm", "head")
+    assert named.probe_id != asked().probe_id
+    assert Conditions() in named.conditions
+
+
+def test_a_planned_spec_means_exactly_the_layout_that_was_shown() -> None:
+    for ranks in (1, 2, 4):
+        wanted = spec(model=SMALL, resources={"ranks": ranks})
+        made = plan(wanted)
+        assert made.feasible
+        assert made.sharding is not None
+        assert made.micro_batch is not None
+        settled = planner.planned(wanted, made.sharding, made.micro_batch)
+        assert planner.shard(settled) == made.sharding
+        assert SHARDING_PLAN.validate_python(settled.plan) == made.sharding
+        assert settled.train.micro_batch == made.micro_batch
+        assert settled.model_copy(update={"mesh": "auto", "plan": "auto"}).resources == (
+            wanted.resources
+        )
+
+
+def test_what_a_spec_settles_is_kept() -> None:
+    wanted = spec(
+        model=SMALL,
+        resources={"ranks": 4},
+        mesh={"dp_replicate": 2, "dp_shard": 2},
+        plan={"units": [{"modules": ["blocks.*"], "recompute": True}]},
+        train={"steps": 5, "global_batch": 8, "micro_batch": 2},
+    )
+    made = plan(wanted)
+    assert made.mesh == planner.shard(wanted).mesh
+    assert made.micro_batch == 2
+    assert [unit.modules for unit in made.units if unit.recompute] == [("blocks.0",), ("blocks.1",)]
+
+
+def test_ranks_that_need_different_amounts_stand_apart_the_fullest_first() -> None:
+    made = plan(spec(model=SMALL, resources={"ranks": 3}, mesh={"dp_shard": 3}))
+    totals = [kind.peak.total for kind in made.memory]
+    assert totals == sorted(totals, reverse=True)
+    assert len(totals) > 1
+    assert made.memory[0].ranks[0] == 0
+    assert sorted(rank for kind in made.memory for rank in kind.ranks) == [0, 1, 2]
+
+
+def test_a_plan_without_a_nodes_facts_has_no_seconds() -> None:
+    made = plan(spec(model=SMALL), facts=None)
+    assert made.feasible
+    assert made.step_time is None
+    assert all(other.step_time_s is None for other in made.alternatives)
+
+
+def test_what_does_not_fit_is_told_with_figures_and_what_would() -> None:
+    made = plan(spec(model=SMALL), memory=300_000)
+    assert made.feasible is False
+    assert "does not fit" in made.reasons[0]
+    assert made.advice
+    assert made.memory[0].peak.total > 300_000
+
+
+def test_units_that_the_model_does_not_have_are_told() -> None:
+    made = plan(spec(model=SMALL, plan={"units": [{"modules": ["encoder.*"]}]}))
+    assert made.feasible is False
+    assert "encoder.*" in made.reasons[0]
+    assert made.advice
+
+
+def test_a_rank_may_use_most_of_its_share_of_a_node() -> None:
+    with_gpus = node(slots=4, gpus=2)
+    assert RankRoom.on(with_gpus, "cpu").memory_bytes == int((1 << 34) / 4 * 0.9)
+    assert RankRoom.on(with_gpus, "cuda").memory_bytes == int((1 << 37) * 0.9)
+    measured = with_gpus.model_copy(update={"measured": {"cpu": Measurement(facts=FACTS, at_ms=1)}})
+    assert RankRoom.on(measured, "cpu").facts == FACTS
+    assert RankRoom.on(measured, "cuda").facts is None
