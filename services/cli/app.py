@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli import planning, tables
 from services.cli.access import audit, tokens
+from services.cli.attempts import attempts_table
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
 from services.cli.connect import WATCHING_PATIENCE_S as _WATCHING_PATIENCE_S
@@ -224,6 +225,13 @@ def events(job: Job) -> None:
     """List what happened to a job."""
     with _connect() as client:
         console.print(tables.events_table(client.events(_resolve(client, job))))
+
+
+@app.command()
+def attempts(job: Job) -> None:
+    """List a job's tries: on how many ranks, on what mesh, and how each ended."""
+    with _connect() as client:
+        console.print(attempts_table(client.attempts(_resolve(client, job))))
 
 
 @app.command()

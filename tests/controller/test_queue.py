@@ -21,12 +21,21 @@ _numbers = iter(range(1, 10_000))
 
 def waiting(ranks: int, **changes: object) -> Job:
     number = next(_numbers)
+    fields: dict[str, object] = {
+        "resources": {"ranks": ranks},
+        "train": {"steps": 100, "global_batch": 840},
+    }
     return Job(
         id=new_job_id(NOW + number, bytes(10)),
-        spec=spec(resources={"ranks": ranks}, train={"steps": 100, "global_batch": 840}, **changes),
+        spec=spec(**fields | changes),
         created_ms=NOW + number,
         updated_ms=NOW + number,
     )
+
+
+def up_to(most: int, ranks: int) -> dict[str, object]:
+    """The resources of an elastic job, or of a fixed one where ``most`` is no more."""
+    return {"world": {"min": ranks, "max": most}} if most > ranks else {"ranks": ranks}
 
 
 def on(where: Node, ranks: int, **changes: object) -> Job:
@@ -295,23 +304,28 @@ def test_who_is_drained_makes_room_and_none_of_them_in_vain(
 # --- over time ------------------------------------------------------------------------------------
 
 ARRIVALS = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(0, 6)), min_size=1, max_size=14
+    st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 20), st.integers(0, 6)),
+    min_size=1,
+    max_size=14,
 )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(arrivals=ARRIVALS, knows=st.booleans())
 def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
-    *, arrivals: list[tuple[int, int, int]], knows: bool
+    *, arrivals: list[tuple[int, int, int, int]], knows: bool
 ) -> None:
-    """Jobs (ranks, seconds, seconds since the one before) whose estimates are right, or unknown."""
+    """Jobs (ranks, most of them, seconds, seconds since the one before).
+
+    Their estimates are right, or unknown.
+    """
     house = node(slots=4)
     leases = {house.id: Lease(house.incarnation, 5000)}
     coming: list[tuple[int, Job, int]] = []
     at_ms = NOW
-    for ranks, lasts_s, gap_s in arrivals:
+    for ranks, most, lasts_s, gap_s in arrivals:
         at_ms += gap_s * 1_000
-        coming.append((at_ms, waiting(ranks), lasts_s * 1_000))
+        coming.append((at_ms, waiting(ranks, resources=up_to(most, ranks)), lasts_s * 1_000))
     lasts = {job.id: lasts_ms for _, job, lasts_ms in coming}
     queued: list[Job] = []
     running: dict[str, tuple[int, Job]] = {}
@@ -334,5 +348,5 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
                     queued = [job for job in queued if job.id != placed.id]
                 case Waits(start_ms=int(start_ms)):
                     promised.setdefault(turn.job.id, start_ms)
-        assert sum(job.spec.resources.ranks for _, job in running.values()) <= 4
+        assert sum(job.plan.world_size for _, job in running.values() if job.plan) <= 4
         assert running or not queued, "with nobody in the way, somebody begins"

@@ -179,6 +179,10 @@ def test_a_job_is_changed_cloned_and_forgotten(meshloom: Meshloom, spec_file: Pa
     source = json.loads(meshloom("status", "last", "--json").stdout)["id"]
     changed = meshloom("patch", source, "--priority", 3, "--label", "team=demo", "--keep-last", 1)
     assert changed.stdout == f"{source} has revision 1\n", changed.stderr
+    tries = meshloom("attempts", source).stdout
+    assert "dp_shard 2" in tries
+    assert "1 to 40" in tries
+    assert "completed" in tries
     nothing = meshloom("patch", source)
     assert (nothing.returncode, "--priority" in nothing.stderr) == (2, True)
     for bounds, words in (("1:2", "clone it with"), ("2", "--world is MIN:MAX")):
