@@ -28,6 +28,7 @@ from fsdp_core.plan.model import (
     TensorParallelPlan,
     Trace,
     UnitFacts,
+    matches,
 )
 from fsdp_core.plan.step_trace import RawStep, StepOptions, follow_step
 from fsdp_core.plan.tensor_parallel import split
@@ -76,20 +77,22 @@ def profile_model(
     Args:
         study: The model.
         conditions: Under which steps are followed; at least one.
-        stops: Modules that a plan may name as units, besides those that suit.
+        stops: Modules that a plan may name as units, besides those that suit; patterns as of a
+            plan's units.
         sizes: Micro-batches.
 
     Raises:
-        PlanError: The device is not there, or no such module as a stop or split one names.
+        PlanError: The device is not there, or the model has no module that a stop or split means.
         Exception: Whatever the model raises.
     """
     _check_device(study.device_type)
     model = _on_meta(study)
     kinds = candidate_units(model)
     names = [name for name, _ in model.named_modules()]
-    if unknown := [name for name in stops if name not in names]:
+    if unknown := [stop for stop in stops if not any(matches(stop, name) for name in names)]:
         raise PlanError(f"The model has no modules {unknown} at which to follow it.")
-    stopping = [name for name in names if name in kinds or name in stops or name == ""]
+    named = {name for name in names if any(matches(stop, name) for stop in stops)}
+    stopping = [name for name in names if name in kinds or name in named or name == ""]
     followed = [
         {size: _follow(study, each, stopping, size) for size in sizes} for each in conditions
     ]

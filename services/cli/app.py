@@ -276,8 +276,12 @@ def patch(
         int | None, typer.Option(help="How many committed checkpoints to keep.", min=1)
     ] = None,
     max_restarts: Annotated[int | None, typer.Option(help="The restart budget.", min=0)] = None,
+    world: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Bounds of an elastic job; either may be left out."),
+    ] = None,
 ) -> None:
-    """Change a job's priority, labels, retention or restart budget."""
+    """Change a job's priority, labels, retention, restart budget or elastic bounds."""
     wanted: dict[str, Any] = {}
     if priority is not None:
         wanted["priority"] = priority
@@ -287,8 +291,12 @@ def patch(
         wanted["checkpoint"] = {"keep_last": keep_last}
     if max_restarts is not None:
         wanted["faults"] = {"max_restarts": max_restarts}
+    if world is not None:
+        wanted["resources"] = {"world": _bounds(world)}
     if not wanted:
-        raise CliError("say what to change: --priority, --label, --keep-last or --max-restarts")
+        raise CliError(
+            "say what to change: --priority, --label, --keep-last, --max-restarts or --world"
+        )
     with _connect() as client:
         view = client.patch(_resolve(client, job), read_model(JobPatch, wanted))
         console.print(f"{view.id} has revision {view.revision}")
@@ -466,6 +474,15 @@ def _label(text: str) -> tuple[str, str | None]:
     if text.endswith("-"):
         return text[:-1], None
     raise CliError(f"--label is KEY=VALUE, or KEY- to take the label away, not {text!r}")
+
+
+def _bounds(text: str) -> dict[str, int]:
+    least, colon, most = text.partition(":")
+    named = {"min": least, "max": most}
+    given = {name: int(part) for name, part in named.items() if part.isdecimal()}
+    if not colon or not given or any(named[name] for name in named.keys() - given.keys()):
+        raise CliError(f"--world is MIN:MAX, such as 2:8, or :8 for the upper bound, not {text!r}")
+    return given
 
 
 def _stop(checkpoint: str, grace: float) -> StopRequest:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.contract.planning import EstimateView
-from services.contract.queue import CapacityView, QueueView
+from services.contract.queue import CapacityView, QueueEntry, QueueView
 from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (
     CheckpointList,
@@ -76,6 +76,7 @@ def job_details(job: JobView) -> Table:
         ("tokens/s", number(job.progress.tokens_per_s, "{:,.0f}")),
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
+        ("ranks", _ranks(job)),
         ("mesh", _mesh(job)),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", job.latest_checkpoint),
@@ -200,7 +201,7 @@ def queue_table(queue: QueueView) -> Table:
             entry.job_id,
             entry.name,
             str(entry.priority),
-            f"{entry.ranks} {entry.device}",
+            f"{_needed(entry)} {entry.device}",
             age(entry.waiting_since),
             duration(None if wait_s is None else max(wait_s, 0)),
             entry.reason,
@@ -309,6 +310,15 @@ def _evaluation(job: JobView) -> str | None:
     loss = job.evaluation.loss
     told = "not finite" if loss is None else f"{loss:.4f} nats"
     return told + (f" ({beside})" if beside else "")
+
+
+def _ranks(job: JobView) -> str:
+    bounds = "" if job.world is None else f", elastic from {job.world.min} to {job.world.max}"
+    return f"{job.world_size}{bounds}"
+
+
+def _needed(entry: QueueEntry) -> str:
+    return str(entry.ranks) if entry.world is None else f"{entry.ranks} to {entry.world.max}"
 
 
 def _mesh(job: JobView) -> str | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.contract.ids import JobId, NodeId
+from services.contract.specs import WorldSpec
 from services.contract.states import JobState, NodeState
 
 
@@ -21,7 +22,8 @@ class QueueEntry(_View):
     name: str
     state: JobState
     priority: int
-    ranks: int
+    ranks: int = Field(description="how many it needs; an elastic job begins with no fewer")
+    world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     device: Literal["auto", "cpu", "cuda"]
     reason: str = Field(description="why it waits, in a sentence")
     blocked_by: tuple[JobId, ...] = ()

@@ -25,6 +25,19 @@ class BudgetPatch(_Request):
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
 
 
+class BoundsPatch(_Request):
+    """The bounds of an elastic job; a ``min`` that is null is 1."""
+
+    min: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    max: Annotated[int, Field(ge=1, le=65_536)] | None = None
+
+
+class ResourcesPatch(_Request):
+    """What an elastic job may have."""
+
+    world: BoundsPatch = BoundsPatch()
+
+
 class JobPatch(_Request):
     """What of a job may be changed after it was submitted: a merge-patch on its spec.
 
@@ -42,6 +55,7 @@ class JobPatch(_Request):
     ) = None
     checkpoint: RetentionPatch = RetentionPatch()
     faults: BudgetPatch = BudgetPatch()
+    resources: ResourcesPatch = ResourcesPatch()
 
 
 class CloneRequest(_Request):

@@ -4,6 +4,7 @@ Every field but ``model``, ``data`` and ``train.steps`` has a default; unknown f
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -12,16 +13,21 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     StringConstraints,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from services.contract.bounded_json import bounded
+from services.contract.worlds import Share, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
 TOO_LARGE: Final = "spec_too_large"
 _MOST: Final = 1_000_000_000
+_MOST_RANKS: Final = 65_536
+_WORLDS_NAMED: Final = 12
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FactoryName = Annotated[
@@ -64,19 +70,62 @@ class TrainSpec(_Spec):
     eval_every: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
 
 
-class ResourceSpec(_Spec):
-    """How many ranks, on what kind of device (``auto``: GPUs where a node has them)."""
+class WorldSpec(_Spec):
+    """An elastic job's bounds: it goes on with as many ranks, in between, as there is room for."""
 
-    ranks: int = Field(default=1, ge=1, le=65_536)
+    min: int = Field(default=1, ge=1, le=_MOST_RANKS)
+    max: int = Field(ge=1, le=_MOST_RANKS)
+
+    @model_validator(mode="after")
+    def _are_in_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} is more than max, which is {self.max}")
+        return self
+
+
+class ResourceSpec(_Spec):
+    """How many ranks, on what kind of device (``auto``: GPUs where a node has them).
+
+    Either ``ranks``, a fixed number, or ``world``, the bounds of an elastic job, of which ``ranks``
+    then is the lower one. As JSON there is only the one that was given.
+    """
+
+    ranks: int = Field(default=1, ge=1, le=_MOST_RANKS)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    world: WorldSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_both(cls, given: object) -> object:
+        if not isinstance(given, Mapping) or given.get("world") is None:
+            return given
+        if "ranks" in given:
+            raise ValueError(
+                "ranks: a job has so many ranks, or is elastic between the bounds of world; "
+                "give one of both (in a merge-patch, take the other one away with null)"
+            )
+        world = given["world"]
+        least = world.get("min", 1) if isinstance(world, Mapping) else getattr(world, "min", 1)
+        is_number = isinstance(least, int) and 1 <= least <= _MOST_RANKS
+        return {**given, "ranks": least if is_number else 1}
+
+    # A return type would take the place of the fields in the JSON schema.
+    @model_serializer(mode="wrap")
+    def _leave_the_other_out(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202 (see above)
+        fields = handler(self)
+        fields.pop("world" if self.world is None else "ranks", None)
+        return fields
 
 
 class MeshSpec(_Spec):
-    """Sizes of the mesh axes; their product is the number of ranks."""
+    """Sizes of the mesh axes; their product is the number of ranks.
 
-    dp_replicate: int = Field(default=1, ge=1, le=65_536)
-    dp_shard: int = Field(default=1, ge=1, le=65_536)
-    tp: int = Field(default=1, ge=1, le=65_536)
+    Of an elastic job ``dp_replicate`` is left out: it grows and shrinks with the number of ranks.
+    """
+
+    dp_replicate: int = Field(default=1, ge=1, le=_MOST_RANKS)
+    dp_shard: int = Field(default=1, ge=1, le=_MOST_RANKS)
+    tp: int = Field(default=1, ge=1, le=_MOST_RANKS)
 
     @property
     def size(self) -> int:
@@ -135,9 +184,54 @@ class JobSpec(_Spec):
             )
         return self
 
+    @property
+    def share(self) -> Share:
+        """What the number of its ranks must go into."""
+        mesh = MeshSpec() if self.mesh == "auto" else self.mesh
+        micro = self.train.micro_batch
+        return Share(
+            copy=mesh.dp_shard * mesh.tp,
+            tp=mesh.tp,
+            batch=self.train.global_batch,
+            micro=None if micro == "auto" else micro,
+        )
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks that an attempt of it may have, ascending; the first is needed."""
+        bounds = self.resources.world
+        if bounds is None:
+            return (self.resources.ranks,)
+        return possible_worlds(self.share, bounds.min, bounds.max)
+
+    @model_validator(mode="after")
+    def _some_world_is_possible(self) -> Self:
+        bounds = self.resources.world
+        if bounds is None:
+            return self
+        if self.mesh != "auto" and self.mesh.dp_replicate != 1:
+            raise ValueError(
+                "mesh.dp_replicate: of an elastic job (resources.world) it follows from the "
+                "number of ranks; leave it out"
+            )
+        if not self.worlds:
+            named = possible_worlds(self.share, 1, _MOST_RANKS)
+            some = ", ".join(map(str, named[:_WORLDS_NAMED]))
+            more = ", …" if len(named) > _WORLDS_NAMED else ""
+            possible = f"possible are {some}{more}" if named else "no number is possible"
+            raise ValueError(
+                f"resources.world: no number of ranks from {bounds.min} to {bounds.max} shares "
+                f"train.global_batch {self.train.global_batch} out evenly (copies of the "
+                f"parameters have {self.share.copy} ranks, train.micro_batch is "
+                f"{self.train.micro_batch}); {possible}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _mesh_covers_the_ranks(self) -> Self:
-        if self.mesh != "auto" and self.mesh.size != self.resources.ranks:
+        if self.resources.world is not None or self.mesh == "auto":
+            return self
+        if self.mesh.size != self.resources.ranks:
             raise ValueError(
                 f"mesh: {self.mesh.dp_replicate} x {self.mesh.dp_shard} x {self.mesh.tp} is "
                 f"{self.mesh.size} ranks, but resources.ranks is {self.resources.ranks}; "
@@ -147,6 +241,8 @@ class JobSpec(_Spec):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
+        if self.resources.world is not None:
+            return self
         data_ranks = self.resources.ranks // (1 if self.mesh == "auto" else self.mesh.tp)
         batch = self.train.global_batch
         if batch % max(data_ranks, 1):

@@ -37,6 +37,7 @@ class ExitReason(StrEnum):
     RESTARTS_EXHAUSTED = "restarts_exhausted"
     PREEMPTED = "preempted"
     NODE_DRAINED = "node_drained"
+    RESIZED = "resized"
     HANG = "hang"
     NON_FINITE_LOSS = "nan"
 

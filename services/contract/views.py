@@ -11,7 +11,7 @@ from services.contract.messages.facts import Inventory
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
 from services.contract.planning import EstimateView
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import JobSpec, WorldSpec
 from services.contract.states import (
     CheckpointState,
     ExitReason,
@@ -108,6 +108,10 @@ class JobView(_View):
     evaluation: Evaluation | None = None
     attempt: int = Field(0, description="number of the newest attempt, its fence; 0 before")
     restarts: int = 0
+    world_size: int = Field(
+        1, description="ranks of the newest attempt; before the first one, how many it needs"
+    )
+    world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
         None, description="what its plan foresaw, and what was seen; null without a plan_id"

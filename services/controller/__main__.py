@@ -23,6 +23,7 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.domain.rate import Rate
+from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
@@ -82,7 +83,10 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     stopping = asyncio.Event()
     async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
-        leader = Leader(ports.leadership, holder, functools.partial(reign, ports))
+        patience = Patience(room_ms=int(settings.grow_after_s * 1000))
+        leader = Leader(
+            ports.leadership, holder, functools.partial(reign, ports, patience=patience)
+        )
         context = Context(
             ports,
             Monitor(),

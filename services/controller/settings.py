@@ -22,7 +22,8 @@ class Settings(BaseSettings):
     (separated by commas) under which the controller is served beside those of loopback. Every
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
     are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
-    on loopback without a token, and none otherwise. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
+    on loopback without a token, and none otherwise. Elastic jobs grow once there has been room for
+    ``grow_after_s``. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
     files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
     ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
     """
@@ -40,6 +41,7 @@ class Settings(BaseSettings):
     rate_per_s: float = Field(default=100, gt=0, le=1e6)
     rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
+    grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
     max_streams: int = Field(default=64, ge=1, le=10_000)
     plan_wait_s: float = Field(default=5, ge=0, le=60)
     probe_timeout_s: float = Field(default=120, gt=0, le=3_600)

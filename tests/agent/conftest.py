@@ -1,5 +1,6 @@
 """A real agent in a process of its own, with the test in the controller's place."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -162,19 +163,19 @@ def controller(redis_url: str) -> Iterator[Controller]:
     controller.client.close()
 
 
-@pytest.fixture
-def start_agent(redis_url: str, tmp_path: Path) -> Iterator[StartAgent]:
-    """Starts agents, and ends them with the test; by default on one home and the shared Redis."""
+@contextlib.contextmanager
+def agents_on(redis_url: str, folder: Path) -> Iterator[StartAgent]:
+    """Starts agents, and ends them with the block; by default on one home and this Redis."""
     agents: list[AgentProcess] = []
 
     def start(
         url: str = redis_url,
-        home: Path = tmp_path / "home",
+        home: Path = folder / "home",
         *,
         below_a_parent: bool = False,
         **env: str,
     ) -> AgentProcess:
-        log = tmp_path / f"agent-{len(agents)}.log"
+        log = folder / f"agent-{len(agents)}.log"
         environment = child_environment(
             **{
                 "MESHLOOM_REDIS_URL": url,
@@ -201,7 +202,13 @@ def start_agent(redis_url: str, tmp_path: Path) -> Iterator[StartAgent]:
         agents.append(AgentProcess(process, home, log))
         return agents[-1]
 
-    yield start
+    try:
+        yield start
+    finally:
+        _end(agents)
+
+
+def _end(agents: list[AgentProcess]) -> None:
     for agent in agents:
         if agent.process.poll() is None:
             agent.kill()
@@ -212,6 +219,13 @@ def start_agent(redis_url: str, tmp_path: Path) -> Iterator[StartAgent]:
             sweep(agent.folder.mark)
             agent.folder.remove_boards()
             sys.stdout.write(agent.log.read_text())
+
+
+@pytest.fixture
+def start_agent(redis_url: str, tmp_path: Path) -> Iterator[StartAgent]:
+    """Starts agents, and ends them with the test."""
+    with agents_on(redis_url, tmp_path) as start:
+        yield start
 
 
 @pytest.fixture

@@ -53,6 +53,56 @@ def test_a_contradiction_is_refused_in_words(change: dict[str, Any], words: str)
         JobSpec.model_validate({**SPEC, **change})
 
 
+def test_an_elastic_job_names_the_worlds_that_share_its_batch_out() -> None:
+    def worlds(world: dict[str, int], **changes: object) -> tuple[int, ...]:
+        return JobSpec.model_validate({**SPEC, "resources": {"world": world}, **changes}).worlds
+
+    assert worlds({"min": 2, "max": 8}) == (2, 4, 8)
+    assert worlds({"max": 9}, train={"steps": 1, "global_batch": 12}) == (1, 2, 3, 4, 6)
+    micro = {"steps": 1, "global_batch": 12, "micro_batch": 2}
+    assert worlds({"max": 9}, train=micro) == (1, 2, 3, 6)
+    # Copies of the parameters are never parted, and ranks of one tp group see the same batch.
+    assert worlds({"max": 16}, mesh={"dp_shard": 2, "tp": 2}) == (4, 8, 16)
+    assert worlds({"min": 3, "max": 65_536}, mesh={"tp": 2})[-1] == 64
+    assert JobSpec.model_validate({**SPEC, "resources": {"ranks": 2}}).worlds == (2,)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"resources": {"world": {"min": 5, "max": 7}}}, r"possible are 1, 2, 4, 8, 16, 32"),
+        (
+            {
+                "resources": {"world": {"max": 8}},
+                "mesh": {"dp_shard": 3},
+                "train": {"steps": 1, "micro_batch": 3},
+            },
+            "no number is possible",
+        ),
+        ({"resources": {"world": {"min": 3, "max": 2}}}, "min: 3 is more than max"),
+        ({"resources": {"world": {"max": 2}, "ranks": 2}}, "give one of both"),
+        ({"resources": {"world": {"max": 4}}, "mesh": {"dp_replicate": 2}}, "leave it out"),
+        ({"resources": {"world": {"min": "few", "max": 4}}}, "valid integer"),
+    ],
+)
+def test_bounds_that_no_number_of_ranks_fits_are_refused(
+    change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=words):
+        JobSpec.model_validate({**SPEC, **change})
+
+
+def test_a_spec_travels_with_ranks_or_bounds_never_with_both() -> None:
+    fixed = JobSpec.model_validate(SPEC)
+    assert '"resources":{"ranks":1,"device":"auto"}' in fixed.model_dump_json()
+    elastic = JobSpec.model_validate({**SPEC, "resources": {"world": {"min": 2, "max": 4}}})
+    assert elastic.resources.ranks == 2
+    written = elastic.model_dump(mode="json")
+    assert written["resources"] == {"device": "auto", "world": {"min": 2, "max": 4}}
+    assert JobSpec.model_validate(written) == elastic
+    assert JobSpec.model_validate_json(elastic.model_dump_json(exclude_unset=True)) == elastic
+
+
 def nested(levels: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for _ in range(levels - 1):

@@ -84,8 +84,12 @@ def running(**changes: object) -> Job:
     return play(job, [placed(job), launched(job), progressed(job)]).job
 
 
+def _world(job: Job) -> int:
+    return job.spec.worlds[0] if job.plan is None else job.plan.world_size
+
+
 def launched(job: Job, fence: int = 1) -> GangLaunched:
-    pids = {rank: 100 + rank for rank in range(job.spec.resources.ranks)}
+    pids = {rank: 100 + rank for rank in range(_world(job))}
     return GangLaunched(job_id=job.id, fence=fence, node_id=NODE, pids=pids)
 
 
@@ -116,7 +120,7 @@ def vote(job: Job, step: int, rank: int, fence: int = 1, digest: str = "") -> Ch
 
 
 def votes(job: Job, step: int, fence: int = 1) -> list[CheckpointVoted]:
-    return [vote(job, step, rank, fence) for rank in range(job.spec.resources.ranks)]
+    return [vote(job, step, rank, fence) for rank in range(_world(job))]
 
 
 def linked(job: Job, step: int, fence: int = 1, number: int = 2) -> CheckpointLinked:
@@ -125,9 +129,9 @@ def linked(job: Job, step: int, fence: int = 1, number: int = 2) -> CheckpointLi
         checkpoint_id=checkpoint_id(job.id, step, fence),
         fence=fence,
         step=step,
-        world_size=job.spec.resources.ranks,
+        world_size=_world(job),
         loss=2.0,
-        shards=tuple(shard(rank) for rank in range(job.spec.resources.ranks)),
+        shards=tuple(shard(rank) for rank in range(_world(job))),
     )
     return CheckpointLinked(
         job_id=job.id, fence=fence, node_id=NODE, number=number, manifest=manifest
@@ -160,7 +164,7 @@ def finished(job: Job, fence: int = 1, *, step: int = STEPS, drained: bool = Fal
             finished=True,
             drained=drained,
         )
-        for rank in range(job.spec.resources.ranks)
+        for rank in range(_world(job))
     ]
     return ended(job, exits, fence)
 
@@ -186,7 +190,7 @@ def crashed(
             error=error if rank == 1 else "killed by its agent: another rank of the gang failed",
             traceback=f"Traceback…\n{error}" if rank == 1 else None,
         )
-        for rank in range(job.spec.resources.ranks)
+        for rank in range(_world(job))
     ]
     return ended(job, exits, fence)
 
@@ -203,6 +207,6 @@ def killed(job: Job, fence: int = 1, step: int = 5) -> GangEnded:
             phase="FORWARD",
             error="ended by SIGKILL",
         )
-        for rank in range(job.spec.resources.ranks)
+        for rank in range(_world(job))
     ]
     return ended(job, exits, fence)

@@ -30,7 +30,7 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
 )
-from services.contract.requests import JobPatch
+from services.contract.requests import JobPatch, ResourcesPatch
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import StopRequest
 from services.controller.domain import planner
@@ -62,13 +62,15 @@ from services.controller.domain.job import SEVERITY, Job
 from services.controller.domain.lifecycle import LEFT_BY_WISH, TRANSITIONS
 from services.controller.domain.node import Drain, Lease, Node
 from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import MakeRoom, turns
+from services.controller.domain.queue import MakeRoom, survey
+from services.controller.domain.resizing import Patience, growth, shrinkage
 from tests.controller import histories
 from tests.controller.histories import NOW, node, spec
 
 SLOTS = {"loom-1": 4, "loom-2": 2}
 NODES = tuple(SLOTS)
 EVERYBODY = sum(SLOTS.values())
+WORLDS = [(2, 2), (4, 4), (6, 6), (1, 4), (2, 6), (4, 6)]
 STEPS = 30
 HOLDER = "job_" + "0" * 26
 STORE = Address(host="10.0.0.1", port=4711)
@@ -77,6 +79,10 @@ STOPS = st.builds(
     checkpoint=st.sampled_from(["required", "best_effort", "none"]),
     grace_s=st.sampled_from([0.0, 5.0]),
 )
+BOUNDS = [
+    ResourcesPatch.model_validate({"world": world})
+    for world in ({"max": 3}, {"max": 6}, {"min": 1}, {"min": 4, "max": 4})
+]
 WISHES = st.one_of(
     st.just(ResumeAsked()),
     st.builds(PauseAsked, STOPS),
@@ -87,7 +93,10 @@ WISHES = st.one_of(
     st.just(CheckpointAsked()),
     st.builds(
         PatchAsked,
-        st.builds(JobPatch, priority=st.integers(-1, 2)),
+        st.one_of(
+            st.builds(JobPatch, priority=st.integers(-1, 2)),
+            st.builds(JobPatch, resources=st.sampled_from(BOUNDS)),
+        ),
         st.sampled_from([None, frozenset({0}), frozenset({1})]),
     ),
 )
@@ -122,14 +131,15 @@ class House:
 class Lifecycle(RuleBasedStateMachine):
     """Three jobs on two nodes, of four seats and of two; some need both nodes."""
 
-    @initialize(ranks=st.tuples(*[st.sampled_from([2, 4, 6])] * 3), budget=st.integers(0, 2))
-    def begin(self, ranks: tuple[int, ...], budget: int) -> None:
+    @initialize(ranks=st.tuples(*[st.sampled_from(WORLDS)] * 3), budget=st.integers(0, 2))
+    def begin(self, ranks: tuple[tuple[int, int], ...], budget: int) -> None:
         self.now = NOW
         self.house = House({name: node(name, slots=count) for name, count in SLOTS.items()})
         self.jobs: dict[str, Job] = {}
-        for number, count in enumerate(ranks):
+        for number, (least, most) in enumerate(ranks):
+            elastic = {"world": {"min": least, "max": most}}
             asked = spec(
-                resources={"ranks": count},
+                resources=elastic if least < most else {"ranks": least},
                 train={"steps": STEPS, "global_batch": 12},
                 checkpoint={"keep_last": 1 + number % 2},
                 faults={"max_restarts": budget},
@@ -181,15 +191,19 @@ class Lifecycle(RuleBasedStateMachine):
             with contextlib.suppress(InvalidRequestError):
                 self._happen(job.id, event)
 
-    @rule(elapsed_ms=st.sampled_from([1, 1_000, 20_000, 90_000]))
-    def look(self, elapsed_ms: int) -> None:
-        """One look of the reconciler."""
+    @rule(elapsed_ms=st.sampled_from([1, 1_000, 20_000, 90_000]), grows=st.booleans())
+    def look(self, elapsed_ms: int, *, grows: bool) -> None:
+        """One look of the reconciler; whoever could grow has waited for long enough, or not."""
         self.now += elapsed_ms
         for job in list(self.jobs.values()):
             if is_overdue(job, self.now):
                 self._happen(job.id, AnswerOverdue())
         self._leave_draining_nodes()
-        self._serve_queue()
+        for job in list(self.jobs.values()):
+            smaller = shrinkage(job)
+            if smaller is not None:
+                self._happen(job.id, smaller)
+        self._serve_queue(grows=grows)
 
     @rule(name=st.sampled_from(NODES), drains=st.booleans())
     def drain(self, name: str, *, drains: bool) -> None:
@@ -224,7 +238,7 @@ class Lifecycle(RuleBasedStateMachine):
     def prosper(self, rounds: int, steps: int, votes: int) -> None:
         """All goes well for a while: what is commanded is done, what is told is heard."""
         for _ in range(rounds):
-            self.look(1_000)
+            self.look(1_000, grows=False)
             for name in NODES:
                 self.obey(name, 99, refuses=False)
             self.hear(99)
@@ -256,7 +270,7 @@ class Lifecycle(RuleBasedStateMachine):
             if not self._is_whole(gang):
                 continue  # ranks wait for each other
             gang.step = min(gang.step + steps, STEPS)
-            job = self.jobs[gang.launch.job_id]
+            job = self._job_of(gang)
             self._tell(self._by(gang, histories.progressed(job, gang.step, gang.launch.fence)))
 
     @rule(which=st.integers(0, 2), votes=st.integers(0, 6))
@@ -272,7 +286,7 @@ class Lifecycle(RuleBasedStateMachine):
         if how in {"killed", "raised"}:
             gangs = gangs[:1]  # on another node they stand until they are told
         for gang in gangs:
-            job, fence = self.jobs[gang.launch.job_id], gang.launch.fence
+            job, fence = self._job_of(gang), gang.launch.fence
             if how == "done" and whole:
                 gang.step = STEPS
                 self._save(gang, EVERYBODY)
@@ -354,11 +368,12 @@ class Lifecycle(RuleBasedStateMachine):
                 if self.house.nodes[name].drain is not None:
                     self._happen(job.id, MoveAsked("node_drained", name, "moves", 5.0))
 
-    def _serve_queue(self) -> None:
+    def _serve_queue(self, *, grows: bool) -> None:
         nodes = self.house.nodes.values()
         leases = {n.id: Lease(n.incarnation, 5_000) for n in nodes}
         jobs = [job for job in self.jobs.values() if job.is_active]
-        for turn in turns(jobs, stand(nodes, jobs, leases), {}, self.now):
+        found = survey(jobs, stand(nodes, jobs, leases), {}, self.now)
+        for turn in found.turns:
             match turn.outcome:
                 case Seated() as seated:
                     plan = planner.gang(turn.job.spec, seated)
@@ -370,17 +385,27 @@ class Lifecycle(RuleBasedStateMachine):
                         self._happen(victim.id, move)
                 case waits:
                     self._happen(turn.job.id, PlacementDelayed(waits.reason))
+        for chance in found.chances if grows else ():
+            larger = growth(chance, 0, self.now, Patience(0, 0))
+            assert larger is not None
+            self._happen(chance.job.id, larger)
 
     def _happen(self, job_id: str, event: JobEvent) -> None:
         before = self.jobs[job_id]
         decision = decide(before, event, self.now)
         self.jobs[job_id] = decision.job
+        if isinstance(event, GangPlaced) and decision.job.fence > before.fence:
+            assert event.plan.world_size in before.spec.worlds
         for send in decision.sends:
             self.house.inboxes[send.node_id].append(send.command)
         _check_step(before, event, decision.job)
 
     def _job(self, which: int) -> Job:
         return list(self.jobs.values())[which]
+
+    def _job_of(self, gang: Gang) -> Job:
+        """The job with the plan of this gang's attempt, of which its agents tell."""
+        return self.jobs[gang.launch.job_id].model_copy(update={"plan": gang.launch.plan})
 
     def _gangs(self, which: int) -> list[Gang]:
         job_id = self._job(which).id
@@ -419,13 +444,12 @@ class Lifecycle(RuleBasedStateMachine):
             return
         self.house.launched.add(key)
         self.house.opened[command.job_id] = command.fence
-        job = self.jobs[command.job_id]
         if command.resume_from is not None:
             assert command.resume_from in self.house.chain[command.job_id], "nothing to load"
         step = int(command.resume_from.rsplit("-", 2)[1][1:]) if command.resume_from else 0
         gang = Gang(command, name, ranks, self.house.nodes[name].incarnation, step)
         self.house.gangs[key] = gang
-        self._tell(self._by(gang, histories.launched(job, command.fence)))
+        self._tell(self._by(gang, histories.launched(self._job_of(gang), command.fence)))
 
     def _stop(self, command: StopGang, name: str) -> None:
         key = (command.job_id, command.fence, name)
@@ -437,8 +461,7 @@ class Lifecycle(RuleBasedStateMachine):
             return
         gang.draining = True
         if command.mode == "kill":
-            job = self.jobs[command.job_id]
-            killed = histories.killed(job, command.fence, gang.step)
+            killed = histories.killed(self._job_of(gang), command.fence, gang.step)
             victims = [
                 gone.model_copy(update={"standing": ExitStanding.VICTIM}) for gone in killed.exits
             ]
@@ -468,7 +491,7 @@ class Lifecycle(RuleBasedStateMachine):
             chain.append(manifest.checkpoint_id)
         number = chain.index(manifest.checkpoint_id) + 1
         linked = histories.linked(job, manifest.step, command.fence, number)
-        self._tell(linked.model_copy(update={"node_id": name}))
+        self._tell(linked.model_copy(update={"node_id": name, "manifest": manifest}))
 
     def _retire(self, command: RetireCheckpoint, name: str) -> None:
         if self.house.opened[command.job_id] > command.fence:
@@ -486,7 +509,7 @@ class Lifecycle(RuleBasedStateMachine):
         )
 
     def _save(self, gang: Gang, votes: int) -> None:
-        job, fence = self.jobs[gang.launch.job_id], gang.launch.fence
+        job, fence = self._job_of(gang), gang.launch.fence
         name = checkpoint_id(job.id, gang.step, fence)
         if gang.step == 0 or name in self.house.chain[job.id]:
             return

@@ -46,6 +46,24 @@ def test_a_patch_that_would_make_no_spec_is_refused() -> None:
     assert [fault.pointer for fault in refused.value.faults] == ["/labels"]
 
 
+def test_elastic_bounds_are_changed_one_by_one_and_only_to_what_is_possible() -> None:
+    elastic = {"world": {"min": 2, "max": 6}}
+    job = play(new_job(resources=elastic), [ask(resources={"world": {"max": 12}})]).job
+    assert job.spec.worlds == (2, 3, 4, 6, 12)
+    job = play(job, [ask(resources={"world": {"min": None}})]).job
+    assert job.spec.worlds[0] == 1
+    for bounds, pointer in (
+        ({"min": 13}, "/resources/world/min"),
+        ({"min": 7, "max": 11}, "/resources/world"),
+        ({"max": None}, "/resources/world/max"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            play(job, [ask(resources={"world": bounds})])
+        assert [fault.pointer for fault in refused.value.faults] == [pointer]
+    with pytest.raises(InvalidRequestError, match="clone it"):
+        play(new_job(), [ask(resources={"world": {"max": 4}})])
+
+
 def test_keeping_fewer_checkpoints_retires_the_surplus_at_once() -> None:
     job = running()
     events = [e for n, step in enumerate((10, 20)) for e in saved(job, step, number=n + 2)]

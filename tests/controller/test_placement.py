@@ -127,6 +127,19 @@ def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
     assert mixed.units[0].modules == ("layers.*",)
 
 
+def test_an_elastic_jobs_mesh_follows_from_its_number_of_ranks() -> None:
+    free = spec(resources={"world": {"min": 2, "max": 6}})
+    assert Gang.of(free).ranks == planner.shard(free).mesh.dp_shard == 2
+    assert planner.shard(free, 6).mesh.dp_shard == 6
+    copies = spec(resources={"world": {"min": 3, "max": 12}}, mesh={"dp_shard": 2, "tp": 2})
+    assert Gang.of(copies) == Gang(4, "auto", together=2, close=2, spreads=True)
+    mesh = planner.shard(copies, 12).mesh
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (3, 2, 2)
+    named = spec(resources={"world": {"max": 6}}, plan={"mesh": {"dp_shard": 1}})
+    with pytest.raises(InvalidRequestError, match="changes with its number of ranks"):
+        planner.shard(named)
+
+
 def test_a_built_in_model_is_split_over_tp_ranks_and_any_other_as_its_plan_says() -> None:
     built_in = planner.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
     assert {entry.style for entry in built_in.tensor_parallel} == {"colwise", "rowwise"}

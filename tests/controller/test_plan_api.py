@@ -147,6 +147,19 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
     assert (seen["measured_as"], seen["ratio"]) == ("resident", 2.0)
 
 
+def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(house: House) -> None:
+    join(house)
+    plan = plan_of(house, resources={"world": {"min": 2, "max": 4}})
+    mesh = plan["mesh"]
+    assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"] == 2
+    assert "fewest" in plan["reason"]
+    made = submits(house, plan["id"]).json()
+    assert made["spec"]["resources"]["world"] == {"min": 2, "max": 4}
+    gang = house.agent.launches(made["id"])
+    assert gang.plan.sharding.mesh.dp_shard == mesh["dp_shard"]
+    assert json.dumps(made["spec"]["plan"]["units"]) == json.dumps(plan["sharding"]["units"])
+
+
 def test_a_job_by_a_spec_is_not_probed_and_has_no_estimate(house: House) -> None:
     join(house)
     job_id = house.submit()

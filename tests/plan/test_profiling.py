@@ -125,6 +125,11 @@ def test_a_stop_that_is_no_module_is_refused() -> None:
         profile_model(mlp_study(), stops=["absent"])
 
 
+def test_a_stop_may_be_a_pattern_as_of_a_plans_units() -> None:
+    followed = profile_model(mlp_study(), stops=["layers.*.0"], sizes=(1,))
+    assert {"layers.0.0", "layers.1.0"} <= set(followed.stops)
+
+
 def test_what_was_not_measured_is_not_guessed(mlp: ModelProfile) -> None:
     with pytest.raises(PlanError, match="param_dtype='bf16'"):
         estimate(mlp, ShardingPlan(MeshPlan(dp_shard=2), param_dtype="bf16"), Training(1))

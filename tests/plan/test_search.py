@@ -6,13 +6,11 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.llama import Llama, Shape, next_token_loss
 from benchmarks.scale_on_paper import SPLIT
-from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import (
     ADAMW_FUSED,
     Candidate,
@@ -20,18 +18,12 @@ from fsdp_core.plan.model import (
     Fixed,
     FixedUnit,
     LayoutQuestion,
-    MeshPlan,
     ModelProfile,
     NodeFacts,
     Seats,
-    ShardingPlan,
-    TensorParallelPlan,
-    Training,
     UnitPlan,
     Workload,
-    conditions_for,
     estimate,
-    fixed_by,
     search_layout,
 )
 from fsdp_core.plan.model.floors import Floors

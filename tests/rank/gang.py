@@ -206,11 +206,13 @@ class Ranks:
         param_dtype: Precision = "fp32",
         trainer: str = DEFAULT_TRAINER,
     ) -> Attempt:
-        """Launches an attempt of ``world`` ranks, or of those of the spec's mesh."""
+        """Launches an attempt of ``world`` ranks, or of those of a fixed job's mesh."""
         sharding = ShardingPlan(
             MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
         )
-        if spec.mesh != "auto":
+        if spec.resources.world is not None:
+            sharding = planner.shard(spec, world)
+        elif spec.mesh != "auto":
             sharding = planner.shard(spec)
             world = sharding.mesh.ranks
         placements = tuple(

@@ -245,10 +245,10 @@ def _traffic(
         if kind.is_gathered:
             for ranks in _gathers(options.get(kind.modules), shards):
                 part = row if ranks == shards else _cut(_from_first(kind.whole), ranks)[0]
-                sent = count * passes * part * kind.compute * (ranks - 1)
-                gathered += sent
+                moved = count * passes * part * kind.compute * (ranks - 1)
+                gathered += moved
                 if ranks < shards:
-                    groups[ranks] += sent
+                    groups[ranks] += moved
         if kind.has_grad:
             reduced += count * row * kind.reduce * (shards - 1)
             averaged += count * row * kind.reduce

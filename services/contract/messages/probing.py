@@ -26,7 +26,7 @@ class ProbeModel(Message):
         spec: Whose model, data, optimizer and precision are meant; its mesh and plan are not.
         device_type: Whose memory is meant; the node has such a device.
         conditions: Under which steps are followed.
-        stops: Modules that a plan names as units.
+        stops: Modules that a plan names as units, patterns among them.
         tensor_parallel: What is split where a condition has ``tp`` above 1.
         timeout_s: After which the process is killed; starting it does not count.
         memory_bytes: Of private memory beyond what PyTorch itself takes; None: half of what the

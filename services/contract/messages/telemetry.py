@@ -12,7 +12,8 @@ class RankSample(Message):
     """What an agent read last from a rank's board.
 
     ``issued`` and ``completed`` are collective sequence numbers by process group. Times in
-    seconds, memory in bytes. ``beat_age_s`` is the age of the board's last store when sampled.
+    seconds, memory in bytes: on GPUs the most that PyTorch's allocator had given out by the end of
+    the last step, on CPUs what of the process was resident then. ``beat_age_s`` is the age of the board's last store when sampled.
 
     ``arrival_lag_s`` is how much later than the first rank this one issues a collective, on
     average; ``straggler_score`` the share of the time in which it was late at a collective that

@@ -46,6 +46,7 @@ _ENDS_AS_ASKED: Final = frozenset(
         ExitReason.CANCELLED,
         ExitReason.PREEMPTED,
         ExitReason.NODE_DRAINED,
+        ExitReason.RESIZED,
     }
 )
 

@@ -160,10 +160,11 @@ class PurgeAsked:
 class MoveAsked:
     """Drain the gang; the job goes on elsewhere or later, at no cost to its restart budget.
 
-    ``by``: the job that needs the room, or the node that is drained; ``words`` say so.
+    ``by``: the job that needs the room, the node that is drained, or with how many ranks it is to
+    go on; ``words`` say so.
     """
 
-    cause: Literal["preempted", "node_drained"]
+    cause: Literal["preempted", "node_drained", "resized"]
     by: str
     words: str
     grace_s: float

@@ -55,6 +55,8 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         started_ms=draft.now_ms,
         last_step=source.step,
     )
+    if job.attempts and job.attempts[-1].world_size != attempt.world_size:
+        _note_resize(draft, job.attempts[-1], attempt.world_size)
     nodes = ", ".join(event.incarnations)
     draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
     draft.move(
@@ -246,6 +248,17 @@ def stop_command(job: Job, attempt: Attempt, now_ms: int) -> StopGang:
         mode="drain",
         checkpoint=stop.checkpoint,
         grace_s=left,
+    )
+
+
+def _note_resize(draft: Draft, before: Attempt, ranks: int) -> None:
+    why = before.exit_reason
+    draft.note(
+        "job.resized",
+        f"from {before.world_size} to {ranks} ranks, after attempt {before.fence} ended: {why}",
+        before=before.world_size,
+        after=ranks,
+        cause=why,
     )
 
 

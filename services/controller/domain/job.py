@@ -24,14 +24,15 @@ class Stop(Record):
     """A wish to stop that has not been fulfilled yet. It may only get more severe.
 
     ``move`` is the controller's own: the gang drains, and the job goes on elsewhere or later.
-    ``cause`` and ``by`` say for what: a job (its id) that needs the room, or a node that is drained.
+    ``cause`` and ``by`` say for what: a job (its id) that needs the room, a node that is drained, or
+    another number of ranks.
     """
 
     kind: Literal["move", "pause", "cancel", "kill"]
     checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
     grace_s: float = 60.0
     asked_ms: int
-    cause: Literal["preempted", "node_drained"] | None = None
+    cause: Literal["preempted", "node_drained", "resized"] | None = None
     by: str | None = None
 
 

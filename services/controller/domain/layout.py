@@ -117,7 +117,7 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
     plan = planner.shard(spec)
     micro = spec.train.micro_batch
     question = LayoutQuestion(
-        seats=Seats(spec.resources.ranks, room.ranks_per_node, room.memory_bytes, room.facts),
+        seats=Seats(spec.worlds[0], room.ranks_per_node, room.memory_bytes, room.facts),
         workload=Workload(
             global_batch=spec.train.global_batch,
             optimizer=optimizer,
@@ -150,11 +150,14 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     spec = study.spec
     if best is not None:
         spec = spec.model_copy(update={"mesh": MeshSpec(**asdict(best.plan.mesh))})
-    seats = place(Gang.of(spec), study.standings)
+    ranks = study.spec.worlds[0]
+    seats = place(Gang.of(spec, ranks), study.standings)
+    is_elastic = study.spec.resources.world is not None
+    least = (f"for {ranks} ranks, the fewest that it may have",) if is_elastic else ()
     never = (seats.reason,) if isinstance(seats, Never) else ()
     shown = PlanOutcome(
         feasible=answer.feasible and not never,
-        reasons=(*never, *(answer.reasons or _why(answer, room))),
+        reasons=(*never, *least, *(answer.reasons or _why(answer, room))),
         advice=(
             *("join nodes that have the seats, or ask for fewer ranks" for _ in never),
             *(each.text for each in answer.advice),

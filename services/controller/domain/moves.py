@@ -1,4 +1,4 @@
-"""How a gang makes room or leaves its node: it drains after a checkpoint, and the job goes on."""
+"""How a gang makes room, leaves its node or changes its size: a checkpoint, and the job goes on."""
 
 from typing import Final
 
@@ -9,6 +9,12 @@ from services.controller.domain.gang import stop_command
 from services.controller.domain.job import Job, Stop
 
 MOVABLE_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING, JobState.RUNNING})
+
+_KINDS: Final = {
+    "preempted": "job.preempting",
+    "node_drained": "job.moving",
+    "resized": "job.resizing",
+}
 
 
 def on_move(event: MoveAsked, draft: Draft) -> None:
@@ -26,8 +32,7 @@ def on_move(event: MoveAsked, draft: Draft) -> None:
         ),
         reason=event.words,
     )
-    kind = "job.preempting" if event.cause == "preempted" else "job.moving"
-    draft.note(kind, event.words, by=event.by)
+    draft.note(_KINDS[event.cause], event.words, by=event.by)
     draft.send(stop_command(draft.job, attempt, draft.now_ms), attempt.live_nodes)
 
 

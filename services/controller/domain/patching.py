@@ -1,16 +1,24 @@
 """What people may change of a job after they submitted it."""
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from services.contract.merge_patch import merged
 from services.contract.pointers import faults_of
+from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.controller.domain.commits import retire_surplus
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.events import PatchAsked
+
+_FIXED: Final = Fault(
+    pointer="/resources/world",
+    detail="resources.world: the job has a fixed number of ranks; clone it with "
+    "resources: {ranks: null, world: {min: …, max: …}} to have an elastic one",
+    code="not_elastic",
+)
 
 
 def on_patch(event: PatchAsked, draft: Draft) -> None:
@@ -27,6 +35,8 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
             "read it again and send the change with its new ETag"
         )
     patch = event.patch.model_dump(mode="json", exclude_unset=True)
+    if job.spec.resources.world is None and patch.get("resources", {}).get("world"):
+        raise InvalidRequestError([_FIXED])
     after = with_patch(job.spec, patch)
     if after == job.spec:
         return

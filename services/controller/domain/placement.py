@@ -61,6 +61,7 @@ class Gang:
 
     ``close``: so many are on one node wherever they can be; a multiple of ``together``.
     ``last_resort``: nodes that were just lost. One that is back already is cold, or sick.
+    ``spreads``: over several nodes, too, where a single one could take it but has no room now.
     """
 
     ranks: int
@@ -68,15 +69,16 @@ class Gang:
     together: int = 1
     close: int = 1
     last_resort: tuple[NodeId, ...] = ()
+    spreads: bool = False
 
     @classmethod
-    def of(cls, spec: JobSpec) -> "Gang":
-        """The gang of a job."""
-        wanted, mesh = spec.resources, spec.mesh
-        if mesh == "auto":
-            return cls(wanted.ranks, wanted.device)
-        copy = mesh.dp_shard * mesh.tp if mesh.dp_replicate > 1 else mesh.tp
-        return cls(wanted.ranks, wanted.device, mesh.tp, copy)
+    def of(cls, spec: JobSpec, ranks: int | None = None) -> "Gang":
+        """The gang of a job: of an elastic one with so many ranks, or else the smallest."""
+        ranks = spec.worlds[0] if ranks is None else ranks
+        copy, tp = spec.share.copy, spec.share.tp
+        close = copy if ranks > copy else tp
+        spreads = spec.resources.world is not None
+        return cls(ranks, spec.resources.device, tp, close, spreads=spreads)
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,19 @@ def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
 
 
 def rooms(gang: Gang, standings: Sequence[Standing], device: DeviceType) -> tuple[Room, ...]:
-    """Where the gang could sit if nobody else did: each single node, or else all together."""
+    """Where the gang could sit if nobody else did: each single node, or else all together.
+
+    One that spreads has both.
+    """
     single = tuple(
         room
         for room in (Room((standing,)) for standing in standings)
         if room.capacity(device, gang.together) >= gang.ranks
     )
     pool = Room(tuple(standings))
-    return single or ((pool,) if pool.capacity(device, gang.together) >= gang.ranks else ())
+    if single and (len(standings) == 1 or not gang.spreads):
+        return single
+    return (*single, pool) if pool.capacity(device, gang.together) >= gang.ranks else ()
 
 
 def occupy(standings: Sequence[Standing], seated: Seated, job_id: str) -> tuple[Standing, ...]:
@@ -277,7 +284,7 @@ def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) 
     if free is None or free >= gang.ranks:  # room on several nodes, while a single one is silent
         reason = _why_closed(gang.ranks, [s for room in able for s in room.standings])
         return NotNow(device, reason, blocks=False)
-    where = "on one node" if len(ready[0].standings) == 1 else f"on {ready[0].name}"
+    where = "on one node" if len(ready[-1].standings) == 1 else f"on {ready[-1].name}"
     busy = ", ".join(sorted({job for room in ready for job in room.jobs})) or "nothing"
     return NotNow(
         device,
@@ -288,7 +295,7 @@ def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) 
 
 
 def _why_closed(ranks: int, able: Sequence[Standing]) -> str:
-    closed = [s for s in able if not s.is_open]
+    closed = {s.node.id: s for s in able if not s.is_open}.values()
     draining = [s.node.id for s in closed if s.node.shown_state == NodeState.DRAINING]
     absent = [s.node.id for s in closed if s.node.id not in draining]
     why = [

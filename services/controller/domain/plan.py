@@ -14,6 +14,7 @@ from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFai
 from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
 from services.contract.specs import JobSpec
 from services.contract.states import PlanState
+from services.controller.domain.node import Measurement
 from services.controller.domain.record import Record
 
 _ADVICE: Final = {
@@ -96,14 +97,14 @@ class Profiled:
 
 
 def judge(
-    plan: Plan, answer: ModelProbed | None, *, is_measured: bool, now_ms: int
+    plan: Plan, answer: ModelProbed | None, measured: Measurement | None, now_ms: int
 ) -> StillProbing | Profiled | Plan:
     """What a probing plan waits for, or what became of it.
 
     Args:
         plan: It.
         answer: To its probe, if there is one.
-        is_measured: Whether the node has told what its devices do.
+        measured: What the node told last of its devices; a failure of earlier days does not count.
         now_ms: The present.
     """
     if answer is None:
@@ -115,7 +116,10 @@ def judge(
         failed = answer.failure or ProbeFailure(code="crashed", reason="the answer is empty")
         plan = plan.model_copy(update={"took_s": answer.took_s, "node_id": answer.node_id})
         return fail(plan, failed.code, failed.reason, failed.traceback)
-    if not is_measured and now_ms < plan.measured_by_ms:
+    is_told = measured is not None and (
+        measured.facts is not None or measured.at_ms >= plan.created_ms
+    )
+    if not is_told and now_ms < plan.measured_by_ms:
         return StillProbing()
     return Profiled(
         answer.node_id, answer.took_s, answer.profile, answer.optimizer, answer.sequence_tokens

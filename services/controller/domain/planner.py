@@ -49,13 +49,17 @@ _LISTS: Final = {
 }
 
 
-def shard(spec: JobSpec) -> ShardingPlan:
+def shard(spec: JobSpec, ranks: int | None = None) -> ShardingPlan:
     """The sharding plan of a job: what the spec says, and defaults for the rest.
+
+    Args:
+        spec: The job.
+        ranks: One of ``spec.worlds``; without one, the first of them.
 
     Raises:
         InvalidRequestError: The plan or the mesh cannot be; it names every fault.
     """
-    mesh = _mesh(spec)
+    mesh = _mesh(spec, spec.worlds[0] if ranks is None else ranks)
     asked: dict[str, Any] = {} if spec.plan == "auto" else dict(spec.plan)
     faults = _unknown_fields(asked)
     try:
@@ -63,14 +67,11 @@ def shard(spec: JobSpec) -> ShardingPlan:
     except ValidationError as error:
         faults += [_fault(detail) for detail in error.errors(include_url=False)]
         raise InvalidRequestError(faults) from error
-    if plan.mesh != mesh:
-        faults.append(
-            Fault(
-                pointer="/plan/mesh",
-                detail=f"plan.mesh is {plan.mesh}, but the job's mesh is {mesh}; leave it out",
-                code="mesh_mismatch",
-            )
-        )
+    changes = "mesh" in asked and len(spec.worlds) > 1
+    if plan.mesh != mesh or changes:
+        why = "changes with its number of ranks" if changes else f"is {mesh}"
+        detail = f"plan.mesh is {plan.mesh}, but the job's mesh {why}; leave it out"
+        faults.append(Fault(pointer="/plan/mesh", detail=detail, code="mesh_mismatch"))
     faults += _split_faults(plan)
     if faults:
         raise InvalidRequestError(faults)
@@ -83,25 +84,32 @@ def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
 
 
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
-    """The spec with that very layout, of which nothing is left to be chosen."""
+    """The spec with that very layout, of which nothing is left to be chosen.
+
+    Of an elastic job the copies of the parameters are settled; how many there are follows from
+    its ranks.
+    """
     mesh = dataclasses.asdict(sharding.mesh)
+    plan = SHARDING_PLAN.dump_python(sharding, mode="json")
+    if spec.resources.world is not None:
+        del mesh["dp_replicate"], plan["mesh"]
     document = spec.model_dump(mode="json")
-    document |= {"mesh": mesh, "plan": SHARDING_PLAN.dump_python(sharding, mode="json")}
-    document["train"] = document["train"] | {"micro_batch": micro_batch}
-    return JobSpec.model_validate(document)
+    train = document["train"] | {"micro_batch": micro_batch}
+    return JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
 
 
 def gang(spec: JobSpec, seated: Seated) -> GangPlan:
     """All that the ranks of an attempt must know: the sharding plan, and who sits where."""
-    return GangPlan(device_type=seated.device, sharding=shard(spec), ranks=seated.ranks)
+    sharding = shard(spec, len(seated.ranks))
+    return GangPlan(device_type=seated.device, sharding=sharding, ranks=seated.ranks)
 
 
-def _mesh(spec: JobSpec) -> MeshPlan:
-    if spec.mesh == "auto":
-        return MeshPlan(dp_shard=spec.resources.ranks)
-    return MeshPlan(
-        dp_replicate=spec.mesh.dp_replicate, dp_shard=spec.mesh.dp_shard, tp=spec.mesh.tp
-    )
+def _mesh(spec: JobSpec, ranks: int) -> MeshPlan:
+    asked = spec.mesh
+    if asked == "auto":
+        return MeshPlan(dp_shard=ranks)
+    copy = asked.dp_shard * asked.tp
+    return MeshPlan(dp_replicate=ranks // copy, dp_shard=asked.dp_shard, tp=asked.tp)
 
 
 def _split_faults(plan: ShardingPlan) -> list[Fault]:

@@ -4,6 +4,8 @@ Everything that waits for this (the gang's end, a commit, a lost node) calls ``s
 looks at the facts so far: it either reaches the outcome or goes on waiting for a commit.
 """
 
+from typing import Final
+
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain import diagnose, retry
@@ -11,6 +13,12 @@ from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Draft
 from services.controller.domain.job import Job, Stop
+
+_MOVES: Final = {
+    "preempted": (ExitReason.PREEMPTED, "made room for"),
+    "node_drained": (ExitReason.NODE_DRAINED, "left"),
+    "resized": (ExitReason.RESIZED, "ended to go on with"),
+}
 
 
 def settle(draft: Draft) -> None:
@@ -111,11 +119,9 @@ def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
         _conclude_failure(draft, attempt)
         return
     is_preempted = stop.cause == "preempted"
-    if why != ExitReason.NODE_LOST:
-        why = ExitReason.PREEMPTED if is_preempted else ExitReason.NODE_DRAINED
-    _end_attempt(draft, why)
+    asked, verb = _MOVES[stop.cause or "node_drained"]
+    _end_attempt(draft, why if why == ExitReason.NODE_LOST else asked)
     saved = draft.job.resume_point.step
-    verb = "made room for" if is_preempted else "left"
     reason = f"{verb} {stop.by}; it goes on from step {saved}, and this restart is not counted"
     draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
     if is_preempted:

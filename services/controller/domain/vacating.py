@@ -6,10 +6,12 @@ sum may promise room that is none, and jobs would be drained in vain.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.contract.ids import NodeId
+from services.contract.plans import RankPlacement
 from services.controller.domain.job import Job
+from services.controller.domain.placement import Standing
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,21 @@ def freed_by(leaving: Iterable[Holder]) -> Mapping[NodeId, int]:
     for holder in leaving:
         freed.update(holder.taken)
     return freed
+
+
+def vacate(
+    standings: Iterable[Standing], seats: Iterable[RankPlacement], job_id: str
+) -> tuple[Standing, ...]:
+    """The standings once the job has left these seats, as far as it still had them."""
+    devices: dict[NodeId, list[str]] = {}
+    for seat in seats:
+        devices.setdefault(seat.node_id, []).append(seat.device)
+    return tuple(
+        _left(standing, devices.get(standing.node.id, []), job_id)
+        if job_id in standing.jobs
+        else standing
+        for standing in standings
+    )
 
 
 def smallest_sufficient(
@@ -58,3 +75,13 @@ def smallest_sufficient(
         if suffices(rest):
             chosen = rest
     return tuple(chosen)
+
+
+def _left(standing: Standing, devices: Sequence[str], job_id: str) -> Standing:
+    on_gpu = {int(name.removeprefix("cuda:")) for name in devices if name != "cpu"}
+    return replace(
+        standing,
+        cpu_taken=standing.cpu_taken - devices.count("cpu"),
+        accelerators_taken=standing.accelerators_taken - on_gpu,
+        jobs=tuple(name for name in standing.jobs if name != job_id),
+    )

@@ -16,6 +16,11 @@ async def expect(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, in
     """
     if not any(job.state in WAITING_STATES for job in jobs):
         return {}
+    return await estimate(ports, jobs, now_ms)
+
+
+async def estimate(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, int]:
+    """The same, whoever waits."""
     names = [job.id for job in jobs if job.attempts]
     records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
     samples = await ports.telemetry.samples(names)

@@ -42,7 +42,7 @@ _RANDOM_BYTES: Final = 10
 # The node may be at another probe, and its fact has to be heeded.
 _ANSWER_MARGIN_MS: Final = 30_000
 _MEASURED_WITHIN_MS: Final = 30_000
-_FAILED_MEASURE_STANDS_MS: Final = 600_000
+_FAILED_MEASURE_STANDS_MS: Final = 60_000
 _LOOK_EVERY_S: Final = 0.1
 _AT_ONCE: Final = 1
 
@@ -230,9 +230,9 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     answer = await ports.plans.answer(plan.probe_id)
     standings = await _standings(ports)
     asked = next((s.node for s in standings if s.node.id == plan.node_id), None)
-    is_measured = asked is None or plan.device_type in asked.measured
+    measured = None if asked is None else asked.measured.get(plan.device_type)
     now_ms = await ports.clock.now_ms()
-    verdict = judge(plan, answer, is_measured=is_measured, now_ms=now_ms)
+    verdict = judge(plan, answer, measured, now_ms)
     if isinstance(verdict, StillProbing):
         return plan
     if isinstance(verdict, Plan):

@@ -60,6 +60,8 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
         evaluation=job.evaluations[-1] if job.evaluations else None,
         attempt=job.fence,
         restarts=job.restarts,
+        world_size=job.spec.worlds[0] if job.plan is None else job.plan.world_size,
+        world=job.spec.resources.world,
         plan=job.plan,
         estimate=_estimate_view(job, samples),
         latest_checkpoint=None if latest is None else latest.id,

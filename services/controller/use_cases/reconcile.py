@@ -1,6 +1,6 @@
 """One look at everything: what should happen by now and has not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -30,11 +30,12 @@ from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.node import Lease, Node
 from services.controller.domain.placement import Seated, Standing, stand
-from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, turns
+from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
+from services.controller.domain.resizing import Chance, Patience, followed, growth, shrinkage
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.outlook import expect
+from services.controller.use_cases.outlook import estimate, expect
 from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
@@ -42,6 +43,8 @@ _ACTOR: Final = Actor("controller")
 _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
 _BREAK_MS: Final = 5_000
+_LONG_MS: Final = 1 << 62
+_PATIENCE: Final = Patience()
 
 
 class Reconciler:
@@ -50,11 +53,14 @@ class Reconciler:
     Args:
         ports: The world.
         epoch: The reign in whose name it acts.
+        patience: What elastic jobs wait for before they grow.
     """
 
-    def __init__(self, ports: Ports, epoch: int) -> None:
+    def __init__(self, ports: Ports, epoch: int, patience: Patience = _PATIENCE) -> None:
         self._ports = ports
         self._epoch = epoch
+        self._patience = patience
+        self._room_since: Mapping[tuple[str, int], int] = {}
         self._healthy_since_ms: int | None = None
         self._last_look_ms = 0
 
@@ -74,7 +80,9 @@ class Reconciler:
         jobs = [stored.job for stored in await self._ports.jobs.active()]
         jobs = [await self._check_attempt(job, known, now_ms) for job in jobs]
         jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
-        await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
+        jobs = [await self._keep_bounds(job, now_ms) for job in jobs]
+        chances = await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
+        await self._grow(chances, now_ms)
         return _rest_s(jobs, now_ms)
 
     def _healthy_for(self, now_ms: int) -> int:
@@ -118,11 +126,29 @@ class Reconciler:
                 return await self._apply(job, move, now_ms)
         return job
 
+    async def _keep_bounds(self, job: Job, now_ms: int) -> Job:
+        """The job after it was asked to shrink, if it is larger than it may be."""
+        move = shrinkage(job)
+        return job if move is None else await self._apply(job, move, now_ms)
+
+    async def _grow(self, chances: Sequence[Chance], now_ms: int) -> None:
+        """Have those go on with more ranks for which it is time, unless they are nearly done."""
+        self._room_since = followed(self._room_since, chances, now_ms)
+        for chance in chances:
+            since_ms = self._room_since[chance.attempt]
+            move = growth(chance, since_ms, now_ms, self._patience)
+            if move is not None:
+                left = await estimate(self._ports, [chance.job], now_ms)
+                if left.get(chance.job.id, _LONG_MS) > self._patience.room_ms:
+                    await self._apply(chance.job, move, now_ms)
+
     async def _serve_queue(
         self, jobs: Sequence[Job], standings: tuple[Standing, ...], now_ms: int
-    ) -> None:
+    ) -> tuple[Chance, ...]:
+        """Do what is due to those that wait; answers which of those that run could grow."""
         outlook = await expect(self._ports, jobs, now_ms)
-        for turn in turns(jobs, standings, outlook, now_ms):
+        found = survey(jobs, standings, outlook, now_ms)
+        for turn in found.turns:
             match turn.outcome:
                 case Seated() as seated:
                     await self._apply(turn.job, _placed(turn.job, seated), now_ms)
@@ -132,6 +158,7 @@ class Reconciler:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
                 case Waits(reason=reason):
                     await self._apply(turn.job, PlacementDelayed(reason), now_ms)
+        return found.chances
 
     async def _apply(self, job: Job, event: JobEvent, now_ms: int) -> Job:
         try:

@@ -45,7 +45,8 @@ class Ended:
         answer: What it answered; empty where it did not.
         code: Its exit code, or minus the signal that ended it; None: its time was over.
         words: The end of what it wrote.
-        frames: Where its first thread was when its time was over, innermost frame first.
+        frames: Where its first thread was when its time was over or it crashed, innermost frame
+            first; empty where that is not known.
         lacked_memory: Whether the kernel killed for want of memory meanwhile.
     """
 
@@ -112,11 +113,12 @@ class Asker:
             kills = oom_kills()
             code, frames = await self._run(asking, mark, answer, words)
             await _sweep(mark)
+            last = _end(words)
             return Ended(
                 answer=_beginning(answer),
                 code=code,
-                words=_end(words),
-                frames=frames,
+                words=last,
+                frames=frames or training_frames(last),
                 lacked_memory=oom_kills() > kills,
             )
 

@@ -84,12 +84,12 @@ def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:
     """Why a process did not answer."""
     words = mask.text(ended.words)
     traceback = words or None
+    where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
     if ended.code is None:
-        where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
         reason = f"no profile within {timeout_s:g} s{where}"
         return ProbeFailure(code="timed_out", reason=reason, traceback=traceback)
-    last = words.splitlines()[-1:]
-    reason = ": ".join((ended.how, *last))
+    last = "".join(f": {line}" for line in words.splitlines()[-1:])
+    reason = ended.how + (where or last)
     if ended.lacked_memory or any(word in words for word in _LACKS_MEMORY):
         return ProbeFailure(code="out_of_memory", reason=reason, traceback=traceback)
     return ProbeFailure(code="crashed", reason=reason, traceback=traceback)

@@ -52,7 +52,7 @@ class SelfTest:
         incarnation: str,
         inventory: Inventory,
         asker: Asker,
-        settled: Callable[[], Awaitable[None]],
+        settled: Callable[[], Awaitable[object]],
     ) -> None:
         self._folder = folder
         self._node_id = node_id

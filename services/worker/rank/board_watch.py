@@ -79,6 +79,7 @@ class BoardWatch:
 
     def _memory_bytes(self) -> int:
         if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
+            # The most so far: after a step what its activations took is free again.
+            return torch.cuda.max_memory_allocated(self._device)
         resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
         return int(resident) * _PAGE_BYTES

@@ -27,6 +27,7 @@ export type ExitReason =
   | "restarts_exhausted"
   | "preempted"
   | "node_drained"
+  | "resized"
   | "hang"
   | "nan";
 
@@ -119,6 +120,12 @@ export interface TrainSpec {
 export interface ResourceSpec {
   ranks: number;
   device: "auto" | "cpu" | "cuda";
+  world: WorldSpec | null;
+}
+
+export interface WorldSpec {
+  min: number;
+  max: number;
 }
 
 export interface MeshSpec {
@@ -248,6 +255,8 @@ export interface JobView {
   evaluation: Evaluation | null;
   attempt: number;
   restarts: number;
+  world_size: number;
+  world: WorldSpec | null;
   plan: GangPlan | null;
   estimate: EstimateView | null;
   latest_checkpoint: string | null;

@@ -1,6 +1,6 @@
 import { useAttempts } from "../api/queries";
 import type { AttemptView, JobView } from "../api/types";
-import { DASH, dateTime, duration, whole, words } from "../ui/format";
+import { axes, DASH, dateTime, duration, whole, words } from "../ui/format";
 import { Panel, Quiet, Trouble } from "../ui/parts";
 import { Elapsed } from "../ui/time";
 
@@ -38,7 +38,7 @@ export function Attempts({ job }: { job: JobView }) {
                   </td>
                   <td className="number">{steps(attempt)}</td>
                   <td className="number">{attempt.lost_steps === null ? DASH : whole(attempt.lost_steps)}</td>
-                  <td className="number">{attempt.world_size}</td>
+                  <td className="number" title={attempt.mesh ? axes(attempt.mesh) : undefined}>{attempt.world_size}</td>
                   <td className="number">
                     {attempt.first_step_at
                       ? duration((Date.parse(attempt.first_step_at) - Date.parse(attempt.started_at)) / 1_000)

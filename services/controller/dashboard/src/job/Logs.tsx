@@ -13,7 +13,7 @@ export function Logs({ job }: { job: JobView }) {
   const { data, error } = useLogs(job, rank, stream);
   const box = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
-  const world = job.plan?.ranks.length ?? job.spec.resources.ranks;
+  const world = job.world_size;
   const lines = data ?? [];
 
   useLayoutEffect(() => {

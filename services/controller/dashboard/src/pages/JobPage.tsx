@@ -12,7 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
-import { compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
+import { axes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
 
@@ -96,7 +96,10 @@ function Head({ job }: { job: JobView }) {
         </Stat>
         <Stat label="Tokens/s">{compact(job.progress.tokens_per_s)}</Stat>
         <Stat label="Step time">{duration(job.progress.step_time_s)}</Stat>
-        <Stat label="Ranks">{job.plan?.ranks.length ?? job.spec.resources.ranks}</Stat>
+        <Stat label="Ranks">
+          {job.world_size}
+          {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
+        </Stat>
         <Stat label="Mesh">{mesh(job)}</Stat>
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
@@ -131,9 +134,7 @@ function sentence(job: JobView): string {
 
 function mesh(job: JobView): string {
   const sizes = job.plan?.sharding.mesh ?? (job.spec.mesh === "auto" ? null : job.spec.mesh);
-  if (!sizes) return "auto";
-  const wide = Object.entries(sizes).filter(([, size]) => size > 1);
-  return wide.map(([axis, size]) => `${axis} ${size}`).join(" × ") || "one rank";
+  return sizes ? axes(sizes) : "auto";
 }
 
 function SpecPanel({ job }: { job: JobView }) {

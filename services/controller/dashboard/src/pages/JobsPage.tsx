@@ -2,7 +2,7 @@ import { useEffect, useState } from "react";
 import { isTerminal, useJobs } from "../api/queries";
 import type { JobState, JobView } from "../api/types";
 import { jobHref, replaceJobsQuery } from "../router";
-import { compact, dateTime, DASH, loss, percent, shortId, span, validationLoss, whole } from "../ui/format";
+import { bounds, compact, dateTime, DASH, loss, percent, shortId, span, validationLoss, whole } from "../ui/format";
 import { Bar, Quiet, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
 
@@ -181,8 +181,8 @@ function JobRow({ job }: { job: JobView }) {
       <td data-cell="eta" data-label="left" className="number">
         {live ? span(job.progress.eta_s) : DASH}
       </td>
-      <td data-cell="ranks" data-label="ranks" className="number">
-        {job.spec.resources.ranks}
+      <td data-cell="ranks" data-label="ranks" className="number" title={bounds(job.world)}>
+        {job.world_size}
       </td>
       <td data-cell="age" data-label="age" className="number" title={dateTime(job.created_at)}>
         <Ago at={job.created_at} />

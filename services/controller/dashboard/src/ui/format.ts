@@ -77,6 +77,17 @@ export function shortId(id: string): string {
   return id.length > 12 ? `…${id.slice(-8)}` : id;
 }
 
+/** What an elastic job may have, in a tooltip; nothing for any other one. */
+export function bounds(world: { min: number; max: number } | null): string | undefined {
+  return world ? `elastic: from ${world.min} to ${world.max} ranks` : undefined;
+}
+
+/** A mesh as "dp_shard 4 × tp 2". */
+export function axes(sizes: { dp_replicate: number; dp_shard: number; tp: number }): string {
+  const wide = Object.entries(sizes).filter(([, size]) => size > 1);
+  return wide.map(([axis, size]) => `${axis} ${size}`).join(" × ") || "one rank";
+}
+
 /** "rank_lost" → "rank lost". */
 export function words(name: string): string {
   return name.replaceAll("_", " ").toLowerCase();

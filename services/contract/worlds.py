@@ -1,0 +1,34 @@
+"""How many ranks an elastic job can have: the arithmetic of meshes and batches, in integers alone."""
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the number of ranks must go into.
+
+    Attributes:
+        copy: Ranks that hold one copy of the parameters together; worlds are multiples of it.
+        tp: Ranks that see the same sequences; it divides ``copy``.
+        batch: Sequences of a step over all ranks.
+        micro: Sequences of one pass on a rank; None: as many as suit it.
+    """
+
+    copy: int
+    tp: int
+    batch: int
+    micro: int | None
+
+
+@functools.lru_cache(maxsize=1024)
+def possible_worlds(share: Share, least: int, most: int) -> tuple[int, ...]:
+    """The numbers of ranks from ``least`` to ``most`` that share a step out evenly, ascending."""
+    first = -(-least // share.copy) * share.copy
+    last = min(most, share.batch * share.tp)
+    return tuple(n for n in range(first, last + 1, share.copy) if _is_even(share, n // share.tp))
+
+
+def _is_even(share: Share, data_ranks: int) -> bool:
+    each, rest = divmod(share.batch, data_ranks)
+    return rest == 0 and (share.micro is None or each % share.micro == 0)

@@ -1,0 +1,118 @@
+"""The nodes and who holds which of their seats, as it is while the queue is gone through."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.contract.messages.probing import DeviceType
+from services.contract.plans import RankPlacement
+from services.controller.domain.job import Job
+from services.controller.domain.placement import (
+    Gang,
+    Room,
+    Seated,
+    Standing,
+    occupy,
+    rooms,
+)
+from services.controller.domain.vacating import Holder, vacate
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first that waits for a kind of device, and where and when it is to have room."""
+
+    job: Job
+    room: str | None
+    start_ms: int | None
+
+
+@dataclass(frozen=True)
+class Hall:
+    """A moment of it.
+
+    Attributes:
+        standings: The nodes with what is taken of them.
+        jobs: All that are active, by id.
+        remaining_ms: How long they are expected to run yet, where that is known.
+        now_ms: The present.
+        seated: Those that have just been given their seats.
+    """
+
+    standings: tuple[Standing, ...]
+    jobs: Mapping[str, Job]
+    remaining_ms: Mapping[str, int]
+    now_ms: int
+    seated: Mapping[str, Seated] = field(default_factory=dict)
+
+    def with_seated(self, job: Job, seated: Seated) -> "Hall":
+        """The hall once the job sits there."""
+        standings = occupy(self.standings, seated, job.id)
+        return replace(self, standings=standings, seated={**self.seated, job.id: seated})
+
+    def without(self, job: Job) -> "Hall":
+        """The hall once the job has left its seats."""
+        others = {name: seated for name, seated in self.seated.items() if name != job.id}
+        standings = vacate(self.standings, self._seats(job), job.id)
+        return replace(self, standings=standings, seated=others)
+
+    def rooms(self, gang: Gang, device: DeviceType) -> tuple[Room, ...]:
+        """Where the gang could sit now if nobody else did."""
+        return rooms(gang, [s for s in self.standings if s.is_open], device)
+
+    def holders(self, room: Room, device: DeviceType) -> tuple[Holder, ...]:
+        """Who sits there."""
+        found = (self._holder(self.jobs[name], room, device) for name in room.jobs)
+        return tuple(holder for holder in found if holder.seats)
+
+    def harmless(
+        self, job: Job, ranks: int, device: DeviceType, head: Head
+    ) -> tuple[Standing, ...]:
+        """The nodes where ``head`` starts no later if ``job`` sits there with so many ranks."""
+        wishes = Gang.of(head.job.spec)
+        wanted = self.rooms(wishes, device)
+        harmed = {
+            standing.node.id
+            for room in wanted
+            if not self._is_harmless(job, ranks, room, device, head)
+            for standing in room.standings
+        }
+        return tuple(s for s in self.standings if s.node.id not in harmed)
+
+    def _is_harmless(
+        self, job: Job, ranks: int, room: Room, device: DeviceType, head: Head
+    ) -> bool:
+        wishes = Gang.of(head.job.spec)
+        capacity = room.capacity(device, wishes.together)
+        holders = self.holders(room, device)
+        if head.start_ms is None:
+            spare = capacity - wishes.ranks
+            return ranks <= spare - _largest_sum([h.seats for h in holders], spare)
+        if room.name != head.room:
+            return True
+        remaining = self.remaining_ms.get(job.id)
+        if remaining is not None and self.now_ms + remaining <= head.start_ms:
+            return True
+        staying = sum(h.seats for h in holders if h.end_ms is None or h.end_ms > head.start_ms)
+        return ranks <= capacity - staying - wishes.ranks
+
+    def _holder(self, job: Job, room: Room, device: DeviceType) -> Holder:
+        # Not those on nodes where the job has ended: they are free already.
+        nodes = {standing.node.id for standing in room.standings if job.id in standing.jobs}
+        seats = [r for r in self._seats(job) if r.node_id in nodes]
+        on_device = Counter(r.node_id for r in seats if (r.device == "cpu") == (device == "cpu"))
+        remaining = self.remaining_ms.get(job.id)
+        end_ms = None if remaining is None else self.now_ms + remaining
+        return Holder(job, on_device, end_ms)
+
+    def _seats(self, job: Job) -> Sequence[RankPlacement]:
+        seated = self.seated.get(job.id)
+        return seated.ranks if seated is not None else job.plan.ranks if job.plan else ()
+
+
+def _largest_sum(sizes: Iterable[int], bound: int) -> int:
+    """The largest sum of some of ``sizes`` that is not above ``bound``."""
+    sums = {0}
+    for size in sizes:
+        sums |= {total + size for total in sums if total + size <= bound}
+    return max(sums)

@@ -1,0 +1,250 @@
+"""An agent profiles models and measures its node, in processes that may fail by themselves."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from pydantic import JsonValue
+from torch import nn
+from torch.nn import functional
+
+from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
+from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from services.contract.messages.asking import SelfTestResult
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import GangEnded, GangProgressed, Inventory, NodeJoined
+from services.contract.messages.probing import (
+    MeasureNode,
+    ModelProbed,
+    NodeMeasured,
+    ProbeFailure,
+    ProbeModel,
+)
+from services.contract.probes import probe_id
+from services.contract.specs import JobSpec
+from services.local.embedded_redis import EmbeddedRedis
+from services.worker.agent.asking import Asker, Ended
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.self_test import SelfTest
+from services.worker.rank.models.decoder import Decoder
+from tests.agent.conftest import (
+    FOREVER,
+    NODE,
+    AgentProcess,
+    Controller,
+    agents_on,
+    is_gone,
+    launch,
+)
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+LENGTH = 16
+SECRET = 'pa"ss/wörd & 1234\\5678'  # noqa: S105 a test's
+CONDITIONS = (Conditions(recompute=True),)
+SMALL: Final[dict[str, JsonValue]] = {"dim": 16, "layers": 2, "heads": 2}
+AGAIN = "ask again when they have ended"
+
+
+def question(factory: str, args: dict[str, JsonValue], *, timeout_s: float = 240.0) -> ProbeModel:
+    spec = JobSpec.model_validate(
+        {
+            "model": {"factory": factory, "args": args},
+            "data": {"factory": "probed_models:tokens", "args": {"length": LENGTH}},
+            "train": {"steps": 1},
+        }
+    )
+    asked = ProbeModel(
+        probe_id=f"probe_{0:032x}",
+        spec=spec,
+        device_type="cpu",
+        conditions=CONDITIONS,
+        stops=("blocks",) if factory == "decoder" else (),
+        timeout_s=timeout_s,
+        memory_bytes=256 << 20,
+    )
+    return asked.model_copy(update={"probe_id": probe_id(asked, {})})
+
+
+@dataclass
+class Node:
+    """An agent to ask."""
+
+    agent: AgentProcess
+    controller: Controller
+    folder: Path
+
+    def ask(self, asked: ProbeModel) -> ModelProbed:
+        self.controller.send(asked)
+        return self.answer(asked)
+
+    def answer(self, asked: ProbeModel) -> ModelProbed:
+        return until(
+            lambda: next(
+                (f for f in self.controller.all_of(ModelProbed) if f.probe_id == asked.probe_id),
+                None,
+            ),
+            timeout_s=240,
+        )
+
+    def fails(self, asked: ProbeModel) -> ProbeFailure:
+        answer = self.ask(asked)
+        assert answer.profile is None
+        assert answer.failure is not None
+        return answer.failure
+
+    def measure(self, device_type: str = "cpu") -> NodeMeasured:
+        before = len(self.controller.all_of(NodeMeasured))
+        self.controller.send(MeasureNode.model_validate({"device_type": device_type}))
+        return until(lambda: self.controller.all_of(NodeMeasured)[before:], timeout_s=240)[0]
+
+
+@pytest.fixture(scope="module")
+def node(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("probes")
+    redis_server.flush()
+    (folder / "secrets").mkdir()
+    (folder / "secrets" / "HUB").write_text(SECRET)
+    controller = Controller(redis_server.url)
+    controller.open_job()
+    with agents_on(redis_server.url, folder) as start:
+        agent = start(
+            MESHLOOM_FACTORY_PREFIXES="probed_models,none",
+            MESHLOOM_SECRETS_DIR=str(folder / "secrets"),
+            MESHLOOM_CPU_SLOTS="2",
+        )
+        controller.fact(NodeJoined)
+        yield Node(agent, controller, folder)
+    controller.client.close()
+
+
+def test_a_probe_finds_what_a_profile_in_this_process_does(node: Node) -> None:
+    answer = node.ask(question("decoder", SMALL))
+
+    def loss(model: nn.Module, sequences: int) -> torch.Tensor:
+        tokens = torch.zeros(sequences, LENGTH + 1, dtype=torch.int64)
+        logits = model(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def make() -> nn.Module:
+        return Decoder(dim=16, layers=2, heads=2)
+
+    expected = profile_model(ModelUnderStudy(make, loss), CONDITIONS, stops=("blocks",))
+    assert answer.failure is None
+    assert answer.profile == expected
+    assert answer.optimizer == ADAMW_FUSED
+    assert answer.sequence_tokens == LENGTH
+
+
+def test_a_model_that_hangs_is_ended_with_all_that_it_started(node: Node) -> None:
+    child = node.folder / "child"
+    failure = node.fails(question("probed_models:hangs", {"child_to": str(child)}, timeout_s=6))
+    assert failure.code == "timed_out"
+    assert failure.reason.startswith("no profile within 6 s; it was at ")
+    assert failure.reason.endswith("in hangs")
+    assert "in hangs" in str(failure.traceback)
+    assert is_gone(int(child.read_text()))
+
+
+def test_a_model_that_takes_all_memory_is_told_that_it_may_not(node: Node) -> None:
+    failure = node.fails(question("probed_models:hoards", {}))
+    assert failure.code == "out_of_memory"
+    assert "the probe may take 256 MiB" in failure.reason
+    assert "in hoards" in str(failure.traceback)
+
+
+def test_a_model_that_crashes_is_told_with_where_it_did_and_its_last_words(node: Node) -> None:
+    failure = node.fails(question("probed_models:crashes", {}))
+    assert failure.code == "crashed"
+    assert failure.reason.startswith("its process was ended by SIGSEGV; it was at ")
+    assert failure.reason.endswith("in crashes")
+    assert "I have had enough" in str(failure.traceback)
+
+
+def test_how_a_process_ended_is_told_in_words() -> None:
+    assert Ended(b"", 7, "").how == "its process left with code 7"
+    assert Ended(b"", -9, "").how == "its process was ended by SIGKILL"
+    assert Ended(b"", -250, "").how == "its process was ended by signal 250"
+
+
+def test_an_exception_is_told_in_its_own_words_without_the_secrets_in_them(node: Node) -> None:
+    failure = node.fails(question("probed_models:Confides", {"credential": {"secret": "HUB"}}))
+    assert failure.code == "raised"
+    assert failure.reason == "model: PermissionError: the hub refused '[secret HUB]'"
+    assert "in forward" in str(failure.traceback)
+    told = "\n".join(fact.model_dump_json() for fact in node.controller.facts())
+    kept = b"".join(p.read_bytes() for p in node.agent.folder.path.rglob("*") if p.is_file())
+    for form in (SECRET, json.dumps(SECRET)[1:-1], json.dumps(SECRET, ensure_ascii=False)[1:-1]):
+        assert form not in told
+        assert form.encode() not in kept
+        assert form not in node.agent.log.read_text()
+
+
+def test_what_the_node_does_not_allow_is_refused_without_a_process(node: Node) -> None:
+    failure = node.fails(question("os:system", {"command": "true"}))
+    assert failure.code == "refused"
+    assert "os:system is not among MESHLOOM_FACTORY_PREFIXES" in failure.reason
+    assert node.fails(question("decoder", {"dim": {"secret": "NONE"}})).code == "refused"
+
+
+def test_a_node_is_not_measured_where_ranks_run(node: Node) -> None:
+    node.controller.send(MeasureNode(device_type="cpu"), launch(1, 1, FOREVER, pause_s=0.01))
+    first = until(lambda: node.controller.all_of(NodeMeasured), timeout_s=240)[0]
+    assert first.facts is None
+    assert AGAIN in str(first.failure)
+    node.controller.fact(GangProgressed)
+    assert AGAIN in str(node.measure().failure)
+    node.controller.send(StopGang(job_id=launch().job_id, fence=1, mode="kill"))
+    node.controller.fact(GangEnded)
+
+
+def test_a_node_is_measured_once_and_its_figures_are_kept(node: Node) -> None:
+    first = node.measure()
+    assert first.failure is None
+    facts = first.facts
+    assert facts is not None
+    assert set(facts.matmul_flops) == {"fp32", "bf16"}
+    rates = (facts.memory_bandwidth, facts.link_bandwidth, facts.network_bandwidth)
+    assert min(*facts.matmul_flops.values(), *rates, facts.collective_latency) > 0
+    assert 0 <= facts.overlap <= 1
+    assert facts.ranks == 2
+    assert "not measured" in str(first.detail["network_bandwidth"])
+    again = node.measure()
+    assert again == first
+
+
+def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
+    tmp_path: Path,
+) -> None:
+    def self_test(**versions: str) -> SelfTest:
+        inventory = Inventory(
+            hostname="h", cpu_slots=2, cpu_count=2, memory_bytes=1, versions=versions
+        )
+        folder = NodeFolder(tmp_path, NODE)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return SelfTest(folder, NODE, "a", inventory, Asker({}, tmp_path), asyncio.Event().wait)
+
+    found = SelfTestResult(facts=NodeFacts({"fp32": 1.0}, 1.0, 1.0, 1.0, 1.0, 2))
+    self_test(torch="1")._keep("cpu", found)
+    assert self_test(torch="1")._known("cpu") == found
+    assert self_test(torch="2")._known("cpu") is None
+    assert self_test(torch="1")._known("cuda") is None
+
+
+def test_a_node_without_such_devices_says_so(node: Node) -> None:
+    assert node.measure("cuda").failure == "this node seats no ranks on cuda"
+
+
+def test_a_probe_does_not_outlive_an_agent_that_is_killed(node: Node) -> None:
+    child = node.folder / "another child"
+    node.controller.send(question("probed_models:hangs", {"child_to": str(child)}))
+    until(child.exists, timeout_s=240)
+    assert node.agent.marked()
+    node.agent.kill()  # nobody can be asked after this test, which is the last
+    until(lambda: is_gone(int(child.read_text())) and not node.agent.marked())

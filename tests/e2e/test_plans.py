@@ -1,0 +1,44 @@
+"""A plan of a real agent's profile, and the job that runs it."""
+
+import pytest
+
+from services.cli.planning import planned
+from services.contract.plans import SHARDING_PLAN
+from services.contract.states import JobState, PlanState
+from services.contract.views import MeasuredView
+from tests.e2e.conftest import Stack, tiny_spec
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+
+def test_a_job_runs_the_very_plan_that_was_shown_and_tells_how_right_it_was(stack: Stack) -> None:
+    plan = planned(stack.client, tiny_spec(name="planned"))
+    assert plan.state is PlanState.READY, (plan.reason, plan.failure)
+    assert plan.feasible
+    assert not plan.probe.cached
+    assert plan.sharding is not None
+    shown = SHARDING_PLAN.dump_json(plan.sharding)
+
+    job = stack.rested(stack.client.submit({"plan_id": plan.id}).id)
+    assert job.state is JobState.SUCCEEDED, (job.reason, job.failure)
+    assert job.plan is not None
+    assert SHARDING_PLAN.dump_json(job.plan.sharding) == shown
+    assert SHARDING_PLAN.dump_json(SHARDING_PLAN.validate_python(job.spec.plan)) == shown
+    assert job.spec.train.micro_batch == plan.micro_batch
+    assert job.estimate is not None
+    assert job.estimate.peak == plan.memory[0].peak
+    assert job.estimate.measured_as == "resident"
+    # Resident memory has all of the estimate in it, and Python and PyTorch besides.
+    assert job.estimate.measured_peak_bytes is not None
+    assert job.estimate.measured_peak_bytes > job.estimate.peak.total
+
+    def measured() -> MeasuredView | None:
+        (node,) = stack.client.nodes().items
+        return node.measured.get("cpu")
+
+    # Asked for with the first plan; a node on which ranks run says that it could not.
+    found = until(measured)
+    again = planned(stack.client, tiny_spec(name="again"))
+    assert again.probe.cached
+    assert found.facts is None or again.step_time is not None

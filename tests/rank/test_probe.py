@@ -1,0 +1,154 @@
+"""What a probe finds out, in this process; what it survives is the agent's to test."""
+
+import errno
+import re
+
+import pytest
+import torch
+from pydantic import JsonValue
+from torch import nn
+from torch.nn import functional
+
+from fsdp_core.plan.model import SGD, Conditions, ModelProfile
+from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.probing import ModelProbed, ProbeModel
+from services.contract.specs import JobSpec
+from services.worker.rank.probe import _chain, _is_out_of_memory, mean_loss, probe
+
+LENGTH = 8
+
+
+def ask(
+    model: str = "tests.rank.user_models:OwnLoss",
+    stops: tuple[str, ...] = (),
+    wishes: dict[str, JsonValue] | None = None,
+) -> ModelProbed:
+    wanted: dict[str, JsonValue] = {
+        "model": {"factory": model},
+        "data": {"factory": "tests.rank.user_data:Counting", "args": {"length": LENGTH}},
+        "optimizer": {"factory": "sgd"},
+        "train": {"steps": 1},
+        **(wishes or {}),
+    }
+    question = ProbeModel(
+        probe_id=f"probe_{0:032x}",
+        spec=JobSpec.model_validate(wanted),
+        device_type="cpu",
+        conditions=(Conditions(),),
+        stops=stops,
+    )
+    return probe(ProbeSeat(node_id="here", question=question, memory_bytes=1 << 30))
+
+
+class ByForward(nn.Module):
+    """Gives logits alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.head = nn.Linear(16, 256, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+class ByLoss(ByForward):
+    """Computes its loss itself, through forward."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def boundaries(profile: ModelProfile) -> list[tuple[str, str]]:
+    return [(segment.begins, segment.module) for segment in profile.traces[0].segments]
+
+
+def test_a_model_with_a_loss_of_its_own_is_profiled_as_the_engine_runs_it() -> None:
+    answer = ask()
+    assert answer.profile is not None
+    begins = boundaries(answer.profile)
+    assert begins[:3] == [("start", ""), ("forward", ""), ("forward", "embedding")]
+    assert begins.index(("forward_end", "")) < begins.index(("loss_backward", ""))
+    assert [unit.module for unit in answer.profile.units] == ["embedding", "head"]
+    assert (answer.sequence_tokens, answer.optimizer) == (LENGTH, SGD)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_loss_may_call_forward_which_stays_the_models_own(*, replaced: bool) -> None:
+    model = ByLoss()
+    if replaced:
+        vars(model)["forward"] = model.forward
+    kept = vars(model).get("forward")
+    tokens = torch.randint(256, (2, LENGTH + 1))
+    computed = [mean_loss(model, tokens) for _ in range(2)]
+    assert all(torch.equal(each, model.loss(tokens)) for each in computed)
+    assert vars(model).get("forward") is kept
+
+
+def test_both_ways_to_a_loss_save_as_much() -> None:
+    def profile(make: type[nn.Module]) -> ModelProfile:
+        def loss(model: nn.Module, sequences: int) -> torch.Tensor:
+            return mean_loss(model, torch.zeros(sequences, LENGTH + 1, dtype=torch.int64))
+
+        return profile_model(ModelUnderStudy(make, loss), sizes=(1,))
+
+    by_forward, by_loss = profile(ByForward), profile(ByLoss)
+    assert [unit.saved for unit in by_loss.units] == [unit.saved for unit in by_forward.units]
+    assert by_loss.flops == by_forward.flops
+
+
+@pytest.mark.parametrize(
+    ("model", "stops", "words"),
+    [
+        ("tests.rank.user_models:Absent", (), r"model\.factory: module .* has no 'Absent'"),
+        ("tests.rank.user_models:NOT_CALLABLE", (), "is not callable"),
+        ("tests.rank.user_models:OwnLoss", ("absent",), r"no modules \['absent'\]"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(model: str, stops: tuple[str, ...], words: str) -> None:
+    answer = ask(model, stops)
+    assert answer.profile is None
+    assert answer.failure is not None
+    assert answer.failure.code == "refused"
+    assert re.search(words, answer.failure.reason)
+    assert answer.failure.traceback is None
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"model": {"factory": "builtins:dict"}}, "model: TypeError: model.factory made a dict"),
+        (
+            {"data": {"factory": "tests.rank.user_data:Counting", "args": {"length": 0}}},
+            "data: ValueError: batch(1, [0]) has the shape (1, 1)",
+        ),
+        (
+            {"optimizer": {"factory": "sgd", "args": {"momentum": -1}}},
+            "optimizer: ValueError: Invalid momentum value",
+        ),
+        ({"model": {"factory": "sys:exit"}}, "model: SystemExit"),
+    ],
+)
+def test_what_raises_is_told_with_what_was_asked_of_it(
+    wishes: dict[str, JsonValue], words: str
+) -> None:
+    failure = ask(wishes=wishes).failure
+    assert failure is not None
+    assert failure.code == "raised"
+    assert failure.reason.startswith(words)
+    assert "Traceback" in str(failure.traceback)
+
+
+def test_want_of_memory_is_seen_behind_other_errors() -> None:
+    refused = RuntimeError("DefaultCPUAllocator: Error code 12 (Cannot allocate memory)")
+    for error in (MemoryError(), OSError(errno.ENOMEM, "no"), refused):
+        wrapped = ValueError("the model could not be built")
+        wrapped.__cause__ = error
+        assert any(map(_is_out_of_memory, _chain(wrapped)))
+    ring = ValueError("a ring")
+    ring.__cause__ = KeyError("of causes")
+    ring.__cause__.__context__ = ring
+    assert not any(map(_is_out_of_memory, _chain(ring)))
