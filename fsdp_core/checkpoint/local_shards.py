@@ -56,9 +56,13 @@ def local_shards(
         next update.
     """
     entries = []
+    # Training may stand still meanwhile, and many tensors lie alike: an optimizer's state as its
+    # parameters, one layer as the next.
+    alike: dict[tuple[object, ...], tuple[Box, bool]] = {}
     for fqn, tensor in state.items():
-        box, local = local_part(tensor)
-        if box.volume and _saves(tensor, mesh):
+        box, saves = _share(tensor, mesh, alike)
+        local = _local(tensor)
+        if box.volume and saves:
             entries.append(
                 ShardEntry(
                     fqn,
@@ -73,15 +77,39 @@ def local_shards(
 
 def local_part(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     """This rank's box of `tensor` and the live local tensor that holds just that box."""
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tensor.shape), tensor
-    offsets, shape = torch_private.local_box(tensor)
-    return Box(offsets, shape), full_precision(torch_private.local_tensor(tensor))
+    return _box(tensor), _local(tensor)
 
 
 def dtype_word(dtype: torch.dtype) -> str:
     """The dtype's name without the "torch." prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+def _share(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None,
+    alike: dict[tuple[object, ...], tuple[Box, bool]],
+) -> tuple[Box, bool]:
+    """This rank's box and whether it saves it, which tensors that lie alike share."""
+    if not isinstance(tensor, DTensor):
+        return _box(tensor), _saves(tensor, mesh)
+    key = (tensor.shape, tensor.device_mesh, tensor.placements)
+    if key not in alike:
+        alike[key] = _box(tensor), _saves(tensor, mesh)
+    return alike[key]
+
+
+def _box(tensor: torch.Tensor) -> Box:
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape)
+    offsets, shape = torch_private.local_box(tensor)
+    return Box(offsets, shape)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return full_precision(torch_private.local_tensor(tensor))
 
 
 def _saves(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
