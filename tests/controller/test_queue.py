@@ -266,6 +266,18 @@ def test_only_those_are_drained_whose_seats_make_whole_groups() -> None:
     assert {victim.id for victim in room.victims} == {job.id for job in small}
 
 
+def test_a_rank_that_would_break_a_pair_of_the_head_on_another_node_waits() -> None:
+    # Ten ranks in pairs need all but one pair of seats; one seat of b stays taken.
+    house = [node("a"), node("b"), node("c")]
+    running = [parted(shares, priority=9) for shares in ({"a": 4}, {"b": 1}, {"c": 2})]
+    pairs = waiting(10, priority=5, mesh={"dp_replicate": 1, "dp_shard": 5, "tp": 2})
+    single = waiting(1)
+    jobs = [*running, pairs, single]
+    assert waits(look(jobs, house, _0=60, _2=30)[pairs.id]).start_ms == NOW + 60_000
+    assert waits(look(jobs, house, _0=60, _2=30)[single.id]).start_ms is None
+    assert seated(look(jobs, house, _0=60, _2=30, _4=20)[single.id]) == "c"
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(

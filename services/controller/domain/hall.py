@@ -83,18 +83,22 @@ class Hall:
         self, job: Job, ranks: int, room: Room, device: DeviceType, head: Head
     ) -> bool:
         wishes = Gang.of(head.job.spec)
+        # Over several nodes ranks that stay together need whole groups of seats: in the worst case
+        # each rank of another job leaves one of them broken.
+        group = wishes.together if len(room.standings) > 1 else 1
+        taken = ranks * group
         capacity = room.capacity(device, wishes.together)
         holders = self.holders(room, device)
         if head.start_ms is None:
             spare = capacity - wishes.ranks
-            return ranks <= spare - _largest_sum([h.seats for h in holders], spare)
+            return taken <= spare - _largest_sum([_whole(h, group) for h in holders], spare)
         if room.name != head.room:
             return True
         remaining = self.remaining_ms.get(job.id)
         if remaining is not None and self.now_ms + remaining <= head.start_ms:
             return True
-        staying = sum(h.seats for h in holders if h.end_ms is None or h.end_ms > head.start_ms)
-        return ranks <= capacity - staying - wishes.ranks
+        stay = [h for h in holders if h.end_ms is None or h.end_ms > head.start_ms]
+        return taken <= capacity - sum(_whole(h, group) for h in stay) - wishes.ranks
 
     def _holder(self, job: Job, room: Room, device: DeviceType) -> Holder:
         # Not those on nodes where the job has ended: they are free already.
@@ -108,6 +112,11 @@ class Hall:
     def _seats(self, job: Job) -> Sequence[RankPlacement]:
         seated = self.seated.get(job.id)
         return seated.ranks if seated is not None else job.plan.ranks if job.plan else ()
+
+
+def _whole(holder: Holder, group: int) -> int:
+    """The seats of all groups of so many on one node of which it has any."""
+    return sum(-(-seats // group) * group for seats in holder.taken.values())
 
 
 def _largest_sum(sizes: Iterable[int], bound: int) -> int:
