@@ -1,7 +1,7 @@
 """Who is late: the arrivals of ranks, on virtual clocks."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
@@ -93,7 +93,6 @@ def test_a_rank_alone_is_compared_with_nobody() -> None:
     assert meter.of(0) is None
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(*[st.integers(min_value=0, max_value=SECOND)] * 3), min_size=2, max_size=40)
 )

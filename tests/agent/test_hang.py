@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contract.messages.commands import StopGang
@@ -161,7 +161,6 @@ def test_a_rank_that_has_finished_is_not_waited_for() -> None:
     assert seen == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 0.45), st.booleans()), min_size=1, max_size=200))
 def test_the_time_that_counts_is_the_time_since_anything_moved(
     course: list[tuple[float, bool]],

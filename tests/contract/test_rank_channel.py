@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contract.rank_channel import (
@@ -109,7 +109,6 @@ def test_storing_goes_on_after_a_torn_snapshot(board: Board) -> None:
     assert snapshot.step == 3
 
 
-@settings(deadline=None)
 @given(st.integers(1, 600), st.integers(0, 600))
 def test_the_ring_holds_the_last_steps_in_order(
     tmp_path_factory: pytest.TempPathFactory, last: int, after: int
@@ -161,7 +160,6 @@ def test_the_last_arrivals_of_each_group_are_kept_with_their_moments(board: Boar
     assert board.reader.arrivals(1) == {}
 
 
-@settings(deadline=None)
 @given(torn=st.integers(min_value=1, max_value=23), number=st.integers(1, 2**62))
 def test_a_torn_arrival_is_none(
     tmp_path_factory: pytest.TempPathFactory, torn: int, number: int

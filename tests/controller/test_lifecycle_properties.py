@@ -554,6 +554,4 @@ def test_every_move_of_the_table_leads_somewhere_and_nothing_leads_nowhere() -> 
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True
-)
+TestLifecycle.settings = settings(max_examples=120, stateful_step_count=50, derandomize=True)

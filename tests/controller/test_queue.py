@@ -278,7 +278,7 @@ def test_a_rank_that_would_break_a_pair_of_the_head_on_another_node_waits() -> N
     assert seated(look(jobs, house, _0=60, _2=30, _4=20)[single.id]) == "c"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5
@@ -322,7 +322,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(arrivals=ARRIVALS, knows=st.booleans())
 def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
     *, arrivals: list[tuple[int, int, int, int]], knows: bool

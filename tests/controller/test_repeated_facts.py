@@ -75,7 +75,7 @@ def _replay(events: list[JobEvent]) -> Decision:
     return play(new_job(resources={"ranks": ranks}), events)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(history_and_repeats())
 def test_repeated_facts_change_neither_the_job_nor_what_is_commanded(
     pair: tuple[list[JobEvent], list[JobEvent]],
@@ -87,7 +87,7 @@ def test_repeated_facts_change_neither_the_job_nor_what_is_commanded(
     assert again.notes == once.notes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(history())
 def test_a_history_told_twice_over_ends_as_told_once(events: list[JobEvent]) -> None:
     once = _replay(events)
@@ -95,7 +95,7 @@ def test_a_history_told_twice_over_ends_as_told_once(events: list[JobEvent]) -> 
     assert play(once.job, told).job == once.job
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(history())
 def test_retired_checkpoints_stay_gone(events: list[JobEvent]) -> None:
     job = _replay(events).job

@@ -161,7 +161,7 @@ def everything(profile: ModelProfile, question: LayoutQuestion) -> list[Candidat
     return found
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
 @given(question=questions)
 def test_the_best_is_what_estimating_every_layout_finds(question: LayoutQuestion) -> None:
     profile = known()
@@ -214,7 +214,7 @@ def _holds_for_all(profile: ModelProfile, question: LayoutQuestion, answer: Layo
     assert not (answer.feasible and answer.advice)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
 @given(question=questions, more=st.integers(min_value=0, max_value=2 * MIB))
 def test_more_memory_never_makes_it_slower(question: LayoutQuestion, more: int) -> None:
     profile = known()

@@ -23,8 +23,8 @@ from fsdp_core.plan.model import (
     conditions_for,
     fixed_by,
     search_layout,
+    tp_sizes,
 )
-from fsdp_core.plan.model.question import tp_sizes
 from services.contract.messages.probing import DeviceType, ProbeModel
 from services.contract.planning import PlanAlternative, PlanOutcome
 from services.contract.probes import probe_id
