@@ -114,12 +114,14 @@ class LayoutQuestion:
         fixed: What the user settled.
         splits: What could be split over tp, if the user settles nothing; empty: not known, so
             that tp stays 1.
+        groups: Whether slices may be kept for some ranks of dp_shard; not where its size changes.
     """
 
     seats: Seats
     workload: Workload
     fixed: Fixed = Fixed()
     splits: tuple[TensorParallelPlan, ...] = ()
+    groups: bool = True
 
     @property
     def tensor_parallel(self) -> tuple[TensorParallelPlan, ...]:

@@ -130,7 +130,7 @@ class LayoutSpace:
             return (True,)
         group = self.question.seats.ranks_per_node // mesh.tp
         in_node = 1 < group < mesh.dp_shard and mesh.dp_shard % group == 0
-        return (True, False, group) if in_node else (True, False)
+        return (True, False, group) if in_node and self.question.groups else (True, False)
 
     def recomputes(self, mesh: MeshPlan, units: Units) -> tuple[bool, ...]:
         """Whether to recompute, as far as a trace tells what that does."""
