@@ -4,6 +4,7 @@ Nothing is built here: the node profiles the model, and the search is arithmetic
 """
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Final
 
 from fsdp_core.errors import PlanError
@@ -122,6 +123,7 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
             global_batch=spec.train.global_batch,
             optimizer=optimizer,
             micro_batch=_micro_batch(spec, plan),
+            common_share=_common_share(spec),
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             output_dtype=plan.output_dtype,
@@ -140,6 +142,12 @@ def _micro_batch(spec: JobSpec, plan: ShardingPlan) -> int | None:
     # As a rank takes it that is told nothing: its whole share at once.
     whole = spec.train.global_batch // plan.mesh.data_ranks
     return whole if spec.plan == "default" else None
+
+
+def _common_share(spec: JobSpec) -> int | None:
+    if spec.resources.world is None:
+        return None
+    return gcd(*(spec.train.global_batch // (ranks // spec.share.tp) for ranks in spec.worlds))
 
 
 def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:

@@ -92,8 +92,8 @@ def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     """The spec with that very layout, of which nothing is left to be chosen.
 
-    The mesh of an elastic job stays as asked: it follows its ranks. Sequences of a pass that
-    would leave it fewer numbers of ranks are left as asked, too.
+    The mesh of an elastic job stays as asked: it follows its ranks. So does the micro-batch that
+    is a rank's whole share, if to name it would leave the job fewer numbers of ranks.
     """
     document = spec.model_dump(mode="json")
     mesh: object = dataclasses.asdict(sharding.mesh)
