@@ -7,7 +7,15 @@ from multiprocessing.context import ForkServerContext
 from typing import Final
 
 # The test process has one server for all who fork, and what it imports is settled when it starts.
-_IMPORTED: Final = ["services.worker.rank.trainer", "tests.engine.gang"]
+_IMPORTED: Final = [
+    "services.worker.rank.trainer",
+    "tests.engine.gang",
+    # What the command line imports, but not itself: it is to find its environment by itself.
+    "httpx",
+    "services.contract.planning",
+    "services.contract.views",
+    "typer",
+]
 
 
 def forking() -> ForkServerContext:
