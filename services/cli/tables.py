@@ -263,7 +263,7 @@ def estimate_line(estimate: EstimateView) -> str:
         foreseen += f" of {estimate.unit}"
     if estimate.measured_peak_bytes is None:
         return f"{foreseen} foreseen; nothing measured yet"
-    kinds = {"resident": "resident, Python and PyTorch included", "allocated": "allocated"}
+    kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
     return (
         f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as}): "

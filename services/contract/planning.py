@@ -175,13 +175,14 @@ class JobEstimate(_View):
 class EstimateView(JobEstimate):
     """The same beside what the ranks of the newest attempt were seen to use.
 
-    ``measured_peak_bytes``: the most that any rank told after a step. ``measured_as``: ``resident``,
-    on CPUs, is all that the process has in memory, Python and PyTorch included; ``allocated``, on
+    ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
+    ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
+    what the process held before it built the model, and copies for checkpoints; ``allocated``, on
     GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
     """
 
     measured_peak_bytes: int | None = None
-    measured_as: Literal["resident", "allocated"] | None = None
+    measured_as: Literal["resident_growth", "allocated"] | None = None
     ratio: float | None = None
 
 

@@ -142,10 +142,13 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
         "measured_as": None,
         "ratio": None,
     }
-    house.agent.samples(gang, [1, 1], memory_bytes=2 * fullest["peak"]["total"])
+    foreseen = fullest["peak"]["total"]
+    house.agent.samples(gang, [1, 1], memory_bytes=9 * foreseen)
+    assert house.job(job_id)["estimate"]["measured_peak_bytes"] is None
+    house.agent.samples(gang, [2, 2], memory_bytes=9 * foreseen, peak_bytes=2 * foreseen)
     seen = house.job(job_id)["estimate"]
-    assert seen["measured_peak_bytes"] == 2 * fullest["peak"]["total"] + 1
-    assert (seen["measured_as"], seen["ratio"]) == ("resident", 2.0)
+    assert seen["measured_peak_bytes"] == 2 * foreseen + 1
+    assert (seen["measured_as"], seen["ratio"]) == ("resident_growth", 2.0)
 
 
 def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(house: House) -> None:

@@ -87,7 +87,7 @@ def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
     gang = terminal.agent.launches(job_id)
     assert gang.spec.train.micro_batch == plan["micro_batch"]
     assert "nothing measured yet" in terminal.types("status", job_id).stdout
-    terminal.agent.samples(gang, [1, 1], memory_bytes=3 * plan["memory"][0]["peak"]["total"])
+    terminal.agent.samples(gang, [1, 1], peak_bytes=3 * plan["memory"][0]["peak"]["total"])
     assert "3.00 times as much" in terminal.types("status", job_id).stdout
     directly = terminal.types("submit", spec, "--plan")
     assert directly.exit_code == 0, directly.output

@@ -242,7 +242,7 @@ export interface EstimateView {
   micro_batch: number;
   step_time_s: number | null;
   measured_peak_bytes: number | null;
-  measured_as: "resident" | "allocated" | null;
+  measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
 }
 
@@ -296,6 +296,7 @@ export interface RankView {
   loss: number | null;
   tokens_per_s: number | null;
   memory_bytes: number;
+  peak_bytes: number | null;
   issued: Record<string, number>;
   completed: Record<string, number>;
   last_seen_at: string | null;
