@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.apply import DTYPES
-from fsdp_core.plan.candidates import candidate_units
+from fsdp_core.plan.candidates import candidate_units, used_within
 from fsdp_core.plan.model import (
     BufferFacts,
     Conditions,
@@ -87,7 +87,7 @@ def profile_model(
     """
     _check_device(study.device_type)
     model = _on_meta(study)
-    kinds = candidate_units(model)
+    kinds = _suitable(study, candidate_units(model), min(sizes))
     names = [name for name, _ in model.named_modules()]
     if unknown := [stop for stop in stops if not any(matches(stop, name) for name in names)]:
         raise PlanError(f"The model has no modules {unknown} at which to follow it.")
@@ -112,6 +112,14 @@ def profile_model(
 
 
 # -- Running it without memory
+
+
+def _suitable(
+    study: ModelUnderStudy, kinds: Mapping[str, UnitKind], size: int
+) -> dict[str, UnitKind]:
+    with _running(study, Conditions()) as model:
+        found = used_within(model, partial(study.loss, model, size), kinds)
+    return {name: kind for name, kind in kinds.items() if name in found}
 
 
 def _follow(
