@@ -78,6 +78,7 @@ def job_details(job: JobView) -> Table:
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
         ("mesh", _mesh(job)),
+        ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", job.latest_checkpoint),
         ("submitted", f"{job.created_at:%Y-%m-%d %H:%M:%S} UTC ({age(job.created_at)} ago)"),
