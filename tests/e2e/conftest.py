@@ -23,7 +23,7 @@ USER_MODELS = Path(__file__).parent / "user_models"
 REST = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.PAUSED}
 
 
-LONG = {"train": {"steps": 400, "global_batch": 4, "seed": 7}, "checkpoint": {"every_steps": 100}}
+LONG = {"train": {"steps": 240, "global_batch": 4, "seed": 7}, "checkpoint": {"every_steps": 60}}
 
 
 def tiny_spec(**changes: object) -> dict[str, object]:

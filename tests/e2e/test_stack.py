@@ -59,7 +59,7 @@ def test_redis_killed_alone_comes_back_and_nobody_who_watches_a_job_notices(stac
     done = stack.rested(job_id)
     assert done.exit_reason == "completed"
     assert done.attempt == 1
-    assert sorted(stack.losses(job_id)) == list(range(1, 401))
+    assert sorted(stack.losses(job_id)) == list(range(1, 241))
     assert stack.job(before.id).state == before.state
     assert stack.part("redis-server").pid != server.pid
 

@@ -8,6 +8,7 @@ traceback; so does a time-out, with the names of the ranks that are missing.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -171,6 +172,7 @@ def _serve(pipe: connection.Connection, rank: int, world: int, port: int, device
     sys.path.insert(0, ROOT)
     torch.set_num_threads(1)
     context = _join(rank, world, port, device)
+    gc.freeze()  # what was imported is no garbage, and half a million objects to look at each time
     warnings.simplefilter("error")
     while True:
         message = pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own parent's

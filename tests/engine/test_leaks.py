@@ -16,6 +16,7 @@ from tests.engine.grid.cell import MESH_RANKS, RESHARD_SIZE, Cell
 from tests.engine.grid.engines import OURS
 from tests.engine.grid.model import tokens_of
 from tests.engine.grid.training import backwards_of_step, sgd, sharded_net
+from tests.waiting import until
 
 pytestmark = pytest.mark.ranks
 
@@ -56,6 +57,15 @@ class Census:
         }
         return cls(len(found), sum(storages.values()))
 
+    def is_within(self, other: Census) -> bool:
+        """Whether neither figure is larger."""
+        return self.tensors <= other.tensors and self.storage_bytes <= other.storage_bytes
+
+
+def left_in_storage(expected: int) -> None:
+    """Wait for so many bytes: a backend's thread lets go of buffers just after it has told."""
+    until(lambda: Census.take().storage_bytes == expected)
+
 
 def test_the_census_counts_each_storage_once() -> None:
     before = Census.take()
@@ -81,9 +91,9 @@ def check_nothing_whole(ctx: RankContext, cell: Cell) -> None:
         backwards_of_step(ctx, cell, model, step)
         # Of the gradients, the slices. Those of a unit share one buffer with a flag for each.
         flags = sum(4 for param in model.parameters() if param.requires_grad)
-        assert Census.take().storage_bytes - sharded == bytes_of_slices(model) + flags
+        left_in_storage(sharded + bytes_of_slices(model) + flags)
         model.zero_grad()
-        assert Census.take().storage_bytes == sharded
+        left_in_storage(sharded)
 
 
 def bytes_of_slices(model: Any) -> int:  # noqa: ANN401 - of the engine's class
@@ -107,14 +117,14 @@ def check_evaluation(ctx: RankContext) -> None:
     for step in range(3):
         with torch.no_grad():
             evaluate(ctx, model, step)
-        assert Census.take().storage_bytes == sharded
+        left_in_storage(sharded)
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         evaluate(ctx, model, 3)
     assert Census.take().storage_bytes > sharded  # the user's wish, until told otherwise
     for module in (*model.blocks, model):
         module.reshard()
-    assert Census.take().storage_bytes == sharded
+    left_in_storage(sharded)
 
 
 def evaluate(ctx: RankContext, model: Any, step: int) -> None:  # noqa: ANN401 - of the engine's class
@@ -136,7 +146,7 @@ def check_fifty_steps(ctx: RankContext, cell: Cell) -> None:
         optimizer.zero_grad()
         if step == 5:
             at_five = Census.take()
-    assert Census.take() == at_five
+    until(lambda: Census.take().is_within(at_five))
 
 
 def test_fifty_steps_with_explicit_prefetch_leave_what_five_left(gangs: Gangs) -> None:
@@ -155,7 +165,7 @@ def check_prefetch(ctx: RankContext) -> None:
         model.zero_grad()
         if step == 5:
             at_five = Census.take()
-    assert Census.take() == at_five
+    until(lambda: Census.take().is_within(at_five))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -171,7 +181,7 @@ def check_fifty_evaluations(ctx: RankContext, mode: Callable[[], Any]) -> None:
             evaluate(ctx, model, step)
         if step == 5:
             at_five = Census.take()
-    assert Census.take() == at_five
+    until(lambda: Census.take().is_within(at_five))
 
 
 def test_alternating_training_and_evaluation_leaves_nothing_more(gangs: Gangs) -> None:
@@ -190,4 +200,4 @@ def check_alternation(ctx: RankContext) -> None:
         model.train().reshard()
         if step == 5:
             at_five = Census.take()
-    assert Census.take() == at_five
+    until(lambda: Census.take().is_within(at_five))
