@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core import torch_private
@@ -177,7 +178,7 @@ def _move(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None
         for name, parameter in torch_private.own_parameters(module):
             if parameter not in moved:
                 wanted = dtype if parameter.is_floating_point() else None
-                empty = _empty_like(parameter.detach(), device_type, wanted)
+                empty = _empty_like(parameter, device_type, wanted)
                 moved[parameter] = nn.Parameter(empty, parameter.requires_grad)
             torch_private.set_parameter(module, name, moved[parameter])  # type: ignore[arg-type]  # parameters become parameters
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -187,11 +188,14 @@ def _move(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None
 
 
 def _empty_like(tensor: torch.Tensor, device_type: str, dtype: torch.dtype | None) -> torch.Tensor:
-    if type(tensor) is torch.Tensor and tensor.is_contiguous():
-        # The same; but there is no tensor of another kind that would first be made one without memory.
+    if isinstance(tensor, DTensor):
+        local = _empty_like(torch_private.plain(tensor), device_type, dtype)
+        return torch_private.dtensor_of(local, torch_private.spec_of(tensor))
+    if type(tensor) in {torch.Tensor, nn.Parameter} and tensor.is_contiguous():
+        # As empty_like would, which first makes a tensor without memory of the one it is given.
         shape, strides = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, strides, dtype=dtype or tensor.dtype, device=device_type)
-    return torch.empty_like(tensor, device=device_type, dtype=dtype)
+    return torch.empty_like(tensor.detach(), device=device_type, dtype=dtype)
 
 
 def _check_device(device_type: str) -> None:

@@ -20,8 +20,19 @@ _PLAIN: Final = frozenset(
         *(torch.device, torch.dtype, torch.layout, torch.memory_format),
     }
 )
-# PyTorch remembers views alone, and does not take this one for a view.
-_ALSO_VIEWS: Final = frozenset({torch.ops.aten._unsafe_view.default})
+_UNSAFE_VIEW: Final = torch.ops.aten._unsafe_view.default
+_c10d: Final = torch.ops._c10d_functional
+# PyTorch remembers none of these: the first looks at its argument without being called a view, the
+# others are no operators of ATen. All depend on nothing but what is in a key.
+_ALSO: Final = frozenset(
+    {
+        _UNSAFE_VIEW,
+        _c10d.all_reduce.default,
+        _c10d.all_gather_into_tensor.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.wait_tensor.default,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class AnsweringFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # PyTorc
         result = super().__torch_dispatch__(func, types, args, kwargs)
         after = FakeTensorMode.cache_info()
         answered = replace(before, hits=before.hits + 1) == after
-        if answered or func in _ALSO_VIEWS:
+        if answered or func in _ALSO:
             learnt = _learnt(func, args, result)
             if learnt is not None:
                 self._answers[key] = learnt
@@ -200,17 +211,33 @@ def _one(func: Any, args: Sequence[object], result: object) -> _Answer | None:  
         or result.is_neg()
     ):
         return None
-    looked_at = None
-    if func.is_view or func in _ALSO_VIEWS:
-        (looked_at,) = (n for n, each in enumerate(args) if isinstance(each, torch.Tensor))
-        base = cast("torch.Tensor", args[looked_at])
-        if base.untyped_storage()._cdata != result.untyped_storage()._cdata:
+    storage = result.untyped_storage()
+    looked_at = [
+        place
+        for place, argument in enumerate(args)
+        if isinstance(argument, torch.Tensor)
+        and argument.untyped_storage()._cdata == storage._cdata
+    ]
+    if looked_at:
+        if len(looked_at) > 1 or not (func.is_view or func is _UNSAFE_VIEW):
             return None
+    elif func.is_view or storage.nbytes() != _bytes_of(result):
+        return None
     return _Answer(
-        looked_at,
+        looked_at[0] if looked_at else None,
         result.shape,
         result.stride(),
         result.dtype,
         result.fake_device,
         int(result.storage_offset()),
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Of a storage that has no room for more."""
+    if not tensor.numel():
+        return 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.itemsize

@@ -53,6 +53,11 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
         self._on_result = on_result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps `__torch_dispatch__` from being wrapped: nothing is compiled under such a mode."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
