@@ -49,8 +49,9 @@ types: $(TESTABLE) ## mypy --strict
 floors: $(TESTABLE) ## Who may import whom
 	$(BIN)/lint-imports --no-cache
 
+# They start some hundred processes, each of which would compile our sources anew.
 tests: $(TESTABLE) ## The tests alone
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)

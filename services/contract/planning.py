@@ -128,7 +128,9 @@ class PlanOutcome(_View):
 class PlanFailure(_View):
     """Why there is no plan: the code tells programs, the reason people, and what they can do."""
 
-    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer"]
+    code: Literal[
+        "timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer", "search_failed"
+    ]
     reason: str
     advice: str
     traceback: str | None = None
@@ -185,9 +187,10 @@ class PlanList(_View):
 
 
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank."""
+    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen."""
 
     plan_id: PlanId
+    reason: str = ""
     peak: MemoryView
     where: str
     unit: str

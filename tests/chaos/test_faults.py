@@ -11,7 +11,7 @@ from services.contract import redis_keys
 from services.contract.queue import DrainRequest
 from services.contract.states import JobState, NodeState
 from services.contract.views import JobView
-from tests.chaos.conftest import LONG, STEPS, check, eventually, finish, paced
+from tests.chaos.conftest import LONG, STEPS, check, eventually, finish, paced, set_pace
 from tests.chaos.invariants import Losses
 from tests.chaos.proxy import Mode
 from tests.cluster import Cluster
@@ -116,7 +116,7 @@ def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_
 
 
 def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back(
-    cluster: Cluster, job: JobView, undisturbed: Losses
+    cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
 ) -> None:
     ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]
     cluster.controller.kill()
@@ -125,6 +125,7 @@ def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back
     cluster.controller.start()
     cluster.at_step(job.id, 1, attempt=2)
     cluster.controller.kill()
+    set_pace(orders, 0.0)
     eventually(lambda: logged_step(cluster, job.id, attempt=2) == STEPS)
     cluster.controller.start()
     done = finish(cluster, job.id, undisturbed)

@@ -167,7 +167,6 @@ def test_an_elastic_job_goes_on_without_a_lost_node_and_grows_when_it_is_back(
     set_pace(tmp_path, 0.3)
     whole = cluster.at_step(job_id, 1, attempt=3)
     assert nodes_of(whole) == [HEAD, HEAD, OTHER, OTHER]
-    set_pace(tmp_path, 0.0)
     done = finish(cluster, job_id, undisturbed, tolerance=1e-5)
     assert done.restarts == 1
     (first, second, last) = cluster.client.attempts(job_id).items

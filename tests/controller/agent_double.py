@@ -92,7 +92,7 @@ class AgentDouble:
                     return command
             return None
 
-        return until(look, timeout_s=20, every_s=0.01)
+        return until(look, every_s=0.01)
 
     def is_asked(self, number: int = 1) -> ProbeModel:
         """The question to profile a model, once that was asked so often."""
@@ -101,7 +101,7 @@ class AgentDouble:
             asked = [c for c in self.commands() if isinstance(c, ProbeModel)]
             return asked[-1] if len(asked) >= number else None
 
-        return until(look, timeout_s=20, every_s=0.01)
+        return until(look, every_s=0.01)
 
     def measures(self, facts: NodeFacts | None = FACTS, incarnation: str = "life-1") -> None:
         """Tell what its CPUs do."""
@@ -196,7 +196,7 @@ class AgentDouble:
                     return command
             return None
 
-        commit = until(look, timeout_s=20, every_s=0.01)
+        commit = until(look, every_s=0.01)
         self.tell(
             CheckpointLinked(
                 job_id=gang.job_id,

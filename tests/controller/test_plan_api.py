@@ -26,13 +26,13 @@ def desk(redis_url: str) -> Iterator[House]:
 
 
 def body(**changes: object) -> dict[str, object]:
-    small = {"model": {"factory": "decoder", "args": ARGS}, "train": BATCH}
+    small = {"model": {"factory": "decoder", "args": ARGS}, "train": BATCH, "plan": "auto"}
     return job_body(**small) | changes
 
 
 def join(house: House, slots: int = 4) -> None:
     house.agent.join(slots=slots)
-    until(lambda: house.get("/v1/nodes")["items"], timeout_s=20, every_s=0.01)
+    until(lambda: house.get("/v1/nodes")["items"], every_s=0.01)
 
 
 def plan_of(house: House, **changes: object) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def in_state(house: House, plan_id: str, state: str) -> dict[str, Any]:
         plan = house.get(f"/v1/plans/{plan_id}")
         return plan if plan["state"] == state else None
 
-    return until(look, timeout_s=20, every_s=0.01)
+    return until(look, every_s=0.01)
 
 
 def submits(house: House, plan_id: str, **headers: str) -> Response:
@@ -131,6 +131,7 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
     fullest = plan["memory"][0]
     assert job["estimate"] | {"measured_as": None} == {
         "plan_id": plan["id"],
+        "reason": plan["reason"],
         "peak": fullest["peak"],
         "where": fullest["where"],
         "unit": fullest["unit"],
@@ -196,7 +197,8 @@ def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(house: 
     made = submits(house, plan["id"]).json()
     assert made["spec"]["resources"]["world"] == {"min": 2, "max": 4}
     gang = house.agent.launches(made["id"])
-    assert gang.plan.sharding.mesh.dp_shard == mesh["dp_shard"]
+    # Of a mesh that is left open dp_shard goes on following the ranks, of which there are more.
+    assert (mesh["dp_shard"], gang.plan.sharding.mesh.dp_shard) == (2, 4)
     assert json.dumps(made["spec"]["plan"]["units"]) == json.dumps(plan["sharding"]["units"])
 
 

@@ -49,7 +49,7 @@ class Terminal:
 
     def spec(self, **changes: object) -> str:
         path = self._folder / "spec.yaml"
-        small = {"model": {"factory": "decoder", "args": ARGS}, "name": "typed"}
+        small = {"model": {"factory": "decoder", "args": ARGS}, "name": "typed", "plan": "auto"}
         path.write_text(json.dumps(job_body(**small | changes)))
         return str(path)
 

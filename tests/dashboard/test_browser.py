@@ -58,6 +58,7 @@ def _spec(name: str, *, ranks: int = 2, priority: int = 0) -> dict[str, object]:
         "data": {"factory": "stdlib_bytes", "args": {"seq_len": 32}},
         "train": {"steps": 600, "global_batch": 8},
         "resources": {"ranks": ranks, "device": "cpu"},
+        "plan": "default",
         "faults": {"max_restarts": 0},
         "priority": priority,
         "labels": {"team": "demo"},

@@ -1,8 +1,6 @@
 """Checkpoints in the hands of people, and what becomes of jobs whose checkpoints are damaged."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,14 @@ from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import AttemptView, CheckpointView, JobView, ResumeRequest, StopRequest
-from services.local.settings import child_environment
 from tests.e2e.conftest import Stack
+from tests.e2e.typed import typed
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 STEPS = {
-    "train": {"steps": 240, "global_batch": 4, "seed": 7},
+    "train": {"steps": 150, "global_batch": 4, "seed": 7},
     "checkpoint": {"every_steps": 60, "keep_last": 5},
 }
 
@@ -61,17 +59,6 @@ def kinds(stack: Stack, job_id: str) -> list[str]:
     return [event.kind for event in stack.client.events(job_id).items]
 
 
-def meshloom(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *words],
-        env=child_environment(MESHLOOM_URL=stack.url, COLUMNS="200"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
@@ -92,24 +79,24 @@ def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
     assert stack.client.checkpoint(latest.id).state is CheckpointState.CORRUPT
 
     # What people do about it, by the command line.
-    refused = meshloom(stack, "verify", latest.id)
+    refused = typed(stack.url, "verify", latest.id)
     assert (refused.returncode, "CORRUPT" in refused.stdout) == (1, True), refused.stderr
     flip_a_bit(path)
-    restored = meshloom(stack, "verify", latest.id)
+    restored = typed(stack.url, "verify", latest.id)
     assert (restored.returncode, "COMMITTED" in restored.stdout) == (0, True), restored.stderr
-    exported = meshloom(stack, "export", latest.id)
+    exported = typed(stack.url, "export", latest.id)
     assert exported.returncode == 0, exported.stdout + exported.stderr
     view = stack.client.checkpoint(latest.id).export
     assert view is not None
     folder = stack.home / "checkpoints" / view.folder
     assert sum((folder / name).stat().st_size for name in view.files) == view.bytes
-    assert meshloom(stack, "pin", latest.id).returncode == 0
-    assert "pinned" in meshloom(stack, "checkpoints", job.id).stdout
-    kept = meshloom(stack, "rm-checkpoint", latest.id)
+    assert typed(stack.url, "pin", latest.id).returncode == 0
+    assert "pinned" in typed(stack.url, "checkpoints", job.id).stdout
+    kept = typed(stack.url, "rm-checkpoint", latest.id)
     assert kept.returncode == 2
     assert "unpin" in kept.stderr
-    assert meshloom(stack, "unpin", latest.id).returncode == 0
-    assert meshloom(stack, "rm-checkpoint", latest.id).returncode == 0
+    assert typed(stack.url, "unpin", latest.id).returncode == 0
+    assert typed(stack.url, "rm-checkpoint", latest.id).returncode == 0
     until(lambda: not path.parent.exists())
     until(lambda: _is_forgotten(stack, latest.id))
 

@@ -15,6 +15,7 @@ from services.cli.spec_file import read_spec
 from services.contract.states import JobState
 from services.local.settings import child_environment
 from tests.e2e.conftest import Stack, tiny_spec
+from tests.e2e.typed import typed
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -25,7 +26,7 @@ Meshloom = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def meshloom(stack: Stack) -> Meshloom:
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return _call(stack.url, *arguments)
+        return typed(stack.url, *arguments)
 
     return call
 
@@ -135,7 +136,7 @@ def test_a_bad_environment_is_one_line_and_exit_code_2(stack: Stack, bad: dict[s
 
 
 def test_without_a_controller_it_says_how_to_start_one() -> None:
-    done = _call("http://127.0.0.1:9", "ls")
+    done = typed("http://127.0.0.1:9", "ls")
     assert done.returncode == 2
     assert "make up" in done.stderr
 
@@ -145,7 +146,7 @@ def test_doctor_finds_a_healthy_stack_well(meshloom: Meshloom) -> None:
     assert done.returncode == 0, done.stdout
     assert "FAIL" not in done.stdout
     assert "CPU slots" in done.stdout
-    unreachable = _call("http://127.0.0.1:9", "doctor")
+    unreachable = typed("http://127.0.0.1:9", "doctor")
     assert unreachable.returncode == 1
     assert "FAIL" in unreachable.stdout
 

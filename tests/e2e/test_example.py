@@ -13,12 +13,18 @@ from tests.e2e.conftest import free_port
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib-gpt.yaml"
+# A third of its own: so many take half a minute on two free cores.
+STEPS = 160
 
 
 @pytest.mark.timeout(500)
-def test_the_example_learns_to_less_than_1_9_nats_and_says_so(tmp_path: Path) -> None:
+def test_the_example_soon_learns_more_than_a_table_of_pairs_and_says_so(tmp_path: Path) -> None:
+    spec, found = re.subn(r"(train: \{steps:) 480\b", rf"\1 {STEPS}", EXAMPLE.read_text())
+    assert found == 1
+    example = tmp_path / EXAMPLE.name
+    example.write_text(spec)
     done = subprocess.run(
-        [sys.executable, "-m", "services.local", "run", EXAMPLE],
+        [sys.executable, "-m", "services.local", "run", example],
         env=child_environment(
             MESHLOOM_HOME=str(tmp_path), MESHLOOM_PORT=str(free_port()), COLUMNS="200"
         ),
@@ -33,7 +39,7 @@ def test_the_example_learns_to_less_than_1_9_nats_and_says_so(tmp_path: Path) ->
     )
     assert figures is not None, done.stdout
     validation, bigram = map(float, figures.groups())
-    assert validation < 1.9 < bigram
+    assert validation < bigram - 0.2
     assert re.search(r"tokens/s +[\d,]+", done.stdout)
-    assert re.search(r"committed checkpoint ckpt_\S+: step 480, 2 shards", done.stdout)
+    assert re.search(rf"committed checkpoint ckpt_\S+: step {STEPS}, 2 shards", done.stdout)
     assert re.search(r"dashboard http://127\.0\.0\.1:\d+/#/jobs/job_", done.stdout)

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 OF_100_MB_A_RANK: dict[str, object] = {
     "model": {"factory": "decoder", "args": {"dim": 512, "layers": 4, "heads": 4}},
     "train": {"steps": 4, "global_batch": 4, "seed": 7},
+    "plan": "auto",
 }
 
 
@@ -52,3 +53,35 @@ def test_a_job_runs_the_very_plan_that_was_shown_and_tells_how_right_it_was(stac
     again = planned(stack.client, tiny_spec(name="again", **OF_100_MB_A_RANK))
     assert again.probe.cached
     assert found.facts is None or again.step_time is not None
+
+
+def test_a_job_that_leaves_its_layout_open_runs_the_plan_that_was_chosen_for_it(
+    stack: Stack,
+) -> None:
+    job = stack.rested(stack.submit(name="open", **OF_100_MB_A_RANK).id, timeout_s=240)
+    assert job.state is JobState.SUCCEEDED, (job.reason, job.failure)
+    assert job.estimate is not None, job.reason
+    plan = stack.client.get_plan(job.estimate.plan_id)
+    assert (plan.state, job.plan is not None) == (PlanState.READY, True)
+    assert job.plan is not None
+    assert job.plan.sharding == plan.sharding
+    assert job.estimate.ratio is not None
+    kinds = [event.kind for event in stack.client.events(job.id).items]
+    assert kinds.index("job.planned") < kinds.index("job.placing")
+
+
+def test_a_model_that_cannot_be_profiled_is_trained_all_the_same(stack: Stack) -> None:
+    """Its forward looks at values, which nobody has who follows it without memory."""
+    model = {
+        "factory": "peeking_models:PeekingDecoder",
+        "args": {"dim": 32, "layers": 2, "heads": 2},
+    }
+    job = stack.rested(stack.submit(name="peeks", plan="auto", model=model).id, timeout_s=240)
+    assert job.state is JobState.SUCCEEDED, (job.reason, job.failure)
+    assert job.estimate is None
+    (why,) = [
+        event.message
+        for event in stack.client.events(job.id).items
+        if event.kind == "job.unplanned"
+    ]
+    assert "DataDependent" in why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.gang import ROOT, RankContext
+from tests.forking import forking
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,9 +27,7 @@ class FakeRank:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._process = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_prepare
-        )
+        self._process = ProcessPoolExecutor(1, forking(), initializer=_prepare)
 
     def run(
         self,

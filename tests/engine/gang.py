@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
 import os
 import pickle
 import sys
@@ -28,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.forking import forking
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,12 +61,12 @@ class Gang:
     def __init__(self, world: int, device: str) -> None:
         # The store's server lives here, on a port that the kernel chose: no race for one.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
+        forks = forking()
         self._pipes: list[connection.Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
+            ours, theirs = forks.Pipe()
+            process = forks.Process(
                 target=_serve, args=(theirs, rank, world, self._store.port, device), daemon=True
             )
             process.start()

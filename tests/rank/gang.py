@@ -1,6 +1,5 @@
 """Real rank processes, with the test in the agent's place: it holds pipes and boards."""
 
-import multiprocessing
 import os
 import selectors
 import socket
@@ -33,6 +32,7 @@ from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
 from services.controller.domain import planner
 from services.worker.rank.seat import DEFAULT_TRAINER, take_seat
+from tests.forking import forking
 
 M = TypeVar("M")
 
@@ -190,9 +190,7 @@ class Ranks:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._context = multiprocessing.get_context("forkserver")
-        # As in a node's warm process: torch is imported once, and every rank is a fork.
-        self._context.set_forkserver_preload(["services.worker.rank.trainer"])
+        self._context = forking()
         self._attempts: list[Attempt] = []
 
     def start(  # noqa: PLR0913 (what an attempt may differ in)

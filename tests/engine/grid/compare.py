@@ -16,19 +16,19 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 PARAM_TOLERANCE = 1e-6
 
 
-def check_cell(ctx: RankContext, cell: Cell) -> None:
+def check_cell(ctx: RankContext, cell: Cell, steps: int) -> None:
     """Bit for bit the reference's training, the same in every run, and that of one process.
 
     Sums of three or more depend on their order, hence on the place in the buffer: there ours
     equals the reference when it packs as the reference does, and by default equals itself.
     """
-    default = train(ctx, cell, OURS)
-    theirs = train(ctx, cell, reference())
+    default = train(ctx, cell, OURS, steps)
+    theirs = train(ctx, cell, reference(), steps)
     if cell.reduce_size > 2:
-        assert_same(train(ctx, cell, OURS_PACKED_AS_REFERENCE), theirs)
+        assert_same(train(ctx, cell, OURS_PACKED_AS_REFERENCE, steps), theirs)
     else:
         assert_same(default, theirs)
-    assert_same(train(ctx, cell, OURS), default)
+    assert_same(train(ctx, cell, OURS, steps), default)
     assert_near_one_process(ctx, cell, default)
 
 
@@ -52,7 +52,12 @@ def assert_near_one_process(ctx: RankContext, cell: Cell, trace: Trace) -> None:
     losses = torch.tensor(trace.losses, dtype=torch.float64, device=ctx.device)
     dist.all_reduce(losses)
     alone = train_alone(
-        cell.precision, cell.weights, cell.accumulate, cell.data_ranks, str(ctx.device)
+        cell.precision,
+        cell.weights,
+        cell.accumulate,
+        cell.data_ranks,
+        str(ctx.device),
+        len(trace.grads),
     )
     tolerance = LOSS_TOLERANCE[cell.precision]
     assert (losses / ctx.world).tolist() == pytest.approx(alone.losses, abs=tolerance, rel=0)

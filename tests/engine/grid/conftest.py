@@ -15,3 +15,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             cells = list(dict.fromkeys([*single_feature_cells(), *cells]))
         mine = [cell for cell in cells if cell.world in metafunc.module.WORLDS]
         metafunc.parametrize("cell", mine, ids=str)
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """Of each training: the full run carries rounding further than the first steps can."""
+    return 10 if request.config.getoption("--grid") == "full" else 5

@@ -13,5 +13,5 @@ pytestmark = pytest.mark.ranks
 WORLDS = (1, 2)
 
 
-def test_trains_as_the_reference_and_as_one_process(gangs: Gangs, cell: Cell) -> None:
-    gangs(cell.world).run(check_cell, cell)
+def test_trains_as_the_reference_and_as_one_process(gangs: Gangs, cell: Cell, steps: int) -> None:
+    gangs(cell.world).run(check_cell, cell, steps)

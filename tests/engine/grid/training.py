@@ -1,4 +1,4 @@
-"""Ten steps in the way of a cell, by either engine or by one process without any."""
+"""Some steps in the way of a cell, by either engine or by one process without any."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from tests.engine.grid.cell import Accumulate, Cell, Precision, Weights
 from tests.engine.grid.engines import Engine
 from tests.engine.grid.model import Net, loss_of, net, tokens_of
 
-STEPS = 10
-
 
 @dataclass
 class Trace:
@@ -41,12 +39,12 @@ class Trace:
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(ctx: RankContext, cell: Cell, engine: Engine) -> Trace:
+def train(ctx: RankContext, cell: Cell, engine: Engine, steps: int) -> Trace:
     """Trains the cell's model; collective over all ranks."""
     model = sharded_net(ctx, cell, engine)
     optimizer = sgd(model)
     trace = Trace()
-    for step in range(STEPS):
+    for step in range(steps):
         trace.losses += backwards_of_step(ctx, cell, model, step)
         trace.grads.append({name: _slice(p.grad) for name, p in model.named_parameters()})
         optimizer.step()
@@ -76,7 +74,12 @@ def backwards_of_step(ctx: RankContext, cell: Cell, model: Any, step: int) -> li
 
 @cache
 def train_alone(
-    precision: Precision, weights: Weights, accumulate: Accumulate, data_ranks: int, device: str
+    precision: Precision,
+    weights: Weights,
+    accumulate: Accumulate,
+    data_ranks: int,
+    device: str,
+    steps: int,
 ) -> Trace:
     """One process, no engine, on the batches of all ranks.
 
@@ -87,7 +90,7 @@ def train_alone(
     model = net(weights).to(device)
     optimizer = sgd(model)
     trace = Trace()
-    for step in range(STEPS):
+    for step in range(steps):
         for micro in range(microbatches):
             batches = [tokens_of(step, micro, rank).to(device) for rank in range(data_ranks)]
             if precision == "fp32":

@@ -29,7 +29,8 @@ export type ExitReason =
   | "node_drained"
   | "resized"
   | "hang"
-  | "nan";
+  | "nan"
+  | "infeasible";
 
 export type FailureClass =
   | "crash"
@@ -155,7 +156,7 @@ export interface JobSpec {
   train: TrainSpec;
   resources: ResourceSpec;
   mesh: MeshSpec | "auto";
-  plan: Record<string, unknown> | "auto";
+  plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
   priority: number;
@@ -233,6 +234,7 @@ export interface MemoryView {
 
 export interface EstimateView {
   plan_id: string;
+  reason: string;
   peak: MemoryView;
   where: string;
   unit: string;
