@@ -159,6 +159,33 @@ class PlanView(PlanOutcome):
     spec: JobSpec
 
 
+class PlanSummary(_View):
+    """A plan in a list. ``peak_bytes``: what its fullest rank needs; ``ranks``: how many."""
+
+    id: PlanId
+    state: PlanState
+    reason: str
+    feasible: bool | None = None
+    name: str
+    owner: str
+    created_at: datetime
+    expires_at: datetime
+    ranks: int
+    device_type: DeviceType | None = None
+    mesh: MeshPlan | None = None
+    micro_batch: int | None = None
+    peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    step_time_s: float | None = None
+
+
+class PlanList(_View):
+    """A page of the plans of the last seven days, newest first."""
+
+    items: tuple[PlanSummary, ...]
+    next_cursor: str | None = None
+
+
 class JobEstimate(_View):
     """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen."""
 

@@ -129,7 +129,7 @@ function Head({ job }: { job: JobView }) {
 
 /** What the job's plan foresaw of its fullest rank beside what was seen of any. */
 function PeakMemory({ estimate }: { estimate: EstimateView }) {
-  const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before the model was built" : "memory that was allocated";
+  const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
   const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
   return (
     <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
