@@ -101,7 +101,9 @@ function Head({ job }: { job: JobView }) {
           {job.world_size}
           {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
         </Stat>
-        <Stat label="Mesh">{mesh(job)}</Stat>
+        <Stat label="Mesh" hint={job.estimate?.reason}>
+          {mesh(job)} {job.estimate ? <a href={`#/plans/${job.estimate.plan_id}`}>why</a> : null}
+        </Stat>
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
           {job.restarts > 0 ? <span className="muted"> ({job.restarts} {job.restarts === 1 ? "restart" : "restarts"})</span> : null}
