@@ -12,6 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
+import { planHref } from "../router";
 import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
@@ -101,8 +102,8 @@ function Head({ job }: { job: JobView }) {
           {job.world_size}
           {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
         </Stat>
-        <Stat label="Mesh" hint={job.estimate?.reason}>
-          {mesh(job)} {job.estimate ? <a href={`#/plans/${job.estimate.plan_id}`}>why</a> : null}
+        <Stat label="Mesh" hint={job.estimate?.reason ?? ""}>
+          {mesh(job)} {job.estimate ? <a href={planHref(job.estimate.plan_id)}>why</a> : null}
         </Stat>
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
