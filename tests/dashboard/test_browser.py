@@ -216,7 +216,7 @@ def plan(scene: Scene) -> PlanView:
     """What four ranks would need; the node answers once it is asked."""
     answers = threading.Thread(target=scene.agent.profile)
     answers.start()
-    made = planned(scene.controller.client, _spec("to-be-planned", ranks=4))
+    made = planned(scene.controller.client, _spec("to-be-planned", ranks=4) | {"plan": "auto"})
     answers.join()
     assert made.alternatives
     return made

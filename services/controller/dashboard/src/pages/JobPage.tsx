@@ -12,6 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
+import { planHref } from "../router";
 import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
@@ -133,7 +134,8 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
   return (
     <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>
+      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>{" "}
+      <a href={planHref(estimate.plan_id)}>its plan</a>
     </Stat>
   );
 }
