@@ -136,7 +136,8 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
   return (
     <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>
+      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>{" "}
+      <a href={planHref(estimate.plan_id)}>its plan</a>
     </Stat>
   );
 }

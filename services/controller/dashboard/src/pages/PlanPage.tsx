@@ -47,6 +47,7 @@ function Head({ plan }: { plan: PlanView }) {
         <code className="id">{plan.id}</code>
       </div>
       <p className="reason">{plan.reason}</p>
+      {plan.placement ? <p className="muted">{plan.placement}</p> : null}
       {advice.map((line) => (
         <p key={line} className="muted">
           {line}
@@ -63,7 +64,7 @@ function Head({ plan }: { plan: PlanView }) {
           {time ? duration(time.total_s) : "not known"}
         </Stat>
         {time ? <Stat label="Tokens/s">{compact(time.tokens_per_s)}</Stat> : null}
-        <Stat label="Room now">{plan.ranks.length > 0 ? seats(plan) : (plan.placement ?? "not known")}</Stat>
+        {plan.state === "READY" ? <Stat label="Room now">{plan.ranks.length > 0 ? seats(plan) : "none"}</Stat> : null}
         <Stat label="Profiled on">
           {plan.probe.node_id} <span className="muted">{plan.probe.cached ? "before" : duration(plan.probe.took_s)}</span>
         </Stat>

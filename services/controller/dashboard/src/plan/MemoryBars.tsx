@@ -16,11 +16,14 @@ const KINDS: Kind[] = [
   "communication",
 ];
 const RANKS_NAMED = 8;
+// Below this share of the scale a bar shows that there is room, and no more.
+const TOO_SMALL = 0.25;
 
 /** A bar for each group of ranks that need the same, all to one scale, with the limit on it. */
 export function MemoryBars({ plan }: { plan: PlanView }) {
   const limit = plan.memory_limit_bytes;
   const scale = Math.max(limit ?? 0, ...plan.memory.map((group) => group.peak.total), 1);
+  const fullest = plan.memory.reduce((most, group) => (group.peak.total > most.peak.total ? group : most));
   const seen = KINDS.filter((kind) => plan.memory.some((group) => group.peak[kind] > 0));
   return (
     <Panel title="Memory of a rank at its peak" aside={<span>{limit === null ? "" : `limit ${bytes(limit)}`}</span>}>
@@ -28,11 +31,11 @@ export function MemoryBars({ plan }: { plan: PlanView }) {
         {plan.memory.map((group) => (
           <Group key={group.ranks.join()} group={group} scale={scale} limit={limit} />
         ))}
-        <ul className="legend" aria-label="Kinds of memory">
+        <ul className="legend" aria-label={`Kinds of memory, of ${named(fullest.ranks)}`}>
           {seen.map((kind) => (
             <li key={kind}>
               <i className={`kind-${kind}`} aria-hidden="true" />
-              {words(kind)}
+              {words(kind)} <b>{bytes(fullest.peak[kind])}</b>
             </li>
           ))}
         </ul>
@@ -64,22 +67,32 @@ function Group({ group, scale, limit }: { group: RankMemory; scale: number; limi
           .map((kind) => `${words(kind)} ${bytes(peak[kind])}`)
           .join(", ")}
       >
-        {KINDS.filter((kind) => peak[kind] > 0).map((kind) => (
-          <i
-            key={kind}
-            className={`kind-${kind}`}
-            style={{ width: `${(100 * peak[kind]) / scale}%` }}
-            title={`${words(kind)}: ${bytes(peak[kind])}`}
-          />
-        ))}
+        <Parts peak={peak} scale={scale} />
         {limit !== null ? <span className="limit" style={{ left: `${(100 * limit) / scale}%` }} /> : null}
       </div>
+      {peak.total < TOO_SMALL * scale ? (
+        <div className="stack enlarged" aria-hidden="true" title="The same, enlarged">
+          <Parts peak={peak} scale={peak.total} />
+        </div>
+      ) : null}
       <p className="muted">
+        {peak.total < TOO_SMALL * scale ? "The thin bar is enlarged. " : ""}
         {bytes(group.resting.total)} between steps
         {group.host_bytes > 0 ? `, and ${bytes(group.host_bytes)} of the host` : ""}
       </p>
     </figure>
   );
+}
+
+function Parts({ peak, scale }: { peak: MemoryView; scale: number }) {
+  return KINDS.filter((kind) => peak[kind] > 0).map((kind) => (
+    <i
+      key={kind}
+      className={`kind-${kind}`}
+      style={{ width: `${(100 * peak[kind]) / scale}%` }}
+      title={`${words(kind)}: ${bytes(peak[kind])}`}
+    />
+  ));
 }
 
 function named(ranks: number[]): string {
