@@ -5,11 +5,15 @@ the time, this module to the memory. No process group is made, no parameter gets
 """
 
 import errno
+import gc
 import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
+
+if __name__ == "__main__":
+    gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
 
 import torch
 from torch import nn
@@ -35,6 +39,8 @@ _MIB: Final = 1 << 20
 
 def main() -> NoReturn:
     """Answer the agent's question."""
+    gc.freeze()
+    gc.enable()
     asked = take_question("services.worker.rank.probe")
     seat = ProbeSeat.model_validate_json(asked.question)
     torch.set_num_threads(1)
