@@ -7,6 +7,10 @@ Ours (a controller, an agent and Redis that run already, as they do) against
 turns on the same machine. Ours is counted from the POST, torchrun from its command; in each run
 one rank is then killed with SIGKILL. Each figure is the median of the rounds with the lowest and
 highest; a run without another step within ``--patience`` seconds is counted apart.
+
+These run by the default layout. A job that leaves its layout open is planned first: that is
+measured for a node that never measured itself, for a model that it has not seen, and for one that
+it has.
 """
 
 import argparse
@@ -22,12 +26,14 @@ from pathlib import Path
 
 import psutil
 
+from services.contract.views import JobView
 from tests.cluster import Cluster
 from tests.parts import ROOT
 from tests.waiting import until
 
 _FIRST_WITHIN_S = 120.0
 _SIZES = {"dim": 192, "layers": 6, "heads": 6}
+_LENGTH = 128
 _CLEAR_AFTER = 20
 Round = tuple[float, float | None]
 
@@ -45,19 +51,43 @@ def main() -> None:
         Cluster(Path(folder), {"loom-1": 2}) as cluster,
     ):
         _ours(cluster, wanted.patience)  # the first one also waits for the warm process
+        very_first_s = _planned(cluster, _LENGTH)
+        unseen, seen = [], []
         for number in range(wanted.rounds):
             ours.append(_ours(cluster, wanted.patience))
             theirs.append(_torchrun(Path(folder) / f"steps-{number}", wanted.patience))
+            unseen.append(_planned(cluster, _LENGTH + 1 + number))
+            seen.append(_planned(cluster, _LENGTH + 1 + number))
     sys.stdout.write(_line("Meshloom", ours) + _line("torchrun", theirs))
+    sys.stdout.write(
+        f"Meshloom, planned first: first step {very_first_s:.2f} s where the node measures itself, "
+        f"{_spread(unseen)} of a model not seen before, {_spread(seen)} of a known one\n"
+    )
+
+
+def _submit(cluster: Cluster, plan: str, length: int) -> JobView:
+    return cluster.submit(
+        model={"factory": "decoder", "args": _SIZES},
+        data={"factory": "stdlib_bytes", "args": {"seq_len": length}},
+        train={"steps": 100_000, "global_batch": 4},
+        checkpoint={"every_steps": 5},
+        plan=plan,
+    )
+
+
+def _planned(cluster: Cluster, length: int) -> float:
+    """Seconds from the POST of a job whose layout is open to its first step."""
+    job = _submit(cluster, "auto", length)
+    running = cluster.job_when(job.id, lambda job: job.progress.step >= 1)
+    (first,) = cluster.client.attempts(job.id).items
+    cluster.client.kill(job.id)
+    cluster.rested(job.id)
+    began_at = first.first_step_at or datetime.now(UTC)
+    return (began_at - running.created_at).total_seconds()
 
 
 def _ours(cluster: Cluster, patience_s: float) -> Round:
-    job = cluster.submit(
-        model={"factory": "decoder", "args": _SIZES},
-        data={"factory": "stdlib_bytes", "args": {"seq_len": 128}},
-        train={"steps": 100_000, "global_batch": 4},
-        checkpoint={"every_steps": 5},
-    )
+    job = _submit(cluster, "default", _LENGTH)
     running = cluster.job_when(job.id, lambda job: job.progress.step >= _CLEAR_AFTER)
     (first,) = cluster.client.attempts(job.id).items
     victim = cluster.rank_pid(job.id, 1, attempt=1)

@@ -83,11 +83,11 @@ class LiveStorage:
         levels, self._levels = self._levels, []
         return levels or []
 
-    def _seen(self, operator: str, tensor: torch.Tensor) -> None:
+    def _seen(self, operator: object, tensor: torch.Tensor) -> None:
         if torch_private.is_without_memory(tensor) is self._of_fakes:
             self._count(tensor.untyped_storage())
         if self._also is not None:
-            self._also(operator, tensor)
+            self._also(str(operator), tensor)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = torch_private.storage_key(storage)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.apply import DTYPES
-from fsdp_core.plan.candidates import candidate_units
+from fsdp_core.plan.candidates import candidate_units, used_within
 from fsdp_core.plan.model import (
     BufferFacts,
     Conditions,
@@ -32,7 +33,7 @@ from fsdp_core.plan.model import (
 )
 from fsdp_core.plan.step_trace import RawStep, StepOptions, follow_step
 from fsdp_core.plan.tensor_parallel import split
-from fsdp_core.plan.unit_counts import count_flops, count_saved
+from fsdp_core.plan.unit_counts import UnitCounts, count
 
 if TYPE_CHECKING:
     from fsdp_core.plan.model.profile import UnitKind
@@ -87,7 +88,7 @@ def profile_model(
     """
     _check_device(study.device_type)
     model = _on_meta(study)
-    kinds = candidate_units(model)
+    kinds = _suitable(study, candidate_units(model), min(sizes))
     names = [name for name, _ in model.named_modules()]
     if unknown := [stop for stop in stops if not any(matches(stop, name) for name in names)]:
         raise PlanError(f"The model has no modules {unknown} at which to follow it.")
@@ -97,22 +98,29 @@ def profile_model(
         {size: _follow(study, each, stopping, size) for size in sizes} for each in conditions
     ]
     ends = (min(sizes), max(sizes))
-    saved = {size: _count(study, partial(count_saved, stops=stopping), size) for size in ends}
-    flops = {size: _count(study, count_flops, size) for size in ends}
+    counts = {size: _count(study, stopping, size) for size in ends}
     return ModelProfile(
         device_type=study.device_type,
         modules=tuple(names),
         stops=tuple(stopping),
         parameters=_parameters(model),
         buffers=tuple(BufferFacts(name, each.nbytes) for name, each in model.named_buffers()),
-        units=tuple(_unit(name, kind, followed[0], saved, flops) for name, kind in kinds.items()),
-        flops=_growth({size: found[""] for size, found in flops.items()}),
+        units=tuple(_unit(name, kind, followed[0], counts) for name, kind in kinds.items()),
+        flops=_growth({size: each.flops[""] for size, each in counts.items()}),
         traces=tuple(_trace(each, steps) for each, steps in zip(conditions, followed, strict=True)),
         granularity=_GRANULARITY.get(study.device_type, 1),
     )
 
 
 # -- Running it without memory
+
+
+def _suitable(
+    study: ModelUnderStudy, kinds: Mapping[str, UnitKind], size: int
+) -> dict[str, UnitKind]:
+    with _running(study, Conditions()) as model:
+        found = used_within(model, partial(study.loss, model, size), kinds)
+    return {name: kind for name, kind in kinds.items() if name in found}
 
 
 def _follow(
@@ -137,13 +145,9 @@ def _follow(
         return follow_step(model, stops, loss, options)
 
 
-def _count(
-    study: ModelUnderStudy,
-    counter: Callable[[nn.Module, Callable[[], torch.Tensor]], dict[str, int]],
-    size: int,
-) -> dict[str, int]:
+def _count(study: ModelUnderStudy, stops: Sequence[str], size: int) -> UnitCounts:
     with _running(study, Conditions()) as model:
-        return counter(model, partial(study.loss, model, size))
+        return count(model, partial(study.loss, model, size), stops=stops)
 
 
 @contextmanager
@@ -163,7 +167,7 @@ def _running(study: ModelUnderStudy, conditions: Conditions) -> Iterator[nn.Modu
 
 
 def _on_meta(study: ModelUnderStudy) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), torch_private.without_drawing_twice():
         return study.make()
 
 
@@ -174,13 +178,24 @@ def _move(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None
         for name, parameter in torch_private.own_parameters(module):
             if parameter not in moved:
                 wanted = dtype if parameter.is_floating_point() else None
-                empty = torch.empty_like(parameter.detach(), device=device_type, dtype=wanted)
+                empty = _empty_like(parameter, device_type, wanted)
                 moved[parameter] = nn.Parameter(empty, parameter.requires_grad)
             torch_private.set_parameter(module, name, moved[parameter])  # type: ignore[arg-type]  # parameters become parameters
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer not in moved:
-                moved[buffer] = torch.empty_like(buffer, device=device_type)
+                moved[buffer] = _empty_like(buffer, device_type, None)
             setattr(module, name, moved[buffer])
+
+
+def _empty_like(tensor: torch.Tensor, device_type: str, dtype: torch.dtype | None) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        local = _empty_like(torch_private.plain(tensor), device_type, dtype)
+        return torch_private.dtensor_of(local, torch_private.spec_of(tensor))
+    if type(tensor) in {torch.Tensor, nn.Parameter} and tensor.is_contiguous():
+        # As empty_like would, which first makes a tensor without memory of the one it is given.
+        shape, strides = tensor.shape, tensor.stride()
+        return torch.empty_strided(shape, strides, dtype=dtype or tensor.dtype, device=device_type)
+    return torch.empty_like(tensor.detach(), device=device_type, dtype=dtype)
 
 
 def _check_device(device_type: str) -> None:
@@ -237,13 +252,12 @@ def _unit(
     name: str,
     kind: UnitKind,
     steps: Mapping[int, RawStep],
-    saved: Mapping[int, Mapping[str, int]],
-    flops: Mapping[int, Mapping[str, int]],
+    counts: Mapping[int, UnitCounts],
 ) -> UnitFacts:
     return UnitFacts(
         module=name,
         kind=kind,
-        saved=_growth({size: found.get(name, 0) for size, found in saved.items()}),
+        saved=_growth({size: each.saved.get(name, 0) for size, each in counts.items()}),
         forward_peak=Highest.through(
             {size: step.levels_between("forward", name) for size, step in steps.items()}
         ),
@@ -251,7 +265,7 @@ def _unit(
             {size: step.levels_between("backward", name) for size, step in steps.items()}
         ),
         outputs=_growth({size: step.outputs.get(name, 0) for size, step in steps.items()}),
-        flops=_growth({size: found.get(name, 0) for size, found in flops.items()}),
+        flops=_growth({size: each.flops.get(name, 0) for size, each in counts.items()}),
     )
 
 

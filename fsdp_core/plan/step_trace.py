@@ -125,13 +125,15 @@ class _Recorder:
     """Told of boundaries, asks how much memory is alive."""
 
     def __init__(self, options: StepOptions) -> None:
-        self.live = LiveStorage(options.granularity, self._note_operator, of_fakes=True)
+        note = self._note_operator if options.tp > 1 else None
+        self.live = LiveStorage(options.granularity, note, of_fakes=True)
         self.segments: list[RawSegment] = []
         self.outputs: dict[str, int] = {}
         self.sent = 0
         self._options = options
         self._in_backward: set[str] = set()
         self._grads: dict[int, int] = {}
+        self._all_grads = 0
         self._began = (0, 0)
 
     def cut(self, begins: Boundary, module: str) -> None:
@@ -153,7 +155,9 @@ class _Recorder:
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 grad = torch_private.plain(parameter.grad)
-                self._grads[place] = self.live.counted(grad)
+                counted = self.live.counted(grad)
+                self._all_grads += counted - self._grads.get(place, 0)
+                self._grads[place] = counted
                 self.segments[-1].grads.append(place)
 
         return hook
@@ -187,7 +191,7 @@ class _Recorder:
 
     @property
     def _activations(self) -> int:
-        return self.live.live - sum(self._grads.values())
+        return self.live.live - self._all_grads
 
     def _enter_backward(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         if name not in self._in_backward:
@@ -208,7 +212,7 @@ class _Recorder:
     def _note_operator(self, name: str, result: torch.Tensor) -> None:
         ranks = self._options.tp
         part = _SENT.get(name)
-        if ranks > 1 and part is not None:
+        if part is not None:
             self.sent += int(result.nbytes * part(ranks))
 
 

@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_core import torch_private
 
 
-def count_saved(
-    model: nn.Module, make_loss: Callable[[], torch.Tensor], *, stops: Sequence[str]
-) -> dict[str, int]:
-    """Bytes that forward of each stop saves for backward.
+@dataclass(frozen=True)
+class UnitCounts:
+    """What was counted, by name of the module.
 
-    Parameters, buffers and views of them are not counted, and nothing twice: what two stops save
-    counts for the first.
+    Attributes:
+        saved: Bytes that forward of each stop saves for backward. Parameters, buffers and views of
+            them are not counted, and nothing twice: what two stops save counts for the first.
+        flops: Floating-point operations of forward and backward; "" is the whole.
+    """
+
+    saved: dict[str, int]
+    flops: dict[str, int]
+
+
+def count(
+    model: nn.Module, make_loss: Callable[[], torch.Tensor], *, stops: Sequence[str]
+) -> UnitCounts:
+    """Runs forward and backward once, on tensors without memory.
 
     Args:
-        model: Runs forward only.
-        make_loss: Runs it.
+        model: What is run.
+        make_loss: Runs forward.
         stops: Names of modules.
     """
+    counter = torch_private.flop_counter(_ATTENTION_ON_CPU)
+    with counter:
+        saved, loss = _saved_by(model, make_loss, stops)
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+    flops = {
+        name.removeprefix(f"{root}."): sum(by_operator.values())
+        for name, by_operator in counts.items()
+    }
+    return UnitCounts(saved, {**flops, "": sum(counts["Global"].values())})
+
+
+def _saved_by(
+    model: nn.Module, make_loss: Callable[[], torch.Tensor], stops: Sequence[str]
+) -> tuple[dict[str, int], torch.Tensor]:
     known = {
         _key(tensor): tensor.untyped_storage()
         for tensor in map(torch_private.plain, (*model.parameters(), *model.buffers()))
@@ -54,29 +81,10 @@ def count_saved(
             module.register_forward_hook(leave),
         ]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        make_loss()
+        loss = make_loss()
     for handle in handles:
         handle.remove()
-    return saved
-
-
-def count_flops(model: nn.Module, make_loss: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """Floating-point operations of forward and backward, by module; "" is the whole.
-
-    Args:
-        model: Runs forward and backward.
-        make_loss: Runs forward.
-    """
-    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
-    with counter:
-        make_loss().backward()  # type: ignore[no-untyped-call]  # PyTorch's
-    counts = counter.get_flop_counts()
-    root = type(model).__name__
-    found = {
-        name.removeprefix(f"{root}."): sum(by_operator.values())
-        for name, by_operator in counts.items()
-    }
-    return {**found, "": sum(counts["Global"].values())}
+    return saved, loss
 
 
 def _key(tensor: torch.Tensor) -> int:

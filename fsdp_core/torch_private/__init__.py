@@ -66,6 +66,7 @@ from fsdp_core.torch_private.modules import (
     set_composable,
     set_parameter,
 )
+from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
     chunk_cat,
     foreach_copy,
@@ -91,6 +92,7 @@ __all__ = [
     "dtensor_of",
     "fake_ranks",
     "flattened_mesh",
+    "flop_counter",
     "foreach_copy",
     "foreach_norm",
     "foreach_scale",
@@ -136,6 +138,7 @@ __all__ = [
     "waited",
     "watching_resizes",
     "when_freed",
+    "without_drawing_twice",
     "without_memory",
     "wrapper_of",
     "writes_first_argument",

@@ -11,14 +11,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from fsdp_core.torch_private.fake_answers import AnsweringFakes
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def without_memory() -> AbstractContextManager[object]:
     """Tensors made within have a device, shape, strides and storage size, but no memory."""
-    return cast("AbstractContextManager[object]", FakeTensorMode(allow_non_fake_inputs=True))
+    return cast("AbstractContextManager[object]", AnsweringFakes())
 
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
@@ -40,14 +44,19 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Calls back with each operator's name and what it returned; wrapper subclasses are looked into.
+    """Calls back with each operator and what it returned; wrapper subclasses are looked into.
 
     What an operator allocates and frees within itself is not seen.
     """
 
-    def __init__(self, on_result: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, on_result: Callable[[torch._ops.OpOverload, torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
         self._on_result = on_result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps `__torch_dispatch__` from being wrapped: nothing is compiled under such a mode."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -57,12 +66,18 @@ class OperatorWatch(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs `func`."""
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # it will come again, with the tensors inside
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device  # autograd asks it of every gradient
+        for kind in types:
+            if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented  # it will come again, with the tensors inside
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._on_result(str(func), leaf)
+        if isinstance(result, torch.Tensor):
+            self._on_result(func, result)
+        elif result is not None:
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._on_result(func, leaf)
         return result
 
 

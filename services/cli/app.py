@@ -21,6 +21,7 @@ from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
 from services.cli.moments import Since, Until
+from services.cli.nodes import nodes
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.contract.ids import JobId
@@ -55,7 +56,9 @@ app = typer.Typer(
 )
 app.add_typer(tokens, name="tokens")
 app.command()(audit)
+app.command()(nodes)
 app.command()(planning.plan)
+app.command()(planning.plans)
 for command in (verify, export, pin, unpin):
     app.command()(command)
 app.command("rm-checkpoint")(remove_checkpoint)
@@ -368,13 +371,6 @@ def checkpoints(
             console.print("asked for a checkpoint at the next agreed step")
             return
         console.print(tables.checkpoints_table(client.checkpoints(job_id)))
-
-
-@app.command()
-def nodes() -> None:
-    """List the nodes and what runs there."""
-    with _connect() as client:
-        console.print(tables.nodes_table(client.nodes()))
 
 
 @app.command()

@@ -25,7 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
-from services.contract.planning import PlanView
+from services.contract.planning import PlanList, PlanView
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
@@ -126,6 +126,10 @@ class Client:
         )
         return PlanView.model_validate_json(response.content)
 
+    def plans(self, *, limit: int = 50, **filters: str) -> PlanList:
+        """Plans, newest first; ``filters`` are ``state``, ``owner`` and ``cursor``."""
+        return self._get("/v1/plans", PlanList, {"limit": limit, **filters})
+
     def get_plan(self, plan_id: str) -> PlanView:
         """One plan."""
         return self._get(f"/v1/plans/{plan_id}", PlanView)
@@ -225,6 +229,10 @@ class Client:
     def nodes(self) -> NodeList:
         """All nodes."""
         return self._get("/v1/nodes", NodeList)
+
+    def node(self, node_id: str) -> NodeView:
+        """One node."""
+        return self._get(f"/v1/nodes/{node_id}", NodeView)
 
     def queue(self) -> QueueView:
         """Who waits for seats, and why."""

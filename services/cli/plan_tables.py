@@ -8,8 +8,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.tables import number, size
-from services.contract.planning import MemoryView, PlanUnit, PlanView, RankMemory
+from fsdp_core.plan.model import MeshPlan
+from services.cli.tables import age, number, size
+from services.contract.planning import (
+    MemoryView,
+    PlanList,
+    PlanSummary,
+    PlanUnit,
+    PlanView,
+    RankMemory,
+)
 from services.contract.states import PlanState
 
 _BAR_CELLS: Final = 48
@@ -44,22 +52,48 @@ def plan_parts(plan: PlanView) -> Iterator[RenderableType]:
         yield _alternatives_table(plan)
 
 
-def _summary(plan: PlanView) -> Table:
-    table = _grid()
+def plans_table(page: PlanList) -> Table:
+    """One row a plan, the newest first."""
+    table = _table("plan", "verdict", "name", "ranks", "mesh", "peak", "step time", "age", "why")
+    table.columns[0].no_wrap = True
+    for plan in page.items:
+        limit = "" if plan.memory_limit_bytes is None else f" of {size(plan.memory_limit_bytes)}"
+        table.add_row(
+            plan.id,
+            _verdict(plan),
+            plan.name,
+            str(plan.ranks),
+            "-" if plan.mesh is None else _axes(plan.mesh),
+            "-" if plan.peak_bytes is None else size(plan.peak_bytes) + limit,
+            number(plan.step_time_s, "{:.4g} s"),
+            age(plan.created_at),
+            plan.reason,
+        )
+    return table
+
+
+def _verdict(plan: PlanView | PlanSummary) -> Text:
     styles = {None: "blue", True: "green", False: "bold red"}
     words = {None: plan.state.value, True: "feasible", False: "infeasible"}
-    style = "bold red" if plan.state is PlanState.FAILED else styles[plan.feasible]
+    failed = plan.state is PlanState.FAILED
+    return Text(words[plan.feasible], style="bold red" if failed else styles[plan.feasible])
+
+
+def _axes(mesh: MeshPlan) -> str:
+    return f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}"
+
+
+def _summary(plan: PlanView) -> Table:
+    table = _grid()
     table.add_row("plan", f"{plan.id}, until {plan.expires_at:%Y-%m-%d %H:%M} UTC")
-    table.add_row("verdict", Text(words[plan.feasible], style=style))
+    table.add_row("verdict", _verdict(plan))
     table.add_row("why", plan.reason)
     if plan.failure is not None:
         table.add_row("advice", plan.failure.advice)
     for line in plan.advice:
         table.add_row("advice", line)
     if plan.mesh is not None:
-        mesh = plan.mesh
-        axes = f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}"
-        table.add_row("mesh", f"{axes} on {plan.device_type}")
+        table.add_row("mesh", f"{_axes(plan.mesh)} on {plan.device_type}")
         table.add_row("micro batch", f"{plan.micro_batch}, {plan.accumulation} times a step")
     if plan.ranks:
         by_node = groupby(plan.ranks, key=lambda seat: seat.node_id)

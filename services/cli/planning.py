@@ -5,18 +5,22 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli.client import Client
 from services.cli.connect import WATCHING_PATIENCE_S, connect, console
-from services.cli.plan_tables import plan_parts
+from services.cli.errors import CliError
+from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.spec_file import read_spec
+from services.contract.ids import PlanId
 from services.contract.planning import PlanView
 from services.contract.states import PlanState
 
 _EXIT_FAILED: Final = 1
 _EXIT_INFEASIBLE: Final = 3
 _LOOK_EVERY_S: Final = 0.5
+_PLAN_ID: Final = TypeAdapter(PlanId)
 
 
 def plan(
@@ -34,6 +38,35 @@ def plan(
     else:
         show(made)
     leave_unless_feasible(made)
+
+
+def plans(
+    plan: Annotated[
+        str | None, typer.Argument(metavar="PLAN", help="One plan's id, to see all of it.")
+    ] = None,
+    *,
+    state: Annotated[
+        PlanState | None, typer.Option(help="Only plans in this state.", case_sensitive=False)
+    ] = None,
+    owner: Annotated[str | None, typer.Option(help="Only this person's plans.")] = None,
+    limit: Annotated[int, typer.Option(help="How many.", min=1, max=200)] = 20,
+) -> None:
+    """List the plans of the last seven days, the newest first, or show one."""
+    if plan is not None:
+        with connect() as client:
+            show(client.get_plan(_plan_id(plan)))
+        return
+    given = {"state": state, "owner": owner}
+    with connect() as client:
+        page = client.plans(limit=limit, **{name: text for name, text in given.items() if text})
+    console.print(plans_table(page))
+
+
+def _plan_id(text: str) -> str:
+    try:
+        return _PLAN_ID.validate_python(text)
+    except ValidationError:
+        raise CliError(f"{text!r} is no plan id; `meshloom plans` lists them") from None
 
 
 def planned(client: Client, spec: dict[str, Any], *, fresh: bool = False) -> PlanView:

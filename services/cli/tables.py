@@ -78,6 +78,7 @@ def job_details(job: JobView) -> Table:
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
         ("mesh", _mesh(job)),
+        ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", job.latest_checkpoint),
         ("submitted", f"{job.created_at:%Y-%m-%d %H:%M:%S} UTC ({age(job.created_at)} ago)"),
@@ -263,7 +264,7 @@ def estimate_line(estimate: EstimateView) -> str:
         foreseen += f" of {estimate.unit}"
     if estimate.measured_peak_bytes is None:
         return f"{foreseen} foreseen; nothing measured yet"
-    kinds = {"resident": "resident, Python and PyTorch included", "allocated": "allocated"}
+    kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
     return (
         f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as}): "

@@ -128,7 +128,9 @@ class PlanOutcome(_View):
 class PlanFailure(_View):
     """Why there is no plan: the code tells programs, the reason people, and what they can do."""
 
-    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer"]
+    code: Literal[
+        "timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer", "search_failed"
+    ]
     reason: str
     advice: str
     traceback: str | None = None
@@ -157,10 +159,38 @@ class PlanView(PlanOutcome):
     spec: JobSpec
 
 
+class PlanSummary(_View):
+    """A plan in a list. ``peak_bytes``: what its fullest rank needs; ``ranks``: how many."""
+
+    id: PlanId
+    state: PlanState
+    reason: str
+    feasible: bool | None = None
+    name: str
+    owner: str
+    created_at: datetime
+    expires_at: datetime
+    ranks: int
+    device_type: DeviceType | None = None
+    mesh: MeshPlan | None = None
+    micro_batch: int | None = None
+    peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    step_time_s: float | None = None
+
+
+class PlanList(_View):
+    """A page of the plans of the last seven days, newest first."""
+
+    items: tuple[PlanSummary, ...]
+    next_cursor: str | None = None
+
+
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank."""
+    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen."""
 
     plan_id: PlanId
+    reason: str = ""
     peak: MemoryView
     where: str
     unit: str
@@ -172,13 +202,14 @@ class JobEstimate(_View):
 class EstimateView(JobEstimate):
     """The same beside what the ranks of the newest attempt were seen to use.
 
-    ``measured_peak_bytes``: the most that any rank told after a step. ``measured_as``: ``resident``,
-    on CPUs, is all that the process has in memory, Python and PyTorch included; ``allocated``, on
+    ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
+    ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
+    what the process held before it built the model, and copies for checkpoints; ``allocated``, on
     GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
     """
 
     measured_peak_bytes: int | None = None
-    measured_as: Literal["resident", "allocated"] | None = None
+    measured_as: Literal["resident_growth", "allocated"] | None = None
     ratio: float | None = None
 
 

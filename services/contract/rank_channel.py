@@ -35,7 +35,7 @@ from services.contract.states import RankPhase
 BOARD_BYTES: Final = 65_536
 MAX_GROUPS: Final = 8
 _MAGIC: Final = 0x4D4C424F41524431
-_VERSION: Final = 2
+_VERSION: Final = 3
 _PULSE: Final = 16
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
@@ -46,11 +46,11 @@ _NO_UNIT: Final = -1
 # Places of a record's fields, its sequence number being the first.
 _PHASE: Final = 2
 _UNIT: Final = 3
-_STORED: Final = 6
-_COUNTERS: Final = 10
+_STORED: Final = 7
+_COUNTERS: Final = 11
 
 _HEADER: Final = struct.Struct("<QQ")
-_SNAPSHOT: Final = struct.Struct("<Qqqqqqqddd" + "qq" * MAX_GROUPS)
+_SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)
 _STEP: Final = struct.Struct("<qdddddq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ARRIVAL: Final = struct.Struct("<qqq")
@@ -76,6 +76,7 @@ class BoardSnapshot:
     ``unit_index`` counts the engine's units as ``RankReady.units`` names them, None outside all.
     ``stored_ns`` is the node's monotonic clock at the store. ``issued`` and ``completed`` are the
     collective sequence numbers of the groups that ``RankReady.groups`` names, in that order.
+    ``peak_bytes`` is 0 as long as it is not known.
     """
 
     fence: int
@@ -83,6 +84,7 @@ class BoardSnapshot:
     unit_index: int | None = None
     step: int = 0
     memory_bytes: int = 0
+    peak_bytes: int = 0
     stored_ns: int = 0
     loss: float = math.nan
     tokens_per_s: float = math.nan
@@ -154,7 +156,9 @@ class BoardWriter:
         """Store the pulse; from any one thread."""
         _CLOCK.pack_into(self._memory, _PULSE, now_ns)
 
-    def finish_step(self, step: BoardStep, *, memory_bytes: int, now_ns: int) -> None:
+    def finish_step(
+        self, step: BoardStep, *, memory_bytes: int, now_ns: int, peak_bytes: int = 0
+    ) -> None:
         """Publish a finished step: in the ring, and in the snapshot."""
         record = _STEP.pack(
             step.step,
@@ -174,6 +178,7 @@ class BoardWriter:
                 tokens_per_s=step.tokens_per_s,
                 step_time_s=step.step_time_s,
                 memory_bytes=memory_bytes,
+                peak_bytes=peak_bytes,
                 stored_ns=now_ns,
             )
         )
@@ -257,6 +262,7 @@ def _packed(snapshot: BoardSnapshot) -> list[int | float]:
         _NO_UNIT if snapshot.unit_index is None else snapshot.unit_index,
         snapshot.step,
         snapshot.memory_bytes,
+        snapshot.peak_bytes,
         snapshot.stored_ns,
         snapshot.loss,
         snapshot.tokens_per_s,
@@ -266,13 +272,14 @@ def _packed(snapshot: BoardSnapshot) -> list[int | float]:
 
 
 def _snapshot(fields: Sequence[Any]) -> BoardSnapshot:
-    _, fence, phase, unit, step, memory, stored, loss, tokens, step_time, *counters = fields
+    _, fence, phase, unit, step, memory, peak, stored, loss, tokens, step_time, *counters = fields
     return BoardSnapshot(
         fence=fence,
         phase=RankPhase(phase),
         unit_index=None if unit == _NO_UNIT else unit,
         step=step,
         memory_bytes=memory,
+        peak_bytes=peak,
         stored_ns=stored,
         loss=loss,
         tokens_per_s=tokens,

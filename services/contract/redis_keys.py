@@ -21,6 +21,7 @@
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
 | ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
 | ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
+| ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
@@ -41,6 +42,7 @@ DELETED_JOBS: Final = "ml:jobs:deleted"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
+PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"

@@ -156,7 +156,12 @@ class FaultSpec(_Spec):
 
 
 class JobSpec(_Spec):
-    """Everything that a job is, apart from what happens to it."""
+    """Everything that a job is, apart from what happens to it.
+
+    ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
+    from what a node finds of the model. With the plan ``default`` nobody looks: all ranks in
+    dp_shard unless ``mesh`` says otherwise, and the units that are known of a built-in model.
+    """
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "job"
     model: Factory
@@ -166,7 +171,7 @@ class JobSpec(_Spec):
     train: TrainSpec
     resources: ResourceSpec = ResourceSpec()
     mesh: MeshSpec | Literal["auto"] = "auto"
-    plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto"] = "auto"
+    plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     faults: FaultSpec = FaultSpec()
     priority: int = Field(default=0, ge=-1000, le=1000)
@@ -183,6 +188,15 @@ class JobSpec(_Spec):
                 TOO_LARGE, f"the spec has {size} bytes as JSON, more than {MAX_SPEC_BYTES}"
             )
         return self
+
+    @property
+    def leaves_layout_open(self) -> bool:
+        """Whether mesh or units are to be chosen; the mesh of an elastic job follows its ranks."""
+        if self.plan == "default":
+            return False
+        said = () if self.plan == "auto" else self.plan
+        has_mesh = self.mesh != "auto" or self.resources.world is not None or "mesh" in said
+        return not has_mesh or "units" not in said
 
     @property
     def share(self) -> Share:

@@ -40,6 +40,7 @@ class ExitReason(StrEnum):
     RESIZED = "resized"
     HANG = "hang"
     NON_FINITE_LOSS = "nan"
+    INFEASIBLE = "infeasible"
 
 
 class FailureClass(StrEnum):

@@ -169,7 +169,14 @@ class RankView(_View):
     collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None
     tokens_per_s: float | None = None
-    memory_bytes: int = 0
+    memory_bytes: int = Field(
+        0,
+        description="after the last step: on CPUs all that is resident of the process, on GPUs the "
+        "most that PyTorch's allocator had given out",
+    )
+    peak_bytes: int | None = Field(
+        None, description="the most that its steps took, without the process itself"
+    )
     issued: dict[str, int] = {}
     completed: dict[str, int] = {}
     last_seen_at: datetime | None = None

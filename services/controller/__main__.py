@@ -84,9 +84,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     async with redis_ports(settings.redis_address, settings.max_streams) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         patience = Patience(room_ms=int(settings.grow_after_s * 1000))
-        leader = Leader(
-            ports.leadership, holder, functools.partial(reign, ports, patience=patience)
-        )
+        drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
+        rule = functools.partial(reign, ports, drawing=drawing, patience=patience)
+        leader = Leader(ports.leadership, holder, rule)
         context = Context(
             ports,
             Monitor(),
@@ -94,7 +94,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lambda: leader.epoch,
             settings.entry_points,
             StreamSlots(settings.max_streams),
-            Drawing(settings.plan_wait_s, settings.probe_timeout_s),
+            drawing,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

@@ -212,7 +212,10 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
     samples = until(look)
     now_ms = controller.client.time()[0] * 1000
     assert {rank: s.pid for rank, s in samples.items()} == pids
-    assert all(abs(s.seen_ms - now_ms) < 5_000 and s.memory_bytes == 4096 for s in samples.values())
+    assert all(
+        abs(s.seen_ms - now_ms) < 5_000 and (s.memory_bytes, s.peak_bytes) == (4096, 1024)
+        for s in samples.values()
+    )
     assert samples[0].issued == {"dp": 0}
 
 

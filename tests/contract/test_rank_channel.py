@@ -44,7 +44,7 @@ class Board:
 
     def finish(self, step: int) -> BoardStep:
         record = BoardStep(step, 1 / step, 2.0, 1e-3 / 3, 10.0, 0.5)
-        self.writer.finish_step(record, memory_bytes=7, now_ns=step)
+        self.writer.finish_step(record, memory_bytes=7, peak_bytes=5, now_ns=step)
         return record
 
 
@@ -67,6 +67,7 @@ def test_a_snapshot_is_read_back_exactly(board: Board) -> None:
         unit_index=5,
         step=9,
         memory_bytes=1 << 40,
+        peak_bytes=1 << 39,
         stored_ns=123,
         loss=0.1 + 0.2,
         tokens_per_s=1 / 3,
@@ -131,7 +132,8 @@ def test_a_finished_step_is_in_the_snapshot_too(board: Board) -> None:
     board.finish(4)
     snapshot = board.reader.read()
     assert snapshot is not None
-    assert (snapshot.step, snapshot.loss, snapshot.memory_bytes) == (4, 0.25, 7)
+    assert (snapshot.step, snapshot.loss) == (4, 0.25)
+    assert (snapshot.memory_bytes, snapshot.peak_bytes) == (7, 5)
 
 
 def test_a_board_can_be_read_after_its_writer_is_gone(board: Board) -> None:

@@ -92,7 +92,7 @@ class AgentDouble:
                     return command
             return None
 
-        return until(look, timeout_s=20, every_s=0.01)
+        return until(look, every_s=0.01)
 
     def is_asked(self, number: int = 1) -> ProbeModel:
         """The question to profile a model, once that was asked so often."""
@@ -101,7 +101,7 @@ class AgentDouble:
             asked = [c for c in self.commands() if isinstance(c, ProbeModel)]
             return asked[-1] if len(asked) >= number else None
 
-        return until(look, timeout_s=20, every_s=0.01)
+        return until(look, every_s=0.01)
 
     def measures(self, facts: NodeFacts | None = FACTS, incarnation: str = "life-1") -> None:
         """Tell what its CPUs do."""
@@ -152,6 +152,7 @@ class AgentDouble:
         step: int = 3,
         scores: Iterable[float] | None = None,
         memory_bytes: int = 0,
+        peak_bytes: int = 0,
     ) -> None:
         late = dict(enumerate(scores or ()))
         for seat, number in zip(gang.plan.ranks, issued, strict=True):
@@ -167,6 +168,7 @@ class AgentDouble:
                 issued={"dp_shard": number},
                 straggler_score=late.get(seat.rank),
                 memory_bytes=memory_bytes + seat.rank if memory_bytes else 0,
+                peak_bytes=peak_bytes + seat.rank if peak_bytes else None,
                 seen_ms=1_700_000_000_000,
             )
             self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())
@@ -194,7 +196,7 @@ class AgentDouble:
                     return command
             return None
 
-        commit = until(look, timeout_s=20, every_s=0.01)
+        commit = until(look, every_s=0.01)
         self.tell(
             CheckpointLinked(
                 job_id=gang.job_id,

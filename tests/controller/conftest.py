@@ -73,7 +73,7 @@ class House:
             job = self.job(job_id)
             return job if job["state"] == state else None
 
-        return until(look, timeout_s=20, every_s=0.01)
+        return until(look, every_s=0.01)
 
     def act(self, job_id: str, verb: str, body: object = None) -> dict[str, Any]:
         """Ask for a change that is accepted."""
@@ -83,12 +83,13 @@ class House:
 
 
 def job_body(**changes: object) -> dict[str, object]:
-    """A spec of two ranks and ten steps."""
+    """A spec of two ranks and ten steps, whose layout is not open: it waits for no plan."""
     fields: dict[str, object] = {
         "model": {"factory": "decoder"},
         "data": {"factory": "stdlib_bytes"},
         "train": {"steps": 10},
         "resources": {"ranks": 2},
+        "plan": "default",
     }
     return fields | changes
 
@@ -108,14 +109,15 @@ def open_house(
         start_blocking_portal("asyncio") as portal,
         portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
     ):
-        leader = Leader(ports.leadership, "test", functools.partial(reign, ports))
+        drawing = Drawing(wait_s=plan_wait_s)
+        leader = Leader(ports.leadership, "test", functools.partial(reign, ports, drawing=drawing))
         context = Context(
             ports,
             Monitor(),
             portal.call(_event),
             lambda: leader.epoch,
             entry_points,
-            drawing=Drawing(wait_s=plan_wait_s),
+            drawing=drawing,
         )
         ended = portal.call(_event)
         leading = portal.start_task_soon(_lead, leader, ended) if leads else None

@@ -76,7 +76,7 @@ def test_a_clone_begins_with_the_named_checkpoint_and_its_overrides(house: House
     assert (held["kind"], held["data"]["holder"]) == ("checkpoint.held", clone["id"])
     house.agent.trains(gang, range(11, 16))
     house.agent.saves(gang, 15)
-    until(lambda: _last_kind(house, source) == "checkpoint.released", timeout_s=20, every_s=0.01)
+    until(lambda: _last_kind(house, source) == "checkpoint.released", every_s=0.01)
     house.agent.ends(gang, 15, signal=9, error="ended by SIGKILL")
     assert house.agent.launches(clone["id"], 2).resume_from != name
 

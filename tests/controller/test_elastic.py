@@ -275,10 +275,13 @@ def test_a_gang_that_spreads_does_not_wait_for_the_one_node_that_could_hold_it()
 
 def test_a_plan_for_the_fewest_ranks_leaves_the_others_possible() -> None:
     wide = spec(resources={"world": {"min": 2, "max": 6}})
-    assert planner.planned(wide, planner.shard(wide), 6).worlds == (2, 4, 6)
+    settled = planner.planned(wide, planner.shard(wide), 6)
+    assert (settled.worlds, settled.mesh) == ((2, 3, 4, 6), "auto")
     assert planner.planned(wide, planner.shard(wide), 1).train.micro_batch == 1
     few = planner.planned(wide, planner.shard(wide), 2)
-    assert (few.worlds, few.train.micro_batch) == ((2, 4, 6), "auto")
+    assert (few.worlds, few.train.micro_batch) == ((2, 3, 4, 6), "auto")
+    copies = spec(resources={"world": {"min": 2, "max": 6}}, mesh={"dp_shard": 2})
+    assert planner.planned(copies, planner.shard(copies), 1).worlds == (2, 4, 6)
     fixed = planner.planned(spec(), planner.shard(spec()), 3)
     assert (fixed.worlds, fixed.train.micro_batch) == ((2,), 3)
 

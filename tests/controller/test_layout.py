@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
+from fsdp_core.plan.model import ADAMW_FUSED, Conditions, MeshPlan, NodeFacts
 from services.contract.messages.probing import ProbeModel
 from services.contract.planning import PlanOutcome
 from services.contract.plans import SHARDING_PLAN
@@ -149,3 +149,22 @@ def test_a_rank_may_use_most_of_its_share_of_a_node() -> None:
     measured = with_gpus.model_copy(update={"measured": {"cpu": Measurement(facts=FACTS, at_ms=1)}})
     assert RankRoom.on(measured, "cpu").facts == FACTS
     assert RankRoom.on(measured, "cuda").facts is None
+
+
+def test_an_elastic_job_is_planned_so_that_every_number_of_ranks_stays_possible() -> None:
+    wanted = spec(model=SMALL, resources={"world": {"min": 2, "max": 6}})
+    made = plan(wanted)
+    assert made.sharding is not None
+    assert made.micro_batch in {1, 6}
+    assert made.mesh == MeshPlan(dp_shard=2)
+    assert planner.planned(wanted, made.sharding, made.micro_batch).worlds == (2, 3, 4, 6)
+
+
+def test_the_default_layout_is_estimated_as_it_runs() -> None:
+    wanted = spec(model=SMALL, plan="default")
+    assert not wanted.leaves_layout_open
+    assert {each.tp for each in asked(model=SMALL, plan="default").conditions} == {1}
+    made = plan(wanted)
+    assert (made.sharding, made.micro_batch) == (planner.shard(wanted), 6)
+    (kind,) = made.memory
+    assert kind.peak.total > 0

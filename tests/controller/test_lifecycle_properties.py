@@ -30,6 +30,7 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
 )
+from services.contract.planning import JobEstimate, MemoryView
 from services.contract.requests import JobPatch, ResourcesPatch
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import StopRequest
@@ -55,10 +56,14 @@ from services.controller.domain.events import (
     PatchAsked,
     PauseAsked,
     PlacementDelayed,
+    PlanAsked,
+    PlanMade,
+    PlanMissed,
+    PlanRefused,
     ResumeAsked,
 )
 from services.controller.domain.gang import is_overdue
-from services.controller.domain.job import SEVERITY, Job
+from services.controller.domain.job import SEVERITY, Job, Planning
 from services.controller.domain.lifecycle import LEFT_BY_WISH, TRANSITIONS
 from services.controller.domain.node import Drain, Lease, Node
 from services.controller.domain.placement import Seated, stand
@@ -131,8 +136,12 @@ class House:
 class Lifecycle(RuleBasedStateMachine):
     """Three jobs on two nodes, of four seats and of two; some need both nodes."""
 
-    @initialize(ranks=st.tuples(*[st.sampled_from(WORLDS)] * 3), budget=st.integers(0, 2))
-    def begin(self, ranks: tuple[tuple[int, int], ...], budget: int) -> None:
+    @initialize(
+        ranks=st.tuples(*[st.sampled_from(WORLDS)] * 3),
+        budget=st.integers(0, 2),
+        unplanned=st.integers(0, 3),
+    )
+    def begin(self, ranks: tuple[tuple[int, int], ...], budget: int, unplanned: int) -> None:
         self.now = NOW
         self.house = House({name: node(name, slots=count) for name, count in SLOTS.items()})
         self.jobs: dict[str, Job] = {}
@@ -149,6 +158,7 @@ class Lifecycle(RuleBasedStateMachine):
                 spec=asked,
                 created_ms=NOW + number,
                 updated_ms=NOW + number,
+                planning=Planning() if number < unplanned else None,
             )
             self.jobs[job.id] = job
 
@@ -205,6 +215,22 @@ class Lifecycle(RuleBasedStateMachine):
                 self._happen(job.id, smaller)
         self._serve_queue(grows=grows)
 
+    @rule(which=st.integers(0, 2), how=st.sampled_from(["made", "made", "missed", "refused"]))
+    def plan(self, which: int, how: str) -> None:
+        """What a job's layout waits for comes, or does not."""
+        job = self._job(which)
+        asked = None if job.planning is None else job.planning.plan_id
+        plan_id = asked or f"plan_{self.now:026d}"
+        estimate = JobEstimate(
+            plan_id=plan_id, peak=MemoryView(), where="optimizer", unit="", micro_batch=1
+        )
+        events: dict[str, JobEvent] = {
+            "made": PlanMade(planner.shard(job.spec), estimate),
+            "missed": PlanMissed(plan_id, "it crashed"),
+            "refused": PlanRefused(plan_id, "too large", "take more ranks"),
+        }
+        self._happen(job.id, events[how] if asked else PlanAsked(plan_id, "asked"))
+
     @rule(name=st.sampled_from(NODES), drains=st.booleans())
     def drain(self, name: str, *, drains: bool) -> None:
         wish = Drain(asked_ms=self.now) if drains else None
@@ -238,6 +264,9 @@ class Lifecycle(RuleBasedStateMachine):
     def prosper(self, rounds: int, steps: int, votes: int) -> None:
         """All goes well for a while: what is commanded is done, what is told is heard."""
         for _ in range(rounds):
+            for which in range(3):
+                self.plan(which, "made")
+                self.plan(which, "made")
             self.look(1_000, grows=False)
             for name in NODES:
                 self.obey(name, 99, refuses=False)
@@ -353,6 +382,11 @@ class Lifecycle(RuleBasedStateMachine):
             assert [a.fence for a in job.attempts] == list(range(1, job.fence + 1))
             if job.is_terminal or job.state in {JobState.QUEUED, JobState.RESTARTING}:
                 assert not living
+
+    @invariant()
+    def no_attempt_begins_before_the_layout_is_chosen(self) -> None:
+        for job in getattr(self, "jobs", {}).values():
+            assert job.planning is None or not job.attempts
 
     @invariant()
     def a_record_reads_as_it_was_written(self) -> None:

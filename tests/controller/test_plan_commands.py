@@ -49,7 +49,7 @@ class Terminal:
 
     def spec(self, **changes: object) -> str:
         path = self._folder / "spec.yaml"
-        small = {"model": {"factory": "decoder", "args": ARGS}, "name": "typed"}
+        small = {"model": {"factory": "decoder", "args": ARGS}, "name": "typed", "plan": "auto"}
         path.write_text(json.dumps(job_body(**small | changes)))
         return str(path)
 
@@ -79,6 +79,16 @@ def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
         *("traffic of a rank", "tokens/s", "what else was considered", "why not", "█"),
     ):
         assert words in shown.stdout, words
+    measured = terminal.types("nodes", "loom-1").stdout
+    for words in (
+        *("loom-1 on loom", "0 of 4 taken", "loom-1, cpu: measured", "products in bf16"),
+        *("50 GFLOP/s", "10 GB/s", "1 GB/s", "100 MB/s", "100 μs", "90%", "4 seated"),
+    ):
+        assert words in measured, (words, measured)
+    assert "GFLOP/s" not in terminal.types("nodes").stdout
+    terminal.agent.measures(None)
+    busy = until(lambda: _without_figures(terminal.types("nodes", "--measured").stdout))
+    assert "loom-1" in busy
     plan = json.loads(terminal.types("plan", spec, "--json").stdout)
     assert plan["probe"]["cached"]
     submitted = terminal.types("submit", "--plan-id", plan["id"])
@@ -87,7 +97,7 @@ def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
     gang = terminal.agent.launches(job_id)
     assert gang.spec.train.micro_batch == plan["micro_batch"]
     assert "nothing measured yet" in terminal.types("status", job_id).stdout
-    terminal.agent.samples(gang, [1, 1], memory_bytes=3 * plan["memory"][0]["peak"]["total"])
+    terminal.agent.samples(gang, [1, 1], peak_bytes=3 * plan["memory"][0]["peak"]["total"])
     assert "3.00 times as much" in terminal.types("status", job_id).stdout
     directly = terminal.types("submit", spec, "--plan")
     assert directly.exit_code == 0, directly.output
@@ -95,6 +105,10 @@ def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
     assert "submitted job_" in directly.stdout
     fresh = terminal.types_while(terminal.profiles, "plan", spec, "--fresh")
     assert fresh.exit_code == 0, fresh.output
+
+
+def _without_figures(shown: str) -> str | None:
+    return shown if "not measured" in shown and "GFLOP/s" not in shown else None
 
 
 def test_a_plan_that_does_not_fit_ends_with_3_and_one_that_failed_with_1(
@@ -115,6 +129,12 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_one_that_failed_with_1(
     for words in ("KeyError: 'dim'", "mend the model", "File model.py"):
         assert words in failed.stdout
     assert terminal.types("ls").stdout.count("job_") == 0
+    listed = terminal.types("plans").stdout
+    assert listed.index("KeyError: 'dim'") < listed.index("infeasible")
+    only = terminal.types("plans", "--state", "failed", "--limit", "1").stdout
+    assert "infeasible" not in only
+    plan_id = next(word for word in only.split() if word.startswith("plan_"))
+    assert "mend the model" in terminal.types("plans", plan_id).stdout
 
 
 @pytest.mark.parametrize(
@@ -123,6 +143,8 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_one_that_failed_with_1(
         ("submit",),
         ("submit", "spec.yaml", "--plan-id", "x"),
         ("submit", "--plan-id", "x", "--plan"),
+        ("nodes", "../jobs"),
+        ("plans", "../jobs"),
     ],
 )
 def test_what_is_no_submission_is_refused_before_anything_is_asked(words: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ ADA = Actor("ada")
 
 
 def body(**changes: object) -> dict[str, object]:
-    return job_body(model={"factory": "decoder", "args": ARGS}) | changes
+    return job_body(model={"factory": "decoder", "args": ARGS}, plan="auto") | changes
 
 
 class Office:

@@ -422,6 +422,25 @@ async def test_a_plan_is_kept_with_its_question_which_is_asked_once(world: World
             await plans.load(absent)
 
 
+async def test_plans_are_listed_newest_first_page_by_page(world: World) -> None:
+    plans = world.ports.plans
+    made = [
+        plan(number).model_copy(update={"created_ms": 1_000_000 + number // 3})
+        for number in range(8)
+    ]
+    for each in made:
+        await plans.keep(each, ASK, None)
+    expected = sorted((Place(each.created_ms, each.id) for each in made), reverse=True)
+    seen: list[Place] = []
+    while page := await plans.page(seen[-1] if seen else None, 3):
+        assert len(page) <= 3
+        seen += [Place(each.created_ms, each.id) for each in page]
+    assert seen == expected
+    concluded = fail(made[0], "crashed", "it crashed")
+    await plans.conclude(concluded)
+    assert (await plans.page(None, 8))[-1] == concluded
+
+
 async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -> None:
     epoch = await world.ports.leadership.take("a")
     assert epoch is not None
@@ -479,7 +498,21 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
         with Redis.from_url(redis_url, decode_responses=True) as redis:
             await ports.plans.keep(plan(), ASK, None)
             lives = {redis.ttl(keys.plan(plan().id)), redis.ttl(keys.probe_asked(ASK_ID))}
+            lives.add(redis.ttl(keys.PLANS))
             assert all(0 < life <= keys.PLAN_TTL_S for life in lives)
+            # What the list still has of a plan that is gone is passed over, and goes with the next.
+            redis.delete(keys.plan(plan().id))
+            assert await ports.plans.page(None, 10) == []
+            week_ms = keys.PLAN_TTL_S * 1000
+            later = plan(1).model_copy(
+                update={
+                    "created_ms": plan().created_ms + week_ms,
+                    "answer_by_ms": plan().answer_by_ms + week_ms,
+                }
+            )
+            await ports.plans.keep(later, ASK, None)
+            assert redis.zrange(keys.PLANS, 0, -1) == [later.id]
+            assert await ports.plans.page(None, 10) == [later]
             failed = ModelProbed(probe_id=ASK_ID, node_id=NODE, took_s=1, failure=failure)
             for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
                 await ports.plans.keep_answer(answer, epoch)

@@ -23,8 +23,10 @@ from services.contract.messages.facts import (
     NodeJoined,
     RankExit,
 )
+from services.contract.messages.probing import NodeMeasured, ProbeModel
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
 from services.contract.states import RankPhase
+from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 
 _LEASE_MS: Final = 600_000  # longer than any test: nothing renews it
@@ -74,6 +76,23 @@ class ScriptedAgent:
             return cast("_C", found[-1]) if found else None
 
         return until(look)
+
+    def profile(self) -> None:
+        """Wait until a model is to be profiled; answer, and tell what the node measured."""
+
+        def look() -> ProbeModel | None:
+            return next((c for c in self._inbox() if isinstance(c, ProbeModel)), None)
+
+        question = until(look)
+        self._tell(answer_to(question, self.node_id))
+        self._tell(
+            NodeMeasured(
+                node_id=self.node_id,
+                incarnation=self.incarnation,
+                device_type="cpu",
+                facts=FACTS,
+            )
+        )
 
     def train(self, gang: LaunchGang, steps: Iterable[int]) -> None:
         """Make steps: their records, and the fact of the first one."""

@@ -1,6 +1,7 @@
 """What people see in a browser, against a real controller on a real Redis."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Final
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from services.cli.planning import planned
 from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
+from services.contract.planning import PlanView
 from services.contract.states import JobState
 from services.contract.views import JobView
 from services.local.embedded_redis import EmbeddedRedis
@@ -55,6 +58,7 @@ def _spec(name: str, *, ranks: int = 2, priority: int = 0) -> dict[str, object]:
         "data": {"factory": "stdlib_bytes", "args": {"seq_len": 32}},
         "train": {"steps": 600, "global_batch": 8},
         "resources": {"ranks": ranks, "device": "cpu"},
+        "plan": "default",
         "faults": {"max_restarts": 0},
         "priority": priority,
         "labels": {"team": "demo"},
@@ -207,6 +211,57 @@ def test_what_has_not_changed_is_answered_with_304(scene: Scene, visit: Open) ->
     assert tab.count(200, "/metrics") <= 2
 
 
+@pytest.fixture(scope="module")
+def plan(scene: Scene) -> PlanView:
+    """What four ranks would need; the node answers once it is asked."""
+    answers = threading.Thread(target=scene.agent.profile)
+    answers.start()
+    made = planned(scene.controller.client, _spec("to-be-planned", ranks=4) | {"plan": "auto"})
+    answers.join()
+    assert made.alternatives
+    return made
+
+
+def test_the_plans_page_leads_to_a_plan_with_its_memory_and_what_lost_against_it(
+    plan: PlanView, visit: Open, tmp_path: Path
+) -> None:
+    page = visit().open("#/plans")
+    row = page.locator(f'tr[data-plan="{plan.id}"]')
+    expect(row).to_contain_text("feasible")
+    expect(row).to_contain_text("to-be-planned")
+    limit = plan.memory_limit_bytes
+    assert limit is not None
+    part = round(100 * max(kind.peak.total for kind in plan.memory) / limit)
+    bar = row.get_by_role("progressbar", name="Peak, of the limit")
+    expect(bar).to_have_attribute("aria-valuenow", str(part))
+    page.get_by_role("button", name="Failed").click()
+    expect(page.get_by_role("heading", name="No plan matches")).to_be_visible()
+    page.get_by_role("button", name="Failed").click()
+    row.get_by_role("link", name="to-be-planned").click()
+    expect(page.get_by_role("heading", name="to-be-planned")).to_be_visible()
+    meters = _panel(page, "Memory of a rank at its peak").get_by_role("meter")
+    expect(meters).to_have_count(len(plan.memory))
+    for meter, kind in zip(meters.all(), plan.memory, strict=True):
+        expect(meter).to_have_attribute("aria-valuenow", str(kind.peak.total))
+        drawn = meter.locator("i").evaluate_all("parts => parts.map(part => part.offsetWidth)")
+        assert min(drawn) >= 1
+        parts = kind.peak.model_dump(exclude={"total"}).values()
+        assert len(drawn) == sum(part > 0 for part in parts)
+    lost = _panel(page, "What else was considered")
+    for other in plan.alternatives:
+        expect(lost).to_contain_text(other.lost_because)
+    expect(lost.locator("tr.chosen")).to_contain_text("chosen")
+    page.screenshot(path=tmp_path / "plan.png", full_page=True)
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_node_shows_what_it_measured(visit: Open) -> None:
+    page = visit().open("#/nodes")
+    measured = page.get_by_role("region", name="Measured on cpu")
+    for words in ("fp32", "bf16", "50.0 GFLOP/s", "10.0 GB/s", "100 µs", "90 %"):
+        expect(measured).to_contain_text(words)
+
+
 @pytest.mark.usefixtures("scene")
 def test_the_nodes_page_shows_slots_memory_and_jobs(visit: Open) -> None:
     page = visit().open("#/nodes")
@@ -290,13 +345,15 @@ def test_a_refused_order_is_told_in_the_words_of_the_problem(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_every_page_without_scrolling_sideways(
-    scene: Scene, visit: Open, tmp_path: Path, scheme: str
+    scene: Scene, plan: PlanView, visit: Open, tmp_path: Path, scheme: str
 ) -> None:
     tab = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     landmarks = {
         "#/jobs": "tr[data-job]",
         f"#/jobs/{scene.running.id}": ".plot canvas",
         "#/nodes": "[data-node]",
+        "#/plans": "tr[data-plan]",
+        f"#/plans/{plan.id}": ".stack i",
     }
     for route, landmark in landmarks.items():
         page = tab.open(route)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from services.contract import views
+from services.contract import planning, views
 from services.contract.problems import Problem
 
 _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
@@ -21,6 +21,8 @@ _READ: Final[tuple[type[BaseModel], ...]] = (
     views.CheckpointList,
     views.AttemptList,
     views.NodeList,
+    planning.PlanList,
+    planning.PlanView,
     views.StopRequest,
     views.ResumeRequest,
     Problem,

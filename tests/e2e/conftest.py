@@ -27,7 +27,7 @@ LONG = {"train": {"steps": 240, "global_batch": 4, "seed": 7}, "checkpoint": {"e
 
 
 def tiny_spec(**changes: object) -> dict[str, object]:
-    """A job of two ranks that takes a second or two."""
+    """A job of two ranks that takes a second or two, and waits for no plan."""
     spec: dict[str, object] = {
         "name": "tiny",
         "model": {"factory": "decoder", "args": {"dim": 32, "layers": 2, "heads": 2}},
@@ -36,6 +36,7 @@ def tiny_spec(**changes: object) -> dict[str, object]:
         "train": {"steps": 40, "global_batch": 4, "seed": 7},
         "resources": {"ranks": 2, "device": "cpu"},
         "checkpoint": {"every_steps": 20},
+        "plan": "default",
     }
     return {**spec, **changes}
 

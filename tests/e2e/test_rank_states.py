@@ -24,6 +24,7 @@ def troubled(kind: str, **args: object) -> dict[str, object]:
     return {
         "name": kind,
         "model": {"factory": f"troubled_models:{kind}", "args": args},
+        "mesh": {"dp_shard": 2},
         "plan": {"units": [{"modules": ["blocks.*"]}]},
         **ENDLESS,
     }

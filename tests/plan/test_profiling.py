@@ -53,6 +53,50 @@ def test_repeated_blocks_are_found_and_what_stands_beside_them() -> None:
     assert candidate_units(nn.Linear(2, 2)) == {}
 
 
+class Halves(nn.Module):
+    """Two maps that can be run as one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second: torch.Tensor = self.second(self.first(x).to(self.second.weight.dtype))
+        return second
+
+
+class Loose(nn.Module):
+    """Runs some of its blocks, parts of others, reads the weights of some and forgets one."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.run = nn.ModuleList(Halves(dim) for _ in range(2))
+        self.parted = nn.ModuleList(Halves(dim) for _ in range(2))
+        self.read = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.forgotten = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.run:
+            # Dtypes and shapes are those of slices as well.
+            assert isinstance(block, Halves)
+            x = block(x.to(block.first.weight.dtype)) * block.first.weight.dim()
+        for block in self.parted:
+            assert isinstance(block, Halves)
+            x = block.second(functional.relu(block.first(x)))
+        for block in self.read:
+            x = block(x) + functional.linear(x, block.get_parameter("weight"))
+        head: torch.Tensor = self.head(self.forgotten[0](x))
+        return head
+
+
+def test_what_is_used_beside_its_own_forward_is_no_unit() -> None:
+    study = ModelUnderStudy(Loose, lambda model, size: model(torch.rand(size, 16)).sum())
+    found = {unit.module for unit in profile_model(study, sizes=(1, 2)).units}
+    assert found == {"run.0", "run.1", "forgotten.0", "head"}
+
+
 def test_a_profile_survives_json(mlp: ModelProfile) -> None:
     adapter = TypeAdapter(ModelProfile)
     assert adapter.validate_json(adapter.dump_json(mlp)) == mlp

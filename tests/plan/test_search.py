@@ -415,3 +415,17 @@ def test_a_batch_or_mesh_that_does_not_divide_has_no_candidate(profile: ModelPro
     units = (FixedUnit(UnitPlan(("nowhere.*",))),)
     with pytest.raises(PlanError, match="matches no module"):
         search_layout(profile, asked(4, MIB, fixed=Fixed(units=units)))
+
+
+def test_where_ranks_come_and_go_layouts_are_tried_that_every_number_of_them_can_have(
+    profile: ModelProfile,
+) -> None:
+    mesh = MeshPlan(dp_shard=8)
+    fixed = asked(8, MIB, batch=48, fixed=Fixed(mesh=mesh))
+    known = LayoutSpace(profile, fixed)
+    assert known.micro_batches(mesh) == (6, 3, 2, 1)
+    assert known.reshards(mesh, "blocks") == (True, False, 4)
+    elastic = replace(fixed, workload=replace(fixed.workload, common_share=4), groups=False)
+    known = LayoutSpace(profile, elastic)
+    assert known.micro_batches(mesh) == (6, 2, 1)
+    assert known.reshards(mesh, "blocks") == (True, False)

@@ -75,7 +75,8 @@ def test_the_board_tells_figures_and_counts_of_every_step(ranks: Ranks, spec: Sp
     assert first is not None
     assert second is not None
     assert first.phase.name == "FINISHED"
-    assert first.memory_bytes > 1_000_000
+    # All that the process holds, and what training took of it: the model is tiny.
+    assert 0 < first.peak_bytes < 50_000_000 < first.memory_bytes
     assert first.issued == first.completed == second.issued
     assert min(first.issued[:2]) >= 6
 

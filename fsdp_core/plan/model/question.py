@@ -58,6 +58,8 @@ class Workload:
         param_dtype: Of computation; None: each parameter's own.
         reduce_dtype: Of gradients on their way; None: that of computation.
         output_dtype: To which the root's outputs are cast.
+        common_share: What divides a rank's share of the batch on every number of ranks that the
+            job may have: a micro-batch divides it, too, or is the whole share. None: there is one.
     """
 
     global_batch: int
@@ -66,6 +68,7 @@ class Workload:
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
     output_dtype: Precision | None = None
+    common_share: int | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -114,12 +117,14 @@ class LayoutQuestion:
         fixed: What the user settled.
         splits: What could be split over tp, if the user settles nothing; empty: not known, so
             that tp stays 1.
+        groups: Whether slices may be kept for some ranks of dp_shard; not where its size changes.
     """
 
     seats: Seats
     workload: Workload
     fixed: Fixed = Fixed()
     splits: tuple[TensorParallelPlan, ...] = ()
+    groups: bool = True
 
     @property
     def tensor_parallel(self) -> tuple[TensorParallelPlan, ...]:

@@ -104,10 +104,12 @@ class LayoutSpace:
 
     def micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
         """Those that divide a rank's share of the batch, the largest first."""
-        wanted = self.question.workload.micro_batch
-        if wanted is not None:
-            return (wanted,)
-        return _divisors(self.question.workload.global_batch // mesh.data_ranks)[::-1]
+        workload = self.question.workload
+        if workload.micro_batch is not None:
+            return (workload.micro_batch,)
+        share = workload.global_batch // mesh.data_ranks
+        common = workload.common_share or share
+        return tuple(m for m in _divisors(share)[::-1] if m == share or common % m == 0)
 
     @cached_property
     def unit_kinds(self) -> tuple[Units, ...]:
@@ -130,7 +132,7 @@ class LayoutSpace:
             return (True,)
         group = self.question.seats.ranks_per_node // mesh.tp
         in_node = 1 < group < mesh.dp_shard and mesh.dp_shard % group == 0
-        return (True, False, group) if in_node else (True, False)
+        return (True, False, group) if in_node and self.question.groups else (True, False)
 
     def recomputes(self, mesh: MeshPlan, units: Units) -> tuple[bool, ...]:
         """Whether to recompute, as far as a trace tells what that does."""

@@ -13,7 +13,10 @@ class RankSample(Message):
 
     ``issued`` and ``completed`` are collective sequence numbers by process group. Times in
     seconds, memory in bytes: on GPUs the most that PyTorch's allocator had given out by the end of
-    the last step, on CPUs what of the process was resident then. ``beat_age_s`` is the age of the board's last store when sampled.
+    the last step, on CPUs what of the process was resident then. ``peak_bytes`` is the most that
+    the steps of this attempt took so far: on GPUs the same, on CPUs without the process itself
+    (``services.worker.rank.step_memory``); None where that is not known. ``beat_age_s`` is the age
+    of the board's last store when sampled.
 
     ``arrival_lag_s`` is how much later than the first rank this one issues a collective, on
     average; ``straggler_score`` the share of the time in which it was late at a collective that
@@ -33,6 +36,7 @@ class RankSample(Message):
     tokens_per_s: float | None = None
     step_time_s: float | None = None
     memory_bytes: int = Field(default=0, ge=0)
+    peak_bytes: int | None = Field(default=None, ge=0)
     issued: dict[str, int] = Field(default_factory=dict)
     completed: dict[str, int] = Field(default_factory=dict)
     beat_age_s: float = Field(default=0.0, ge=0)

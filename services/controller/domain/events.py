@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_core.plan.model import ShardingPlan
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
@@ -25,6 +26,7 @@ from services.contract.messages.facts import (
     JobPurged,
     LaunchRefused,
 )
+from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
 from services.contract.requests import JobPatch
 from services.contract.views import StopRequest
@@ -119,6 +121,39 @@ class PlacementDelayed:
     """There is no room now, and this is why."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class PlanAsked:
+    """A plan is made for a job whose layout is open; ``reason`` says what that waits for."""
+
+    plan_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanMade:
+    """This layout was chosen for it, and this is what to expect."""
+
+    sharding: ShardingPlan
+    estimate: JobEstimate
+
+
+@dataclass(frozen=True)
+class PlanMissed:
+    """Its plan failed, and this is why."""
+
+    plan_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanRefused:
+    """By its plan it cannot run: why, and what would help."""
+
+    plan_id: str
+    reason: str
+    advice: str
 
 
 @dataclass(frozen=True)
@@ -225,6 +260,10 @@ JobEvent = (
     | FoundInStorage
     | GangPlaced
     | PlacementDelayed
+    | PlanAsked
+    | PlanMade
+    | PlanMissed
+    | PlanRefused
     | NodeLost
     | AnswerOverdue
     | PatchAsked

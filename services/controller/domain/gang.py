@@ -38,7 +38,7 @@ _STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
 def on_placed(event: GangPlaced, draft: Draft) -> None:
     """Open the next attempt and command its launch."""
     job = draft.job
-    if job.state not in WAITING_STATES:
+    if job.state not in WAITING_STATES or job.planning is not None:
         return
     if job.has_lost_its_checkpoints:
         draft.move(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)

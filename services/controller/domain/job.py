@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple
 
 from pydantic import Field
 
-from services.contract.ids import CheckpointId, JobId
+from services.contract.ids import CheckpointId, JobId, PlanId
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec
@@ -48,6 +48,12 @@ class Origin(Record):
     held: bool = False
 
 
+class Planning(Record):
+    """What a job's layout, which it leaves open, waits for. ``plan_id``: the plan that is made."""
+
+    plan_id: PlanId | None = None
+
+
 class Job(Record):
     """All that is decided about a job. Times in milliseconds of Redis's clock.
 
@@ -59,7 +65,8 @@ class Job(Record):
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
     the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
-    foresaw by which it was submitted.
+    foresaw by which it runs. ``planning``: its layout is still to be chosen. ``asked``: its spec
+    as far as it was open before that.
     """
 
     id: JobId
@@ -78,6 +85,8 @@ class Job(Record):
     attempts: tuple[Attempt, ...] = ()
     plan: GangPlan | None = None
     estimate: JobEstimate | None = None
+    planning: Planning | None = None
+    asked: JobSpec | None = None
     restarts: int = 0
     not_before_ms: int = 0
     stop: Stop | None = None

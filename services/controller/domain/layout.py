@@ -4,6 +4,7 @@ Nothing is built here: the node profiles the model, and the search is arithmetic
 """
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Final
 
 from fsdp_core.errors import PlanError
@@ -12,6 +13,7 @@ from fsdp_core.plan.model import (
     Alternative,
     Candidate,
     Fixed,
+    FixedUnit,
     LayoutAnswer,
     LayoutQuestion,
     NodeFacts,
@@ -115,26 +117,46 @@ def work_out(study: Study) -> PlanOutcome:
 
 def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> LayoutQuestion:
     plan = planner.shard(spec)
-    micro = spec.train.micro_batch
     question = LayoutQuestion(
         seats=Seats(spec.worlds[0], room.ranks_per_node, room.memory_bytes, room.facts),
         workload=Workload(
             global_batch=spec.train.global_batch,
             optimizer=optimizer,
-            micro_batch=None if micro == "auto" else micro,
+            micro_batch=_micro_batch(spec, plan),
+            common_share=_common_share(spec),
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             output_dtype=plan.output_dtype,
         ),
         fixed=_fixed(spec, plan),
         splits=planner.splits_of(spec),
+        groups=spec.resources.world is None or spec.mesh != "auto",
     )
     return question if _can_split(spec, question) else replace(question, splits=())
 
 
+def _micro_batch(spec: JobSpec, plan: ShardingPlan) -> int | None:
+    asked = spec.train.micro_batch
+    if asked != "auto":
+        return asked
+    # As a rank takes it that is told nothing: its whole share at once.
+    whole = spec.train.global_batch // plan.mesh.data_ranks
+    return whole if spec.plan == "default" else None
+
+
+def _common_share(spec: JobSpec) -> int | None:
+    if spec.resources.world is None:
+        return None
+    return gcd(*(spec.train.global_batch // (ranks // spec.share.tp) for ranks in spec.worlds))
+
+
 def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
-    said = fixed_by(plan, {} if spec.plan == "auto" else spec.plan)
-    return said if spec.mesh == "auto" else replace(said, mesh=plan.mesh)
+    if spec.plan == "default":
+        units = tuple(FixedUnit(unit) for unit in plan.units)
+        return Fixed(plan.mesh, units, plan.tensor_parallel or None)
+    said = fixed_by(plan, planner.said(spec))
+    has_mesh = spec.mesh != "auto" or spec.resources.world is not None
+    return replace(said, mesh=plan.mesh) if has_mesh else said
 
 
 def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:

@@ -12,6 +12,7 @@ from services.controller.domain.commits import retire_surplus
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.events import PatchAsked
+from services.controller.domain.job import Planning
 
 _FIXED: Final = Fault(
     pointer="/resources/world",
@@ -41,7 +42,10 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
     if after == job.spec:
         return
     changed = _differences(job.spec.model_dump(mode="json"), after.model_dump(mode="json"), "")
-    draft.change(spec=after, revision=job.revision + 1)
+    asked = None if job.asked is None else with_patch(job.asked, patch)
+    draft.change(spec=after, asked=asked, revision=job.revision + 1)
+    if job.planning is not None and after.resources != job.spec.resources:
+        draft.change(planning=Planning())
     words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in changed.items())
     draft.note("job.patched", f"changed on request: {words}", changed=changed)
     if after.checkpoint.keep_last != job.spec.checkpoint.keep_last:

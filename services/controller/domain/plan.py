@@ -19,13 +19,15 @@ from services.controller.domain.record import Record
 
 _ADVICE: Final = {
     "timed_out": "the model is too large to be followed in that time: raise MESHLOOM_PROBE_TIMEOUT_S "
-    "of the controller, or submit the job without a plan",
-    "out_of_memory": "following the model took too much memory: ask for a node with more, or submit "
-    "the job without a plan",
+    "of the controller, or say plan: default, which needs no look at the model",
+    "out_of_memory": "following the model took too much memory: ask for a node with more, or say "
+    "plan: default, which needs no look at the model",
     "crashed": "run the model's factory by itself on that node and see why its process dies; the "
     "agent's log tells more",
     "refused": "see the reason: the node does not build such a model",
     "raised": "mend the model or its arguments: the job itself would fail in the same way",
+    "search_failed": "this is a defect of Meshloom: report it with the controller's log; a plan that "
+    "is written out, or plan: default, needs no search",
     "no_answer": "see whether the node's agent is alive (meshloom nodes), then ask again",
 }
 
@@ -71,6 +73,7 @@ class Plan(Record):
         fullest = max(found.memory, key=lambda each: each.peak.total)
         return JobEstimate(
             plan_id=self.id,
+            reason=self.reason,
             peak=fullest.peak,
             where=fullest.where,
             unit=fullest.unit,

@@ -1,7 +1,8 @@
-"""From a spec to a sharding plan, without building the model.
+"""From a spec to a sharding plan, without a look at the model.
 
-Units and matrices to split are known of built-in models. A user's model is one unit unless the
-spec's plan names others, because only a rank can see how it is built.
+It keeps what the spec says and fills in the default: all ranks in dp_shard; units and matrices to
+split as they are known of built-in models. A user's model is one unit unless the plan names
+others, for only a node can see how it is built: see ``layout`` for plans that are searched for.
 """
 
 import dataclasses
@@ -60,7 +61,7 @@ def shard(spec: JobSpec, ranks: int | None = None) -> ShardingPlan:
         InvalidRequestError: The plan or the mesh cannot be; it names every fault.
     """
     mesh = _mesh(spec, spec.worlds[0] if ranks is None else ranks)
-    asked: dict[str, Any] = {} if spec.plan == "auto" else dict(spec.plan)
+    asked = said(spec)
     faults = _unknown_fields(asked)
     try:
         plan = _merge(asked, mesh, spec)
@@ -78,6 +79,11 @@ def shard(spec: JobSpec, ranks: int | None = None) -> ShardingPlan:
     return plan
 
 
+def said(spec: JobSpec) -> dict[str, Any]:
+    """What the spec says of the plan itself."""
+    return dict(spec.plan) if isinstance(spec.plan, dict) else {}
+
+
 def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
     """What could be split over tp if nobody says: known of built-in models."""
     return _BUILT_IN_SPLITS.get(spec.model.factory, ())
@@ -86,14 +92,15 @@ def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     """The spec with that very layout, of which nothing is left to be chosen.
 
-    Of an elastic job the copies of the parameters are settled; how many there are follows from
-    its ranks. Sequences of a pass that would leave it fewer numbers of ranks are left as asked.
+    The mesh of an elastic job stays as asked: it follows its ranks. So does the micro-batch that
+    is a rank's whole share, if to name it would leave the job fewer numbers of ranks.
     """
-    mesh = dataclasses.asdict(sharding.mesh)
+    document = spec.model_dump(mode="json")
+    mesh: object = dataclasses.asdict(sharding.mesh)
     plan = SHARDING_PLAN.dump_python(sharding, mode="json")
     if spec.resources.world is not None:
-        del mesh["dp_replicate"], plan["mesh"]
-    document = spec.model_dump(mode="json")
+        mesh = document["mesh"]
+        del plan["mesh"]
     train = document["train"] | {"micro_batch": micro_batch}
     as_asked = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan})
     settled = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})

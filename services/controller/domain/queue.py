@@ -105,7 +105,8 @@ def survey(
     """
     hall = Hall(tuple(standings), {job.id: job for job in jobs}, remaining_ms, now_ms)
     line = _Line(hall)
-    waiting = in_order(jobs)
+    # Without a layout nobody knows yet which seats a job needs.
+    waiting = [job for job in in_order(jobs) if job.planning is None]
     due = [line.turn(job) for job in waiting if job.not_before_ms <= now_ms]
     for job in waiting:
         if job.not_before_ms > now_ms:

@@ -6,6 +6,7 @@ from typing import Any
 from services.contract.built_ins import BUILT_IN_NAMES
 from services.contract.problems import Fault
 from services.contract.specs import Factory, JobSpec
+from services.controller.domain import planner
 
 _NOT_YET = "not_supported_yet"
 
@@ -22,7 +23,7 @@ def unsupported(spec: JobSpec) -> list[Fault]:
     for pointer, precision in (
         ("/train/precision/params", spec.train.precision.params),
         ("/train/precision/reduce", spec.train.precision.reduce),
-        *_precisions_of_plan({} if spec.plan == "auto" else spec.plan),
+        *_precisions_of_plan(planner.said(spec)),
     ):
         if precision == "fp16":
             why = "this version does not scale losses, without which fp16 underflows; take bf16"

@@ -6,14 +6,24 @@ from typing import Final
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.resizing import Patience
 from services.controller.loops.facts import FactLoop
+from services.controller.loops.planning import plan_jobs
 from services.controller.loops.reconciler import reconcile
 from services.controller.ports.office import Ports
+from services.controller.use_cases.plans import Drawing
 
 _PATIENCE: Final = Patience()
 
 
-async def reign(ports: Ports, epoch: int, *, patience: Patience = _PATIENCE) -> None:
-    """Heed facts and reconcile, for ever. ``patience`` is that of elastic jobs that could grow.
+async def reign(
+    ports: Ports, epoch: int, drawing: Drawing, *, patience: Patience = _PATIENCE
+) -> None:
+    """Heed facts, reconcile, and choose layouts that jobs leave open, for ever.
+
+    Args:
+        ports: The world.
+        epoch: The reign.
+        drawing: How plans are made.
+        patience: That of elastic jobs that could grow.
 
     Raises:
         DeposedError: The reign is over.
@@ -22,5 +32,6 @@ async def reign(ports: Ports, epoch: int, *, patience: Patience = _PATIENCE) -> 
         async with asyncio.TaskGroup() as group:
             group.create_task(FactLoop(ports, epoch).run())
             group.create_task(reconcile(ports, epoch, patience))
+            group.create_task(plan_jobs(ports, epoch, drawing))
     except* DeposedError as deposed:
         raise DeposedError("another controller leads now") from deposed

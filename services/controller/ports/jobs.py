@@ -82,10 +82,10 @@ class Claim:
 
 
 class Place(NamedTuple):
-    """A job's place in the list of all: by creation, then by id."""
+    """A record's place in the list of all of its kind: by creation, then by id."""
 
     created_ms: int
-    job_id: str
+    id: str
 
 
 def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:

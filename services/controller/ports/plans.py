@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 from services.contract.messages.probing import ModelProbed
 from services.controller.domain.effects import Send
 from services.controller.domain.plan import Plan
+from services.controller.ports.jobs import Place
 
 Asked = Literal["cached", "pending", "asked"]
 """The answer is there already; somebody has asked and waits; or it was asked for just now."""
@@ -33,6 +34,13 @@ class PlanStore(Protocol):
         Raises:
             NotFoundError: There is none, or none any more.
             RecordUnreadableError: There is one, but its record makes no sense here.
+        """
+        ...
+
+    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+        """Up to ``limit`` plans that were made before that place, newest first.
+
+        One whose record makes no sense here is passed over.
         """
         ...
 

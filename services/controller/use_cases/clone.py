@@ -63,7 +63,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
         if earlier is not None:
             return job_view(earlier.job, (), {})
     source = (await ports.jobs.load(cloning.job_id)).job
-    spec = with_patch(source.spec, cloning.wanted.overrides, "/overrides")
+    spec = with_patch(source.asked or source.spec, cloning.wanted.overrides, "/overrides")
     origin = _origin(source, cloning.wanted, spec)
     try:
         job, outcome = await draft_job(ports, spec, Drafting(actor.name, allowed, origin))

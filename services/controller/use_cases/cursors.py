@@ -17,8 +17,8 @@ _ORDER: Final = re.compile(r"(-?[a-z]+) (-?[0-9]{1,15}) (\w+)", re.ASCII)
 
 
 def from_place(place: Place) -> str:
-    """The cursor behind a job."""
-    return base64.urlsafe_b64encode(f"{place.created_ms} {place.job_id}".encode()).decode()
+    """The cursor behind a record."""
+    return base64.urlsafe_b64encode(f"{place.created_ms} {place.id}".encode()).decode()
 
 
 def to_place(cursor: str | None) -> Place | None:

@@ -30,7 +30,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.layout import RankRoom, Study
 from services.controller.domain.placement import Gang, Seated, Standing, device_of, place, stand
-from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, judge
+from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, fail, judge
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor
@@ -76,8 +76,18 @@ async def make_plan(
         InvalidRequestError: The spec can never run; all faults at once.
         StateConflictError: No node is there that could profile the model.
     """
+    _refuse_faulty(wanted.spec, allowed)
+    plan = await begin_plan(ports, wanted, actor.name, drawing)
+    return plan_view(await _patiently(ports, plan, drawing))
+
+
+async def begin_plan(ports: Ports, wanted: Wanted, owner: str, drawing: Drawing) -> Plan:
+    """A plan for a spec without faults, of which no more is done than to ask a node.
+
+    Raises:
+        StateConflictError: No node is there that could profile the model.
+    """
     spec = wanted.spec
-    _refuse_faulty(spec, allowed)
     standings = await _standings(ports)
     device_type = device_of(Gang.of(spec), standings)
     chosen = _least_busy(standings, device_type)
@@ -94,7 +104,7 @@ async def make_plan(
     plan = Plan(
         id=new_plan_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
-        owner=actor.name,
+        owner=owner,
         device_type=device_type,
         probe_id=question.probe_id,
         node_id=node.id,
@@ -105,7 +115,7 @@ async def make_plan(
     )
     asked = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
     _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=asked)
-    return plan_view(await _patiently(ports, plan, drawing))
+    return plan
 
 
 async def get_plan(ports: Ports, plan_id: str, drawing: Drawing) -> PlanView:
@@ -114,7 +124,17 @@ async def get_plan(ports: Ports, plan_id: str, drawing: Drawing) -> PlanView:
     Raises:
         NotFoundError: There is none, or none any more.
     """
-    return plan_view(await _look(ports, await ports.plans.load(plan_id), drawing))
+    return plan_view(await look_at_plan(ports, plan_id, drawing))
+
+
+async def look_at_plan(ports: Ports, plan_id: str, drawing: Drawing) -> Plan:
+    """The plan's record, concluded if that is due.
+
+    Raises:
+        NotFoundError: There is none, or none any more.
+        RecordUnreadableError: Its record, or what was answered to it, makes no sense here.
+    """
+    return await _look(ports, await ports.plans.load(plan_id), drawing)
 
 
 class Submittable(NamedTuple):
@@ -132,7 +152,7 @@ async def submittable(ports: Ports, plan_id: str, drawing: Drawing) -> Submittab
         StateConflictError: It is still PROBING, or has FAILED.
     """
     try:
-        plan = await _look(ports, await ports.plans.load(plan_id), drawing)
+        plan = await look_at_plan(ports, plan_id, drawing)
     except NotFoundError as error:
         raise _refusal(str(error), "plan_unknown") from error
     if plan.state is PlanState.PROBING:
@@ -241,9 +261,16 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
-        study = _study(plan, verdict, standings)
-        outcome = await asyncio.to_thread(layout.work_out, study)
-        return await ports.plans.conclude(conclude(plan, verdict, outcome))
+        try:
+            study = _study(plan, verdict, standings)
+            outcome = await asyncio.to_thread(layout.work_out, study)
+        except Exception as error:  # noqa: BLE001 whatever it is, it ends this plan alone
+            # Without a conclusion it would be worked out, and trip us up, at each look.
+            _log.exception("plan_not_worked_out", plan_id=plan.id)
+            concluded = fail(plan, "search_failed", f"{type(error).__name__}: {error}")
+        else:
+            concluded = conclude(plan, verdict, outcome)
+        return await ports.plans.conclude(concluded)
 
 
 def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Study:

@@ -81,13 +81,13 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
 def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView | None:
     if job.estimate is None:
         return None
-    seen = [s.memory_bytes for s in samples.values() if s.fence == job.fence and s.memory_bytes]
+    seen = [s.peak_bytes for s in samples.values() if s.fence == job.fence and s.peak_bytes]
     most = max(seen, default=None)
     is_host = job.plan is None or job.plan.device_type == "cpu"
     return EstimateView(
         **dict(job.estimate),
         measured_peak_bytes=most,
-        measured_as=None if most is None else "resident" if is_host else "allocated",
+        measured_as=None if most is None else "resident_growth" if is_host else "allocated",
         ratio=None if most is None else round(most / max(job.estimate.peak.total, 1), 3),
     )
 
@@ -266,6 +266,7 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler:
         loss=sample.loss,
         tokens_per_s=sample.tokens_per_s,
         memory_bytes=sample.memory_bytes,
+        peak_bytes=sample.peak_bytes,
         issued=dict(sample.issued),
         completed=dict(sample.completed),
         last_seen_at=moment(sample.seen_ms) if sample.seen_ms else None,

@@ -11,7 +11,7 @@ from services.contract.views import JobView
 from services.controller.domain import planner
 from services.controller.domain.decide import first_decision
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job, Origin
+from services.controller.domain.job import Job, Origin, Planning
 from services.controller.domain.placement import Never, NotNow, Seated, stand
 from services.controller.domain.resizing import place_most
 from services.controller.domain.spec_rules import against_the_rules
@@ -22,6 +22,7 @@ from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
 
 _RANDOM_BYTES = 10
+_TO_BE_PLANNED = "queued; its layout is chosen first (POST /v1/plans answers without a job)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ async def submit(
     """Queue a job; the same claim again answers the same job.
 
     With ``dry_run`` nothing is kept; the answer shows the plan that would be run now. A job by a
-    plan runs that very plan; one by a spec is not probed before: it starts at once.
+    plan runs that very plan; one by a spec that leaves its layout open is planned first.
 
     Raises:
         InvalidRequestError: It can never run; all faults at once.
@@ -83,19 +84,21 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
         owner=drafting.owner,
-        reason=_reason(outcome),
+        reason=_TO_BE_PLANNED if spec.leaves_layout_open else _reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
         origin=drafting.origin,
         estimate=drafting.estimate,
+        planning=Planning() if spec.leaves_layout_open else None,
     )
     return job, outcome
 
 
 def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
-    """The job with the plan that would be run now."""
-    plan = planner.gang(job.spec, outcome) if isinstance(outcome, Seated) else None
-    return job_view(job.model_copy(update={"plan": plan}), (), {})
+    """The job with the plan that would be run now, unless that is still to be made."""
+    if job.planning is None and isinstance(outcome, Seated):
+        job = job.model_copy(update={"plan": planner.gang(job.spec, outcome)})
+    return job_view(job, (), {})
 
 
 async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:

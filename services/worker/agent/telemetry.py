@@ -248,6 +248,7 @@ class GangTelemetry:
             tokens_per_s=_finite(board.tokens_per_s),
             step_time_s=_finite(board.step_time_s),
             memory_bytes=max(board.memory_bytes, 0),
+            peak_bytes=max(board.peak_bytes, 0) or None,
             issued=dict(zip(groups, board.issued, strict=False)),
             completed=dict(zip(groups, board.completed, strict=False)),
             beat_age_s=_age_s(board.stored_ns) if board.stored_ns else 0.0,

@@ -1,10 +1,8 @@
 """Tells the board where the rank is: the trainer's phases and the engine's states."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from fsdp_core import TrainingState
 from services.contract.rank_channel import MAX_GROUPS, BoardStep, BoardWriter
 from services.contract.states import RankPhase
+from services.worker.rank.step_memory import StepMemory, step_memory
 
 _PHASES: Final = {
     TrainingState.FORWARD: int(RankPhase.FORWARD),
@@ -19,7 +18,6 @@ _PHASES: Final = {
     TrainingState.POST_BACKWARD: int(RankPhase.POST_BACKWARD),
 }
 _EVAL: Final = int(RankPhase.EVAL)
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class BoardWatch:
@@ -39,9 +37,14 @@ class BoardWatch:
         if len(groups) > MAX_GROUPS:
             raise ValueError(f"the board counts {MAX_GROUPS} groups, not {len(groups)}")
         self._board = board
-        self._device = device
         self._place = {group: place for place, group in enumerate(groups)}
         self._evaluates = False
+        self._memory = step_memory(device)
+
+    @property
+    def memory(self) -> StepMemory:
+        """What steps take."""
+        return self._memory
 
     def enter(self, phase: RankPhase) -> None:
         """The trainer begins ``phase``, outside all units."""
@@ -73,13 +76,17 @@ class BoardWatch:
         now_ns = time.monotonic_ns()
         self._board.store(replace(self._board.snapshot, step=step, stored_ns=now_ns))
 
-    def finish_step(self, step: BoardStep) -> None:
-        """A step and its figures are known."""
-        self._board.finish_step(step, memory_bytes=self._memory_bytes(), now_ns=time.monotonic_ns())
+    def finish_step(self, step: BoardStep, copies: int = 0) -> None:
+        """A step and its figures are known.
 
-    def _memory_bytes(self) -> int:
-        if self._device.type == "cuda":
-            # The most so far: after a step what its activations took is free again.
-            return torch.cuda.max_memory_allocated(self._device)
-        resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return int(resident) * _PAGE_BYTES
+        Args:
+            step: They.
+            copies: Bytes that checkpoints keep in the host's memory.
+        """
+        memory = self._memory.end_step(copies)
+        self._board.finish_step(
+            step,
+            memory_bytes=memory.held,
+            peak_bytes=memory.peak or 0,
+            now_ns=time.monotonic_ns(),
+        )

@@ -117,6 +117,11 @@ class CheckpointWriter:
             self._staged, self._in_flight = staged, thread
 
     @property
+    def copied_bytes(self) -> int:
+        """What the host's memory holds, or is about to hold, of copies of the state."""
+        return self._staging.nbytes
+
+    @property
     def is_copying(self) -> bool:
         """Whether ``release`` would have the training wait."""
         return self._staged is not None and self._staged.is_pending

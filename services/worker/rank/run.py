@@ -90,12 +90,9 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         )
     grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
     make = functools.partial(registry.create, "model", spec.model, grant=grant)
-    model = sharded_model(
-        _with_mark(make, registry.find("model", spec.model.factory)),
-        seat.plan.sharding,
-        gang,
-        spec.train.seed,
-    )
+    marked = _with_mark(make, registry.find("model", spec.model.factory))
+    watch.memory.begin_model()
+    model = sharded_model(marked, seat.plan.sharding, gang, spec.train.seed)
     observe(model, watch)
     optimizer: torch.optim.Optimizer = registry.create(
         "optimizer", spec.optimizer, list(model.named_parameters()), grant=grant
@@ -103,9 +100,10 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     schedule: Schedule = registry.create(
         "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
-    data: DataSource = registry.create(
-        "data", spec.data, offered={"seed": spec.train.seed}, grant=grant
-    )
+    with watch.memory.apart():
+        data: DataSource = registry.create(
+            "data", spec.data, offered={"seed": spec.train.seed}, grant=grant
+        )
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "

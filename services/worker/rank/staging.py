@@ -173,7 +173,13 @@ class Staging:
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
+        self._nbytes = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copies, those included that are still to be made."""
+        return self._nbytes
 
     def begin(self, tensors: Mapping[str, torch.Tensor], lasting: Collection[str]) -> Staged:
         """Copies ``tensors`` but for those named in ``lasting``, whose copies ``make`` makes.
@@ -181,6 +187,7 @@ class Staging:
         What an earlier call staged must be made, and is no longer there.
         """
         self._kept = {name: kept for name, kept in self._kept.items() if name in tensors}
+        self._nbytes = sum(tensor.nbytes for tensor in tensors.values())
         for name, tensor in tensors.items():
             if name not in lasting:
                 copy = _place(tensor, self._kept.get(name))

@@ -100,6 +100,7 @@ def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple
 
 
 def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
+    run.watch.memory.begin_step()
     began = time.perf_counter()
     figures = train_step(run, step, lambda: _await_copies(run, writer))
     elapsed = time.perf_counter() - began
@@ -111,7 +112,7 @@ def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
         tokens_per_s=run.tokens_per_step / elapsed,
         step_time_s=elapsed,
     )
-    run.watch.finish_step(done)
+    run.watch.finish_step(done, writer.copied_bytes)
     narration.stepped(run, done)
     return figures.loss
 

@@ -49,6 +49,7 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
                 step, float(wishes.get("loss", 1 / step)), 0.1 * step, 1e-3 / 3, 1000.0, 0.01
             ),
             memory_bytes=4096,
+            peak_bytes=1024,
             now_ns=time.monotonic_ns(),
         )
         orders = pipe.poll_orders()

@@ -7,6 +7,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import no_plan
 from services.controller.domain.plan import Plan
+from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
 
 
@@ -20,7 +21,10 @@ class MemoryPlans:
         self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
     ) -> Asked:
         """See ``PlanStore.keep``."""
-        self._server.plans[plan.id] = (self._server.now_ms() + keys.PLAN_TTL_S * 1000, plan)
+        now_ms = self._server.now_ms()
+        for forgotten in [i for i, (ends, _) in self._server.plans.items() if ends <= now_ms]:
+            del self._server.plans[forgotten]
+        self._server.plans[plan.id] = (now_ms + keys.PLAN_TTL_S * 1000, plan)
         if measure is not None and isinstance(measure.command, MeasureNode):
             marker = keys.measuring(measure.node_id, measure.command.device_type)
             if self._mark(marker, keys.MEASURING_TTL_S * 1000):
@@ -39,6 +43,17 @@ class MemoryPlans:
     async def load(self, plan_id: str) -> Plan:
         """See ``PlanStore.load``."""
         return self._plan(plan_id)
+
+    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+        """See ``PlanStore.page``."""
+        now_ms = self._server.now_ms()
+        by_place = {
+            Place(plan.created_ms, plan.id): plan
+            for ends_ms, plan in self._server.plans.values()
+            if ends_ms > now_ms
+        }
+        places = sorted((p for p in by_place if before is None or p < before), reverse=True)
+        return [by_place[place] for place in places[:limit]]
 
     async def conclude(self, plan: Plan) -> Plan:
         """See ``PlanStore.conclude``."""

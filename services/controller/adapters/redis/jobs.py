@@ -224,7 +224,7 @@ class RedisJobs:
                     keys.JOBS, highest, "-inf", start=offset, num=_PAGE, withscores=True
                 )
             places = [Place(int(score), job_id) for job_id, score in rows]
-            found += await self._load([p.job_id for p in places if before is None or p < before])
+            found += await self._load([p.id for p in places if before is None or p < before])
             offset += _PAGE
             if len(rows) < _PAGE:
                 break

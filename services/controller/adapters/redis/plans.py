@@ -5,6 +5,7 @@ import re
 import time
 from typing import Any, Final
 
+import structlog
 from pydantic import ValidationError
 
 from services.contract import redis_keys as keys
@@ -17,10 +18,12 @@ from services.controller.adapters.redis.connection import RedisClients, answerin
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
 from services.controller.domain.plan import Plan
+from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
 
 _PLAN_ID: Final = re.compile("plan_[0-9a-z]{26}")
 _LOOK_EVERY_S: Final = 0.1
+_log = structlog.get_logger()
 
 
 class RedisPlans:
@@ -48,6 +51,7 @@ class RedisPlans:
                     keys.node_inbox(question.node_id),
                     keys.measuring(node_id, device_type),
                     keys.node_inbox(node_id),
+                    keys.PLANS,
                 ],
                 args=[
                     plan.model_dump_json(),
@@ -59,6 +63,9 @@ class RedisPlans:
                     _json(question),
                     keys.MEASURING_TTL_S,
                     "" if measure is None else _json(measure),
+                    plan.id,
+                    plan.created_ms,
+                    plan.created_ms - keys.PLAN_TTL_S * 1000,
                 ],
             )
         return status
@@ -73,6 +80,43 @@ class RedisPlans:
         if text is None:
             raise no_plan(plan_id)
         return _plan(plan_id, text)
+
+    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+        """See ``PlanStore.page``."""
+        highest = "+inf" if before is None else before.created_ms
+        found: list[Plan] = []
+        offset = 0
+        while len(found) < limit:
+            end_if_told()
+            with answering():
+                rows: Any = await self._clients.reads.zrevrangebyscore(
+                    keys.PLANS, highest, "-inf", start=offset, num=limit, withscores=True
+                )
+            places = [Place(int(score), plan_id) for plan_id, score in rows]
+            found += await self._load([p.id for p in places if before is None or p < before])
+            offset += limit
+            if len(rows) < limit:
+                break
+        return found[:limit]
+
+    async def _load(self, plan_ids: list[str]) -> list[Plan]:
+        """Those that are there and make sense here."""
+        if not plan_ids:
+            return []
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for plan_id in plan_ids:
+                    pipe.hget(keys.plan(plan_id), "doc")
+                texts: Any = await pipe.execute()
+        found: list[Plan] = []
+        for plan_id, text in zip(plan_ids, texts, strict=True):
+            if text is None:  # forgotten; its place in the list goes with the next plan
+                continue
+            try:
+                found.append(_plan(plan_id, text))
+            except RecordUnreadableError as error:
+                _log.warning("plan_unreadable", plan_id=plan_id, error=str(error.__cause__))
+        return found
 
     async def conclude(self, plan: Plan) -> Plan:
         """See ``PlanStore.conclude``."""

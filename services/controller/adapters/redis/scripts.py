@@ -144,11 +144,15 @@ return 'ok'
 KEEP_PLAN: Final = (
     _TAKE_LIST
     + """
--- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that
+-- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
 local patience, question, measuring, measure = take(), take(), take(), take()
+local id, created, forgotten = take(), take(), take()
 redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
 redis.call('EXPIRE', KEYS[1], ttl)
+redis.call('ZADD', KEYS[7], created, id)
+redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', forgotten)
+redis.call('EXPIRE', KEYS[7], ttl)
 if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
   redis.call('XADD', KEYS[6], '*', field, measure)
 end

@@ -5,14 +5,15 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.planning import PlanView
+from services.contract.planning import PlanList, PlanView
 from services.contract.specs import JobSpec
 from services.contract.states import PlanState
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithContext
-from services.controller.api.routes.jobs import refuse_unspeakable
+from services.controller.api.routes.jobs import next_link, refuse_unspeakable
 from services.controller.api.scopes import READS, SUBMITS
 from services.controller.use_cases import plans as use_cases
+from services.controller.use_cases.plan_list import PlanFilter, list_plans
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 _ASK_AGAIN_AFTER_S: Final = 1
@@ -50,6 +51,22 @@ async def make_plan(
         headers["Retry-After"] = str(_ASK_AGAIN_AFTER_S)
         return answer(request, view, status=HTTPStatus.ACCEPTED, headers=headers)
     return answer(request, view, status=HTTPStatus.CREATED, headers=headers)
+
+
+@router.get("", response_model=PlanList, dependencies=[READS])
+async def get_plans(
+    request: Request,
+    context: WithContext,
+    *,
+    state: Annotated[list[PlanState] | None, Query(description="any of these")] = None,
+    owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    cursor: str | None = None,
+) -> Response:
+    """Plans of the last seven days, newest first."""
+    wanted = PlanFilter(frozenset(state or ()), owner)
+    page = await list_plans(context.ports, wanted, cursor, limit, context.drawing)
+    return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
 @router.get("/{plan_id}", response_model=PlanView, dependencies=[READS])

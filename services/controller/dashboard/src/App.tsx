@@ -4,6 +4,8 @@ import { Banner } from "./pages/Banner";
 import { JobPage } from "./pages/JobPage";
 import { JobsPage } from "./pages/JobsPage";
 import { NodesPage } from "./pages/NodesPage";
+import { PlanPage } from "./pages/PlanPage";
+import { PlansPage } from "./pages/PlansPage";
 import { TokenPrompt } from "./pages/TokenPrompt";
 import { useRoute } from "./router";
 import { Quiet } from "./ui/parts";
@@ -14,6 +16,7 @@ export function App() {
 
   useEffect(() => {
     if (route.page === "jobs") document.title = "Jobs · Meshloom";
+    if (route.page === "plans") document.title = "Plans · Meshloom";
     if (route.page === "nodes") document.title = "Nodes · Meshloom";
   }, [route.page]);
 
@@ -31,6 +34,9 @@ export function App() {
           <a href="#/jobs" aria-current={route.page === "jobs" || route.page === "job" ? "page" : undefined}>
             Jobs
           </a>
+          <a href="#/plans" aria-current={route.page === "plans" || route.page === "plan" ? "page" : undefined}>
+            Plans
+          </a>
           <a href="#/nodes" aria-current={route.page === "nodes" ? "page" : undefined}>
             Nodes
           </a>
@@ -40,6 +46,8 @@ export function App() {
       <main id="main" tabIndex={-1}>
         {route.page === "jobs" ? <JobsPage query={route.query} /> : null}
         {route.page === "job" ? <JobPage key={route.id} id={route.id} /> : null}
+        {route.page === "plans" ? <PlansPage query={route.query} /> : null}
+        {route.page === "plan" ? <PlanPage key={route.id} id={route.id} /> : null}
         {route.page === "nodes" ? <NodesPage /> : null}
         {route.page === "nowhere" ? (
           <Quiet>

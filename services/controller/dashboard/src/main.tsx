@@ -6,6 +6,7 @@ import { queryClient } from "./api/queries";
 import "./style/tokens.css";
 import "./style/base.css";
 import "./style/pages.css";
+import "./style/plans.css";
 
 const root = document.getElementById("root");
 if (root) {

@@ -15,6 +15,9 @@ import type {
   LogView,
   MetricsView,
   NodeList,
+  PlanList,
+  PlanState,
+  PlanView,
   RankList,
 } from "./types";
 
@@ -131,6 +134,28 @@ export function useAttempts(job: JobView): Polled<AttemptList> {
 
 export function useNodes(): Polled<NodeList> {
   return usePolled("v1/nodes", CALM_MS);
+}
+
+export function usePlans(states: PlanState[], cursor: string | null): Polled<PlanList> {
+  const query = new URLSearchParams({ limit: "50" });
+  for (const state of states) query.append("state", state);
+  if (cursor) query.set("cursor", cursor);
+  const path = `v1/plans?${query}`;
+  const { data, error } = useQuery({
+    queryKey: [path],
+    queryFn: ({ signal }) => get<PlanList>(path, signal),
+    placeholderData: keepPreviousData,
+    refetchInterval: ({ state }) =>
+      paced(state.data?.items.some((plan) => plan.state === "PROBING") ? LIVE_MS : SLOW_MS),
+  });
+  return { data, error };
+}
+
+/** A plan changes until it is worked out, and never again. */
+export function usePlan(id: string): Polled<PlanView> {
+  return usePolled<PlanView>(`v1/plans/${encodeURIComponent(id)}`, (plan) =>
+    plan && plan.state !== "PROBING" ? ENDED_MS : LIVE_MS,
+  );
 }
 
 /** Asks for all that is shown once more, now: after an order, or when a job changed its state. */

@@ -29,7 +29,8 @@ export type ExitReason =
   | "node_drained"
   | "resized"
   | "hang"
-  | "nan";
+  | "nan"
+  | "infeasible";
 
 export type FailureClass =
   | "crash"
@@ -155,7 +156,7 @@ export interface JobSpec {
   train: TrainSpec;
   resources: ResourceSpec;
   mesh: MeshSpec | "auto";
-  plan: Record<string, unknown> | "auto";
+  plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
   priority: number;
@@ -233,6 +234,7 @@ export interface MemoryView {
 
 export interface EstimateView {
   plan_id: string;
+  reason: string;
   peak: MemoryView;
   where: string;
   unit: string;
@@ -240,7 +242,7 @@ export interface EstimateView {
   micro_batch: number;
   step_time_s: number | null;
   measured_peak_bytes: number | null;
-  measured_as: "resident" | "allocated" | null;
+  measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
 }
 
@@ -294,6 +296,7 @@ export interface RankView {
   loss: number | null;
   tokens_per_s: number | null;
   memory_bytes: number;
+  peak_bytes: number | null;
   issued: Record<string, number>;
   completed: Record<string, number>;
   last_seen_at: string | null;
@@ -459,6 +462,120 @@ export interface NodeView {
 
 export interface NodeList {
   items: NodeView[];
+}
+
+export type PlanState = "PROBING" | "READY" | "FAILED";
+
+export interface PlanSummary {
+  id: string;
+  state: PlanState;
+  reason: string;
+  feasible: boolean | null;
+  name: string;
+  owner: string;
+  created_at: string;
+  expires_at: string;
+  ranks: number;
+  device_type: "cpu" | "cuda" | null;
+  mesh: MeshPlan | null;
+  micro_batch: number | null;
+  peak_bytes: number | null;
+  memory_limit_bytes: number | null;
+  step_time_s: number | null;
+}
+
+export interface PlanList {
+  items: PlanSummary[];
+  next_cursor: string | null;
+}
+
+export interface AxisTraffic {
+  axis: string;
+  ranks: number;
+  bytes_sent: number;
+  collectives: number;
+  seconds: number | null;
+}
+
+export interface PlanAlternative {
+  title: string;
+  mesh: MeshPlan;
+  micro_batch: number;
+  peak_bytes: number | null;
+  step_time_s: number | null;
+  fits: boolean;
+  lost_because: string;
+}
+
+export interface PlanFailure {
+  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "no_answer" | "search_failed";
+  reason: string;
+  advice: string;
+  traceback: string | null;
+}
+
+export interface PlanProbe {
+  id: string;
+  node_id: string;
+  cached: boolean;
+  took_s: number | null;
+}
+
+export interface PlanUnit {
+  modules: string[];
+  parameters: number;
+  rank_bytes: number;
+  reshard_after_forward: boolean | number;
+  param_dtype: string | null;
+  reduce_dtype: string | null;
+  recompute: boolean;
+  offload: boolean;
+  prefetch: number | null;
+  compile: boolean;
+}
+
+export interface RankMemory {
+  ranks: number[];
+  peak: MemoryView;
+  where: string;
+  unit: string;
+  resting: MemoryView;
+  host_bytes: number;
+}
+
+export interface StepTimeView {
+  compute_s: number;
+  optimizer_s: number;
+  total_s: number;
+  tokens_per_s: number;
+}
+
+export interface PlanView {
+  feasible: boolean | null;
+  reasons: string[];
+  advice: string[];
+  device_type: "cpu" | "cuda" | null;
+  mesh: MeshPlan | null;
+  sharding: ShardingPlan | null;
+  micro_batch: number | null;
+  accumulation: number | null;
+  units: PlanUnit[];
+  memory: RankMemory[];
+  memory_limit_bytes: number | null;
+  traffic: AxisTraffic[];
+  step_time: StepTimeView | null;
+  alternatives: PlanAlternative[];
+  ranks: RankPlacement[];
+  placement: string | null;
+  id: string;
+  state: PlanState;
+  reason: string;
+  failure: PlanFailure | null;
+  probe: PlanProbe;
+  owner: string;
+  created_at: string;
+  expires_at: string;
+  spec: JobSpec;
 }
 
 export interface AttemptList {

@@ -12,6 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
+import { planHref } from "../router";
 import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
@@ -101,7 +102,9 @@ function Head({ job }: { job: JobView }) {
           {job.world_size}
           {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
         </Stat>
-        <Stat label="Mesh">{mesh(job)}</Stat>
+        <Stat label="Mesh" hint={job.estimate?.reason ?? ""}>
+          {mesh(job)} {job.estimate ? <a href={planHref(job.estimate.plan_id)}>why</a> : null}
+        </Stat>
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
           {job.restarts > 0 ? <span className="muted"> ({job.restarts} {job.restarts === 1 ? "restart" : "restarts"})</span> : null}
@@ -129,7 +132,7 @@ function Head({ job }: { job: JobView }) {
 
 /** What the job's plan foresaw of its fullest rank beside what was seen of any. */
 function PeakMemory({ estimate }: { estimate: EstimateView }) {
-  const what = estimate.measured_as === "resident" ? "resident memory, Python and PyTorch included" : "memory that was allocated";
+  const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
   const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
   return (
     <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>

@@ -1,5 +1,6 @@
 import { useNodes } from "../api/queries";
 import type { NodeView } from "../api/types";
+import { Measured } from "../node/Measured";
 import { jobHref } from "../router";
 import { bytes, DASH, dateTime, shortId } from "../ui/format";
 import { Quiet, Stat, StateChip, Trouble } from "../ui/parts";
@@ -77,6 +78,9 @@ function NodeCard({ node }: { node: NodeView }) {
             .join(", ") || DASH}
         </Stat>
       </dl>
+      {Object.entries(node.measured).map(([device, found]) => (
+        <Measured key={device} device={device} found={found} />
+      ))}
       <p className="jobs-here">
         {node.jobs.length === 0 ? <span className="muted">No job here</span> : "Jobs: "}
         {node.jobs.map((id) => (

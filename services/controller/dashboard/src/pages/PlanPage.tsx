@@ -1,0 +1,147 @@
+import { useEffect } from "react";
+import { usePlan } from "../api/queries";
+import type { PlanView } from "../api/types";
+import { Alternatives } from "../plan/Alternatives";
+import { MemoryBars } from "../plan/MemoryBars";
+import { Verdict, verdict } from "../plan/Verdict";
+import { axes, bytes, compact, dateTime, duration, whole, words } from "../ui/format";
+import { Panel, Quiet, Stat, Trouble } from "../ui/parts";
+
+export function PlanPage({ id }: { id: string }) {
+  const { data: plan, error } = usePlan(id);
+  useEffect(() => {
+    document.title = plan ? `${plan.spec.name} ${verdict(plan)[2]} · Meshloom` : "Plan · Meshloom";
+  }, [plan]);
+  if (!plan) {
+    return (
+      <div className="page">
+        {error ? <Trouble error={error} /> : <Quiet>Asking the controller…</Quiet>}
+        {error ? <a href="#/plans">All plans</a> : null}
+      </div>
+    );
+  }
+  return (
+    <div className="page plan">
+      <Head plan={plan} />
+      {plan.failure?.traceback ? (
+        <Panel title="What the model's code raised">
+          <pre className="traceback">{plan.failure.traceback}</pre>
+        </Panel>
+      ) : null}
+      {plan.memory.length > 0 ? <MemoryBars plan={plan} /> : null}
+      {plan.alternatives.length > 0 ? <Alternatives plan={plan} /> : null}
+      {plan.units.length > 0 ? <Units plan={plan} /> : null}
+      {plan.traffic.length > 0 ? <Traffic plan={plan} /> : null}
+    </div>
+  );
+}
+
+function Head({ plan }: { plan: PlanView }) {
+  const advice = plan.failure ? [plan.failure.advice] : plan.advice;
+  const time = plan.step_time;
+  return (
+    <section className="panel head" aria-label="Plan">
+      <div className="title">
+        <h1>{plan.spec.name}</h1>
+        <Verdict plan={plan} />
+        <code className="id">{plan.id}</code>
+      </div>
+      <p className="reason">{plan.reason}</p>
+      {advice.map((line) => (
+        <p key={line} className="muted">
+          {line}
+        </p>
+      ))}
+      <dl className="stats">
+        {plan.mesh ? <Stat label="Mesh">{axes(plan.mesh)}</Stat> : null}
+        {plan.micro_batch !== null ? (
+          <Stat label="Micro-batch">
+            {plan.micro_batch} × {plan.accumulation}
+          </Stat>
+        ) : null}
+        <Stat label="Step" hint={time ? `${duration(time.compute_s)} of computation, ${duration(time.optimizer_s)} of the optimizer` : ""}>
+          {time ? duration(time.total_s) : "not known"}
+        </Stat>
+        {time ? <Stat label="Tokens/s">{compact(time.tokens_per_s)}</Stat> : null}
+        <Stat label="Room now">{plan.ranks.length > 0 ? seats(plan) : (plan.placement ?? "not known")}</Stat>
+        <Stat label="Profiled on">
+          {plan.probe.node_id} <span className="muted">{plan.probe.cached ? "before" : duration(plan.probe.took_s)}</span>
+        </Stat>
+        <Stat label="Owner">{plan.owner}</Stat>
+        <Stat label="Until">{dateTime(plan.expires_at)}</Stat>
+      </dl>
+    </section>
+  );
+}
+
+function seats(plan: PlanView): string {
+  const counts = new Map<string, number>();
+  for (const { node_id } of plan.ranks) counts.set(node_id, (counts.get(node_id) ?? 0) + 1);
+  return [...counts].map(([node, count]) => `${count} on ${node}`).join(", ");
+}
+
+function Units({ plan }: { plan: PlanView }) {
+  return (
+    <Panel title="Units">
+      <div className="scroller tall" tabIndex={0} role="region" aria-label="Units">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Modules</th>
+              <th scope="col" className="number">
+                Parameters
+              </th>
+              <th scope="col" className="number">
+                Kept by a rank
+              </th>
+              <th scope="col">After forward</th>
+              <th scope="col">Options</th>
+            </tr>
+          </thead>
+          <tbody>
+            {plan.units.map((unit) => (
+              <tr key={unit.modules.join()}>
+                <th scope="row">{unit.modules.filter(Boolean).join(", ") || "(root)"}</th>
+                <td className="number">{whole(unit.parameters)}</td>
+                <td className="number">{bytes(unit.rank_bytes)}</td>
+                <td>{kept(unit.reshard_after_forward)}</td>
+                <td>
+                  {[unit.param_dtype, ...(["recompute", "offload", "compile"] as const).filter((name) => unit[name]).map(words)]
+                    .filter(Boolean)
+                    .join(", ")}
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </Panel>
+  );
+}
+
+function kept(reshards: boolean | number): string {
+  if (typeof reshards === "number") return `slices over ${reshards} ranks`;
+  return reshards ? "slices" : "kept whole";
+}
+
+function Traffic({ plan }: { plan: PlanView }) {
+  const most = Math.max(...plan.traffic.map((axis) => axis.bytes_sent), 1);
+  return (
+    <Panel title="What a rank sends in a step">
+      <ul className="rates sent">
+        {plan.traffic.map((axis) => (
+          <li key={axis.axis}>
+            <span>{axis.axis}</span>
+            <span className="track" aria-hidden="true">
+              <i style={{ width: `${(100 * axis.bytes_sent) / most}%` }} />
+            </span>
+            <b>
+              {bytes(axis.bytes_sent)} in {axis.collectives} collectives
+              {axis.seconds === null ? "" : `, ${duration(axis.seconds)} if nothing else ran`}
+            </b>
+          </li>
+        ))}
+      </ul>
+    </Panel>
+  );
+}

@@ -1,0 +1,89 @@
+import type { MemoryView, PlanView, RankMemory } from "../api/types";
+import { bytes, percent, words } from "../ui/format";
+import { Panel } from "../ui/parts";
+
+type Kind = Exclude<keyof MemoryView, "total">;
+
+// From what stays all the time to what comes and goes within a step.
+const KINDS: Kind[] = [
+  "parameters",
+  "buffers",
+  "optimizer",
+  "gradients",
+  "unsharded",
+  "whole_gradients",
+  "activations",
+  "communication",
+];
+const RANKS_NAMED = 8;
+
+/** A bar for each group of ranks that need the same, all to one scale, with the limit on it. */
+export function MemoryBars({ plan }: { plan: PlanView }) {
+  const limit = plan.memory_limit_bytes;
+  const scale = Math.max(limit ?? 0, ...plan.memory.map((group) => group.peak.total), 1);
+  const seen = KINDS.filter((kind) => plan.memory.some((group) => group.peak[kind] > 0));
+  return (
+    <Panel title="Memory of a rank at its peak" aside={<span>{limit === null ? "" : `limit ${bytes(limit)}`}</span>}>
+      <div className="memory">
+        {plan.memory.map((group) => (
+          <Group key={group.ranks.join()} group={group} scale={scale} limit={limit} />
+        ))}
+        <ul className="legend" aria-label="Kinds of memory">
+          {seen.map((kind) => (
+            <li key={kind}>
+              <i className={`kind-${kind}`} aria-hidden="true" />
+              {words(kind)}
+            </li>
+          ))}
+        </ul>
+      </div>
+    </Panel>
+  );
+}
+
+function Group({ group, scale, limit }: { group: RankMemory; scale: number; limit: number | null }) {
+  const { peak } = group;
+  const over = limit !== null && peak.total > limit;
+  const where = group.where + (group.unit ? ` of ${group.unit}` : "");
+  return (
+    <figure className="group">
+      <figcaption>
+        <span>{named(group.ranks)}</span>
+        <b className={over ? "over" : ""}>{bytes(peak.total)}</b>
+        {limit === null ? null : <span className="muted">{percent(peak.total / limit)} of the limit</span>}
+        <span className="muted">in {where}</span>
+      </figcaption>
+      <div
+        className="stack"
+        role="meter"
+        aria-label={`Memory of ${named(group.ranks)}`}
+        aria-valuemin={0}
+        aria-valuemax={Math.round(scale)}
+        aria-valuenow={peak.total}
+        aria-valuetext={KINDS.filter((kind) => peak[kind] > 0)
+          .map((kind) => `${words(kind)} ${bytes(peak[kind])}`)
+          .join(", ")}
+      >
+        {KINDS.filter((kind) => peak[kind] > 0).map((kind) => (
+          <i
+            key={kind}
+            className={`kind-${kind}`}
+            style={{ width: `${(100 * peak[kind]) / scale}%` }}
+            title={`${words(kind)}: ${bytes(peak[kind])}`}
+          />
+        ))}
+        {limit !== null ? <span className="limit" style={{ left: `${(100 * limit) / scale}%` }} /> : null}
+      </div>
+      <p className="muted">
+        {bytes(group.resting.total)} between steps
+        {group.host_bytes > 0 ? `, and ${bytes(group.host_bytes)} of the host` : ""}
+      </p>
+    </figure>
+  );
+}
+
+function named(ranks: number[]): string {
+  if (ranks.length === 1) return `rank ${ranks[0]}`;
+  if (ranks.length <= RANKS_NAMED) return `ranks ${ranks.join(", ")}`;
+  return `ranks ${ranks[0]} … ${ranks[ranks.length - 1]} (${ranks.length})`;
+}

@@ -1,0 +1,71 @@
+"""A job whose layout is left open waits for its plan before it waits for seats."""
+
+from pydantic import ValidationError
+
+from services.contract.states import ExitReason, JobState
+from services.controller.domain import planner
+from services.controller.domain.effects import Draft
+from services.controller.domain.events import PlanAsked, PlanMade, PlanMissed, PlanRefused
+from services.controller.domain.job import WAITING_STATES, Job, Planning
+
+
+def awaits_plan(job: Job) -> bool:
+    """Whether it is given no seats because its layout is not chosen yet."""
+    return job.planning is not None and job.state in WAITING_STATES
+
+
+def on_asked(event: PlanAsked, draft: Draft) -> None:
+    """Remember which plan it waits for."""
+    if not awaits_plan(draft.job):
+        return
+    draft.change(planning=Planning(plan_id=event.plan_id), reason=event.reason)
+    draft.note("job.planning", event.reason, plan_id=event.plan_id)
+
+
+def on_made(event: PlanMade, draft: Draft) -> None:
+    """Run by the plan: what was left open is settled, and stays so for all attempts."""
+    if not _is_awaited(draft.job, event.estimate.plan_id):
+        return
+    asked = draft.job.spec
+    try:
+        spec = planner.planned(asked, event.sharding, event.estimate.micro_batch)
+    except ValidationError:
+        # The spec was changed since: the plan is none for what it says now.
+        draft.change(planning=Planning())
+        return
+    mesh = event.sharding.mesh
+    words = (
+        f"planned as {mesh.dp_replicate} x {mesh.dp_shard} x {mesh.tp} "
+        f"(dp_replicate x dp_shard x tp), micro-batch {event.estimate.micro_batch}: "
+        f"{event.estimate.reason}"
+    )
+    draft.change(spec=spec, asked=asked, estimate=event.estimate, planning=None, reason=words)
+    draft.note("job.planned", words, plan_id=event.estimate.plan_id)
+
+
+def on_missed(event: PlanMissed, draft: Draft) -> None:
+    """No plan could be made: that is no reason not to run, by the layout that needs none."""
+    if not _is_awaited(draft.job, event.plan_id):
+        return
+    words = f"it runs by the default layout, for no plan could be made: {event.reason}"
+    draft.change(planning=None, reason=words)
+    draft.note("job.unplanned", words, plan_id=event.plan_id)
+
+
+def on_refused(event: PlanRefused, draft: Draft) -> None:
+    """It cannot run as it is asked for; resumed, it is planned anew."""
+    if not _is_awaited(draft.job, event.plan_id):
+        return
+    words = f"{event.reason}; {event.advice}; or say plan: default to run it in spite of this"
+    draft.move(
+        JobState.FAILED,
+        words,
+        exit_reason=ExitReason.INFEASIBLE,
+        ended_ms=draft.now_ms,
+        planning=Planning(),
+        stop=None,
+    )
+
+
+def _is_awaited(job: Job, plan_id: str) -> bool:
+    return awaits_plan(job) and job.planning is not None and job.planning.plan_id == plan_id

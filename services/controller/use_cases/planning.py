@@ -1,0 +1,111 @@
+"""Choosing layouts for jobs that leave them open, before they are given seats.
+
+A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
+"""
+
+from typing import Final
+
+import structlog
+
+from services.contract.states import PlanState
+from services.controller.domain.errors import (
+    DeposedError,
+    NotFoundError,
+    RecordUnreadableError,
+    StaleWriteError,
+    StateConflictError,
+    StoreUnavailableError,
+)
+from services.controller.domain.events import (
+    JobEvent,
+    PlacementDelayed,
+    PlanAsked,
+    PlanMade,
+    PlanMissed,
+    PlanRefused,
+)
+from services.controller.domain.history import Occurrence
+from services.controller.domain.job import Job
+from services.controller.domain.plan import Plan
+from services.controller.domain.planning import awaits_plan
+from services.controller.ports.jobs import Actor
+from services.controller.ports.office import Ports
+from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.plans import Drawing, Wanted, begin_plan, look_at_plan
+
+_log = structlog.get_logger()
+_ACTOR: Final = Actor("controller")
+_REST_S: Final = 1.0
+_REST_WHILE_PROBING_S: Final = 0.1
+
+
+class Planner:
+    """Has the open layouts of jobs chosen, in the name of one reign.
+
+    Args:
+        ports: The world.
+        epoch: The reign.
+        drawing: How plans are made.
+    """
+
+    def __init__(self, ports: Ports, epoch: int, drawing: Drawing) -> None:
+        self._ports = ports
+        self._epoch = epoch
+        self._drawing = drawing
+
+    async def look(self) -> float:
+        """Do all that is due; returns the seconds after which to look again at the latest.
+
+        Raises:
+            DeposedError: The reign is over.
+        """
+        waiting = [s.job for s in await self._ports.jobs.active() if awaits_plan(s.job)]
+        for job in waiting:
+            await self._advance(job)
+        return _REST_WHILE_PROBING_S if waiting else _REST_S
+
+    async def _advance(self, job: Job) -> None:
+        try:
+            event = await self._next(job)
+            if event is not None:
+                now_ms = await self._ports.clock.now_ms()
+                happened = [Occurrence(event, now_ms)]
+                await apply_events(self._ports, job.id, happened, _ACTOR, self._epoch)
+        except (StaleWriteError, NotFoundError, RecordUnreadableError):
+            return  # it is looked at again soon, as it is then
+        except (StoreUnavailableError, DeposedError):
+            raise
+        except Exception:  # noqa: BLE001 one job that trips us up must not stop all others
+            _log.exception("job_not_planned", job_id=job.id)
+
+    async def _next(self, job: Job) -> JobEvent | None:
+        """What happens to the job now, if anything."""
+        plan_id = None if job.planning is None else job.planning.plan_id
+        if plan_id is None:
+            return await self._ask(job)
+        try:
+            plan = await look_at_plan(self._ports, plan_id, self._drawing)
+        except NotFoundError:
+            return await self._ask(job)
+        except RecordUnreadableError as error:
+            return PlanMissed(plan_id, str(error))
+        return _outcome(plan)
+
+    async def _ask(self, job: Job) -> JobEvent:
+        try:
+            plan = await begin_plan(self._ports, Wanted(job.spec), job.owner, self._drawing)
+        except StateConflictError as error:
+            return PlacementDelayed(f"its layout is not chosen yet: {error}")
+        return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}")
+
+
+def _outcome(plan: Plan) -> JobEvent | None:
+    if plan.state is PlanState.PROBING:
+        return None
+    if plan.failure is not None:
+        return PlanMissed(plan.id, f"{plan.failure.reason}; {plan.failure.advice}")
+    made = plan.outcome
+    if made.feasible and made.sharding is not None and plan.estimate is not None:
+        return PlanMade(made.sharding, plan.estimate)
+    advice = "; ".join(made.advice) or "change the spec"
+    return PlanRefused(plan.id, f"its plan is infeasible: {plan.reason}", advice)

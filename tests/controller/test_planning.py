@@ -1,0 +1,364 @@
+"""Jobs that leave their layout open, on virtual time: planned first, then placed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from services.contract import redis_keys as keys
+from services.contract.messages.commands import LaunchGang
+from services.contract.messages.probing import ModelProbed, NodeMeasured, ProbeFailure, ProbeModel
+from services.contract.requests import CloneRequest, JobPatch
+from services.contract.specs import JobSpec
+from services.contract.states import ExitReason, JobState, PlanState
+from services.contract.views import StopRequest
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain import planner
+from services.controller.domain.events import JobEvent, PatchAsked, PauseAsked, ResumeAsked
+from services.controller.domain.history import Occurrence
+from services.controller.domain.job import Job
+from services.controller.domain.node import Lease
+from services.controller.ports.jobs import Actor, EventRecord
+from services.controller.ports.machines import Entry, Log
+from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.clone import Cloning, clone
+from services.controller.use_cases.facts import heed
+from services.controller.use_cases.planning import Planner
+from services.controller.use_cases.plans import Drawing, get_plan
+from services.controller.use_cases.reconcile import Reconciler
+from services.controller.use_cases.submit import Submission, submit
+from tests.controller.conftest import ANYTHING, job_body
+from tests.controller.histories import NODE, NOW, node
+from tests.controller.profiles import ARGS, FACTS, answer_to
+
+ADA = Actor("ada")
+_DRAWING = Drawing(wait_s=0)
+
+
+class Office:
+    """A controller that leads, and a node that a test speaks for."""
+
+    def __init__(self, *, joined: bool = True) -> None:
+        self.now = NOW
+        self.server = MemoryServer(lambda: self.now, epoch=1)
+        self.ports = memory_ports(self.server)
+        if joined:
+            self.joins()
+        self.new_leader()
+
+    def joins(self, *, memory_bytes: int = 1 << 34) -> None:
+        there = node()
+        inventory = there.inventory.model_copy(update={"memory_bytes": memory_bytes})
+        self.server.nodes[NODE] = there.model_copy(update={"inventory": inventory})
+        self.server.leases[NODE] = Lease("life-1", 5_000)
+
+    def new_leader(self) -> None:
+        """Another controller leads, which remembers nothing."""
+        self._planner = Planner(self.ports, 1, _DRAWING)
+        self._reconciler = Reconciler(self.ports, 1)
+
+    async def submits(self, **changes: object) -> str:
+        self.now += 1
+        small = {"model": {"factory": "decoder", "args": ARGS}, "plan": "auto"}
+        spec = JobSpec.model_validate(job_body(**small) | changes)
+        return (await submit(self.ports, Submission(spec), ADA, ANYTHING, _DRAWING)).id
+
+    async def looks(self, times: int = 2) -> None:
+        """The loops of the leader look at everything."""
+        for _ in range(times):
+            self.now += 100
+            await self._planner.look()
+            await self._reconciler.look()
+
+    async def job(self, job_id: str) -> Job:
+        return (await self.ports.jobs.load(job_id)).job
+
+    async def happens(self, job_id: str, event: JobEvent) -> None:
+        await apply_events(self.ports, job_id, [Occurrence(event, self.now)], ADA)
+
+    async def hears(self, *facts: ModelProbed | NodeMeasured) -> None:
+        for fact in facts:
+            self.now += 1
+            await heed(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
+
+    async def answers(self, question: ProbeModel | None = None) -> None:
+        """The node profiles the model as it was last asked to, and measures itself."""
+        known = NodeMeasured(node_id=NODE, incarnation="life-1", device_type="cpu", facts=FACTS)
+        await self.hears(answer_to(question or self.asked()[-1]), known)
+
+    async def fails(self, code: str) -> None:
+        failure = ProbeFailure.model_validate({"code": code, "reason": "it went wrong so"})
+        asked = self.asked()[-1].probe_id
+        await self.hears(ModelProbed(probe_id=asked, node_id=NODE, took_s=3, failure=failure))
+
+    def asked(self) -> list[ProbeModel]:
+        return [c for c in self.server.commands(NODE) if isinstance(c, ProbeModel)]
+
+    def launched(self) -> list[LaunchGang]:
+        return [c for c in self.server.commands(NODE) if isinstance(c, LaunchGang)]
+
+    async def events(self, job_id: str) -> dict[str, str]:
+        """What its log tells, by kind."""
+        entries = await self.ports.telemetry.read(job_id, Log.EVENTS, None, 100)
+        told = [EventRecord.model_validate_json(entry.body) for entry in entries]
+        return {each.kind: each.message for each in told}
+
+
+def play(course: Callable[[Office], Awaitable[None]], *, joined: bool = True) -> None:
+    async def run() -> None:
+        await course(Office(joined=joined))
+
+    asyncio.run(run())
+
+
+def test_a_job_that_leaves_its_layout_open_is_planned_before_it_has_seats() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        assert "its layout is chosen first" in ((await office.job(job_id)).reason or "")
+        await office.looks()
+        waiting = await office.job(job_id)
+        assert (waiting.state, office.launched()) == (JobState.QUEUED, [])
+        assert f"its layout is being chosen: its model is profiled on {NODE}" == waiting.reason
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert job.state is JobState.PLACING
+        assert job.estimate is not None
+        plan = await get_plan(office.ports, job.estimate.plan_id, _DRAWING)
+        assert (plan.state, plan.owner) == (PlanState.READY, "ada")
+        (launch,) = office.launched()
+        assert launch.plan.sharding == plan.sharding
+        assert launch.spec.train.micro_batch == plan.micro_batch
+        assert planner.shard(job.spec) == plan.sharding
+        assert job.estimate.reason == plan.reason
+        assert list(await office.events(job_id)) == [
+            "job.queued",
+            "job.planning",
+            "job.planned",
+            "job.placing",
+        ]
+
+    play(course)
+
+
+def test_a_layout_that_is_written_out_or_the_default_waits_for_nothing() -> None:
+    async def course(office: Office) -> None:
+        units = {"units": [{"modules": ["blocks.*"]}]}
+        for changes in (
+            {"plan": "default"},
+            {"mesh": {"dp_shard": 2}, "plan": units},
+            {"plan": units | {"mesh": {"dp_shard": 2}}},
+        ):
+            await office.submits(**changes)
+        await office.looks(1)
+        jobs = [stored.job for stored in await office.ports.jobs.active()]
+        assert sum(job.state is JobState.PLACING for job in jobs) == 2
+        assert all(job.planning is None and job.asked is None for job in jobs)
+        assert office.asked() == []
+
+    play(course)
+
+
+@pytest.mark.parametrize("part", [{"plan": {"units": [{"modules": ["blocks.*"]}]}}, {"mesh": {}}])
+def test_what_a_spec_says_of_its_layout_is_kept_and_the_rest_is_chosen(
+    part: dict[str, object],
+) -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits(resources={"ranks": 1}, **part)
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.estimate is not None) == (JobState.PLACING, True)
+        if "plan" in part:
+            assert isinstance(job.spec.plan, dict)
+            assert [u["modules"] for u in job.spec.plan["units"]] == [["blocks.*"]]
+
+    play(course)
+
+
+@pytest.mark.parametrize("code", ["timed_out", "crashed", "raised"])
+def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why(
+    code: str,
+) -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.fails(code)
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.estimate, job.spec.plan) == (JobState.PLACING, None, "auto")
+        (launch,) = office.launched()
+        assert launch.plan.sharding == planner.shard(job.spec)
+        assert "it went wrong so" in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+def test_a_defect_of_the_search_ends_the_plan_and_not_the_job() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        answer = answer_to(office.asked()[0])
+        assert answer.profile is not None
+        # A unit that no trace knows of: nothing that a node of ours would tell.
+        torn = answer.profile.__class__(
+            **{**vars(answer.profile), "parameters": answer.profile.parameters[:1]}
+        )
+        await office.hears(answer.model_copy(update={"profile": torn}))
+        office.now += 30_000
+        await office.looks()
+        job = await office.job(job_id)
+        assert job.state is JobState.PLACING
+        assert "defect" in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+def test_a_job_that_fits_by_no_layout_fails_and_says_what_would_help() -> None:
+    async def course(office: Office) -> None:
+        office.joins(memory_bytes=1_300_000)
+        job_id = await office.submits()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.INFEASIBLE)
+        assert job.reason is not None
+        for words in ("its plan is infeasible", "does not fit", "ranks", "plan: default"):
+            assert words in job.reason
+        assert (job.attempts, office.launched()) == ((), [])
+        # There is more room now: resumed, it is planned anew.
+        office.joins()
+        await office.happens(job_id, ResumeAsked())
+        await office.looks(3)
+        assert (await office.job(job_id)).state is JobState.PLACING
+
+    play(course)
+
+
+def test_a_job_waits_for_a_node_that_can_profile_it() -> None:
+    async def course(office: Office) -> None:
+        office.server.nodes["loom-2"] = node("loom-2")
+        job_id = await office.submits()
+        await office.looks()
+        job = await office.job(job_id)
+        assert job.state is JobState.QUEUED
+        assert "no node with CPU slots is ready that could profile the model" in (job.reason or "")
+        office.joins()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PLACING
+
+    play(course, joined=False)
+
+
+def test_a_new_leader_goes_on_where_the_old_one_stopped_and_asks_again_for_what_is_lost() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        office.new_leader()
+        await office.looks()
+        assert len(office.asked()) == 1
+        planning = (await office.job(job_id)).planning
+        assert planning is not None
+        assert planning.plan_id is not None
+        # A week went by, or Redis lost it.
+        office.now += keys.PLAN_TTL_S * 1000
+        office.joins()
+        await office.looks()
+        again = (await office.job(job_id)).planning
+        assert again is not None
+        assert again.plan_id not in {None, planning.plan_id}
+        await office.answers()
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PLACING
+
+    play(course)
+
+
+def test_a_change_of_bounds_has_an_elastic_job_planned_anew() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits(resources={"world": {"min": 2, "max": 4}})
+        await office.looks()
+        patch = JobPatch.model_validate({"resources": {"world": {"min": 1}}})
+        await office.happens(job_id, PatchAsked(patch))
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert job.state is JobState.PLACING
+        assert job.estimate is not None
+        plan = await get_plan(office.ports, job.estimate.plan_id, _DRAWING)
+        assert plan.mesh is not None
+        assert plan.mesh.ranks == 1
+        assert job.spec.worlds == (1, 2, 4)
+
+    play(course)
+
+
+def test_a_job_that_is_paused_while_it_is_planned_goes_on_when_it_is_resumed() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.happens(job_id, PauseAsked(StopRequest()))
+        await office.answers()
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PAUSED
+        await office.happens(job_id, ResumeAsked())
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PLACING
+
+    play(course)
+
+
+def test_a_clone_begins_with_what_was_asked_and_is_planned_for_its_own_ranks() -> None:
+    async def course(office: Office) -> None:
+        first = await office.submits()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        source = await office.job(first)
+        assert (source.spec.mesh == "auto", source.asked is not None) == (False, True)
+        overrides = {"resources": {"ranks": 1}, "labels": {"of": "ada"}}
+        wanted = CloneRequest.model_validate({"overrides": overrides})
+        made = await clone(office.ports, Cloning(first, wanted), ADA, ANYTHING)
+        assert (made.spec.mesh, made.spec.plan) == ("auto", "auto")
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(made.id)
+        assert job.state is JobState.PLACING
+        assert job.plan is not None
+        assert job.plan.world_size == 1
+
+    play(course)
+
+
+def test_a_planned_job_keeps_its_layout_for_all_attempts_and_wishes() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        settled = (await office.job(job_id)).spec
+        await office.happens(job_id, PatchAsked(JobPatch(priority=3)))
+        job = await office.job(job_id)
+        assert job.asked is not None
+        assert (job.spec.priority, job.asked.priority) == (3, 3)
+        assert (job.asked.plan, job.spec.plan) == ("auto", settled.plan)
+
+    play(course)
+
+
+def test_a_dry_run_of_an_open_layout_shows_none() -> None:
+    async def course(office: Office) -> None:
+        spec = JobSpec.model_validate(job_body(plan="auto"))
+        shown = await submit(office.ports, Submission(spec, dry_run=True), ADA, ANYTHING, _DRAWING)
+        assert shown.plan is None
+        assert "POST /v1/plans" in (shown.reason or "")
+        assert await office.ports.jobs.active() == []
+
+    play(course)
