@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 
 WAITING = {"agent", "chaos", "dashboard", "e2e", "local"}
+# They take a minute or more: whoever began one of them last would leave the other worker idle.
+LONGEST = {
+    "test_browser.py",
+    "test_checkpoint_faults.py",
+    "test_example.py",
+    "test_faults.py",
+    "test_gangs_over_nodes.py",
+    "test_grid_of_four_ranks.py",
+    "test_memory_suite.py",
+    "test_meshes.py",
+    "test_short_run.py",
+    "test_stack.py",
+    "test_training.py",
+}
 
 # On a busy machine any single example may take long; a hang ends by the test's own time-out.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -44,12 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files that wait for processes spread among those that compute, to fill all cores."""
+    """Long files first; those that wait for processes spread among those that compute."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     kinds: dict[bool, list[Path]] = {True: [], False: []}
-    for path in files:
+    for path in sorted(files, key=lambda path: path.name not in LONGEST):
         kinds[path.parent.name in WAITING].append(path)
     places = {
         path: (place + 0.5) / len(paths)

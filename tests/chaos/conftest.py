@@ -18,7 +18,7 @@ from tests.cluster import PATIENCE_S, Cluster
 from tests.e2e.conftest import tiny_spec
 from tests.waiting import until
 
-STEPS = 300
+STEPS = 200
 LONG = {
     "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
     "checkpoint": {"every_steps": 50},
