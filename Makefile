@@ -37,7 +37,7 @@ install: $(RUNNABLE) ## Only set up .venv
 test: lint types floors tests ## Lint, types, floors and all tests
 
 test-full: override PYTEST_OPTIONS += --grid=full
-test-full: test ## The same with every cell of the engine's grid
+test-full: test ## The same with every cell of the engine's grid and the whole example
 
 lint: $(TESTABLE) ## Style
 	$(BIN)/ruff check .

@@ -13,13 +13,18 @@ from tests.e2e.conftest import free_port
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stdlib-gpt.yaml"
-# A third of its own: so many take half a minute on two free cores.
+WHOLE = 480
+# A third of it: so many take half a minute on two free cores.
 STEPS = 160
 
 
 @pytest.mark.timeout(500)
-def test_the_example_soon_learns_more_than_a_table_of_pairs_and_says_so(tmp_path: Path) -> None:
-    spec, found = re.subn(r"(train: \{steps:) 480\b", rf"\1 {STEPS}", EXAMPLE.read_text())
+def test_the_example_soon_learns_more_than_a_table_of_pairs_and_says_so(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_whole = request.config.getoption("--grid") == "full"
+    steps = WHOLE if is_whole else STEPS
+    spec, found = re.subn(rf"(train: \{{steps:) {WHOLE}\b", rf"\1 {steps}", EXAMPLE.read_text())
     assert found == 1
     example = tmp_path / EXAMPLE.name
     example.write_text(spec)
@@ -39,7 +44,7 @@ def test_the_example_soon_learns_more_than_a_table_of_pairs_and_says_so(tmp_path
     )
     assert figures is not None, done.stdout
     validation, bigram = map(float, figures.groups())
-    assert validation < bigram - 0.2
+    assert validation < (1.9 if is_whole else bigram - 0.2)
     assert re.search(r"tokens/s +[\d,]+", done.stdout)
-    assert re.search(rf"committed checkpoint ckpt_\S+: step {STEPS}, 2 shards", done.stdout)
+    assert re.search(rf"committed checkpoint ckpt_\S+: step {steps}, 2 shards", done.stdout)
     assert re.search(r"dashboard http://127\.0\.0\.1:\d+/#/jobs/job_", done.stdout)
