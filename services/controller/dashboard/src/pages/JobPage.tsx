@@ -103,7 +103,7 @@ function Head({ job }: { job: JobView }) {
           {job.world ? <span className="muted"> of {job.world.min}–{job.world.max}</span> : null}
         </Stat>
         <Stat label="Mesh" hint={job.estimate?.reason ?? ""}>
-          {mesh(job)} {job.estimate ? <a href={planHref(job.estimate.plan_id)}>why</a> : null}
+          {mesh(job)}
         </Stat>
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
