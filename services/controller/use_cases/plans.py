@@ -77,18 +77,20 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model.
     """
     _refuse_faulty(wanted.spec, allowed)
-    plan = await begin_plan(ports, wanted, actor.name, drawing)
+    standings = await standings_now(ports)
+    plan = await begin_plan(ports, wanted, actor.name, drawing, standings)
     return plan_view(await _patiently(ports, plan, drawing))
 
 
-async def begin_plan(ports: Ports, wanted: Wanted, owner: str, drawing: Drawing) -> Plan:
-    """A plan for a spec without faults, of which no more is done than to ask a node.
+async def begin_plan(
+    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, standings: tuple[Standing, ...]
+) -> Plan:
+    """A plan for a spec without faults, of which no more is done than to ask one of these nodes.
 
     Raises:
         StateConflictError: No node is there that could profile the model.
     """
     spec = wanted.spec
-    standings = await _standings(ports)
     device_type = device_of(Gang.of(spec), standings)
     chosen = _least_busy(standings, device_type)
     if chosen is None:
@@ -248,8 +250,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     if plan.state is not PlanState.PROBING:
         return plan
     answer = await ports.plans.answer(plan.probe_id)
-    standings = await _standings(ports)
-    asked = next((s.node for s in standings if s.node.id == plan.node_id), None)
+    asked = next((node for node in await ports.nodes.nodes() if node.id == plan.node_id), None)
     now_ms = await ports.clock.now_ms()
     verdict = judge(plan, answer, asked, now_ms)
     if isinstance(verdict, StillProbing):
@@ -261,6 +262,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
+        standings = await standings_now(ports)
         try:
             study = _study(plan, verdict, standings)
             outcome = await asyncio.to_thread(layout.work_out, study)
@@ -284,7 +286,8 @@ def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Stud
     return Study(plan.spec, found, min(rooms, key=lambda room: room.memory_bytes), standings)
 
 
-async def _standings(ports: Ports) -> tuple[Standing, ...]:
+async def standings_now(ports: Ports) -> tuple[Standing, ...]:
+    """The nodes with what is taken of them. It reads all active jobs."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
