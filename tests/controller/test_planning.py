@@ -544,3 +544,31 @@ def test_what_cannot_be_read_of_a_model_is_asked_anew_and_hides_no_other_plan(
         assert (await office.job(second)).estimate is not None
 
     play(course)
+
+
+def test_a_job_that_waits_is_planned_for_nodes_that_could_take_it_and_not_for_the_idle_one() -> (
+    None
+):
+    async def course(office: Office) -> None:
+        # The only node with seats for it is busy; the idle one has one seat and little memory.
+        small = node("loom-2")
+        poor = small.inventory.model_copy(update={"memory_bytes": 600_000, "cpu_slots": 1})
+        await office.submits(plan="default", resources={"ranks": 4})
+        await office.looks(1)
+        assert len(office.launched()) == 1
+        office.server.nodes["loom-2"] = small.model_copy(update={"inventory": poor})
+        office.server.leases["loom-2"] = Lease("life-1", 5_000)
+        job_id = await office.submits()
+        await office.looks()
+        asked = [c for c in office.server.commands("loom-2") if isinstance(c, ProbeModel)]
+        await office.answers(asked[-1])
+        office.now += 30_000  # what that node measures is not waited for any longer
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.estimate is not None) == (JobState.QUEUED, True)
+        assert job.estimate is not None
+        plan = await get_plan(office.ports, job.estimate.plan_id, _DRAWING)
+        assert plan.memory_limit_bytes is not None
+        assert plan.memory_limit_bytes > 600_000
+
+    play(course)

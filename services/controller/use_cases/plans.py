@@ -29,7 +29,15 @@ from services.controller.domain.errors import (
     StateConflictError,
 )
 from services.controller.domain.layout import RankRoom, Study
-from services.controller.domain.placement import Gang, Seated, Standing, device_of, place, stand
+from services.controller.domain.placement import (
+    Gang,
+    Seated,
+    Standing,
+    device_of,
+    place,
+    rooms,
+    stand,
+)
 from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, fail, judge
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
@@ -276,14 +284,23 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
 
 
 def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Study:
-    """Where the job would run now: its room is that of the tightest node."""
-    outcome = place(Gang.of(plan.spec), standings)
+    """Where the job would run now, or could run later: its room is that of the tightest node."""
+    gang, device_type = Gang.of(plan.spec), plan.device_type
+    outcome = place(gang, standings)
     if isinstance(outcome, Seated):
-        nodes = outcome.nodes
+        gangs = [outcome.nodes]
     else:
-        nodes = tuple(s.node for s in standings if s.node.id == plan.node_id)
-    rooms = [RankRoom.on(node, plan.device_type) for node in nodes]
-    return Study(plan.spec, found, min(rooms, key=lambda room: room.memory_bytes), standings)
+        ready = [s for s in standings if s.node.state == NodeState.READY]
+        able = [s for s in ready if s.capacity(device_type)]
+        gangs = [tuple(s.node for s in r.standings) for r in rooms(gang, able, device_type)]
+    # Without any, the reason that it can never run is told with the asked node's plan.
+    gangs = gangs or [tuple(s.node for s in standings if s.node.id == plan.node_id)]
+    tightest = [
+        min((RankRoom.on(node, device_type) for node in nodes), key=lambda room: room.memory_bytes)
+        for nodes in gangs
+    ]
+    room = max(tightest, key=lambda room: (room.memory_bytes, room.facts is not None))
+    return Study(plan.spec, found, room, standings)
 
 
 async def standings_now(ports: Ports) -> tuple[Standing, ...]:
