@@ -229,7 +229,7 @@ class Lifecycle(RuleBasedStateMachine):
             "missed": PlanMissed(plan_id, "it crashed"),
             "refused": PlanRefused(plan_id, "too large", "take more ranks"),
         }
-        self._happen(job.id, events[how] if asked else PlanAsked(plan_id, "asked"))
+        self._happen(job.id, events[how] if asked else PlanAsked(plan_id, "asked", job.revision))
 
     @rule(name=st.sampled_from(NODES), drains=st.booleans())
     def drain(self, name: str, *, drains: bool) -> None:

@@ -1,7 +1,9 @@
 """Jobs that leave their layout open, on virtual time: planned first, then placed."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,23 +11,32 @@ from services.contract import redis_keys as keys
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.probing import ModelProbed, NodeMeasured, ProbeFailure, ProbeModel
 from services.contract.requests import CloneRequest, JobPatch
-from services.contract.specs import JobSpec
+from services.contract.specs import MAX_SPEC_BYTES, JobSpec
 from services.contract.states import ExitReason, JobState, PlanState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain import planner
-from services.controller.domain.events import JobEvent, PatchAsked, PauseAsked, ResumeAsked
+from services.controller.domain.errors import RecordUnreadableError
+from services.controller.domain.events import (
+    JobEvent,
+    PatchAsked,
+    PauseAsked,
+    PlanAsked,
+    ResumeAsked,
+)
 from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
+from services.controller.domain.job import Job, Planning
 from services.controller.domain.node import Lease
-from services.controller.ports.jobs import Actor, EventRecord
+from services.controller.ports.jobs import Actor, EventRecord, Stored
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import Cloning, clone
 from services.controller.use_cases.facts import heed
+from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.planning import Planner
 from services.controller.use_cases.plans import Drawing, get_plan
+from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.reconcile import Reconciler
 from services.controller.use_cases.submit import Submission, submit
 from tests.controller.conftest import ANYTHING, job_body
@@ -63,6 +74,11 @@ class Office:
         small = {"model": {"factory": "decoder", "args": ARGS}, "plan": "auto"}
         spec = JobSpec.model_validate(job_body(**small) | changes)
         return (await submit(self.ports, Submission(spec), ADA, ANYTHING, _DRAWING)).id
+
+    async def plans(self) -> float:
+        """The loop of plans looks; after how long it would again."""
+        self.now += 100
+        return await self._planner.look()
 
     async def looks(self, times: int = 2) -> None:
         """The loops of the leader look at everything."""
@@ -360,5 +376,199 @@ def test_a_dry_run_of_an_open_layout_shows_none() -> None:
         assert shown.plan is None
         assert "POST /v1/plans" in (shown.reason or "")
         assert await office.ports.jobs.active() == []
+
+    play(course)
+
+
+def test_a_plan_for_which_the_spec_has_no_room_is_missed_and_not_made_again_for_ever() -> None:
+    async def course(office: Office) -> None:
+        def data(count: int) -> dict[str, object]:
+            note = [*["x" * 4000] * 15, "x" * count]
+            return {"factory": "stdlib_bytes", "args": {"seq_len": 32, "note": note}}
+
+        args = {"model": {"factory": "decoder", "args": ARGS}, "plan": "auto", "data": data(1)}
+        small = JobSpec.model_validate(job_body(**args))
+        room = MAX_SPEC_BYTES - len(json.dumps(small.model_dump()))
+        job_id = await office.submits(data=data(room - 100))
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.spec.plan, len(office.server.plans)) == (JobState.PLACING, "auto", 1)
+        assert "more than 65536" in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+def test_a_job_that_was_paused_for_long_is_planned_by_what_there_is_when_it_is_resumed() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.happens(job_id, PauseAsked(StopRequest()))
+        # Nobody looked at its plan, which nobody answered in time.
+        office.now += 600_000
+        office.joins()
+        await office.happens(job_id, ResumeAsked())
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.estimate is not None) == (JobState.PLACING, True)
+        assert "job.unplanned" not in await office.events(job_id)
+
+    play(course)
+
+
+def test_the_queue_foretells_no_start_of_a_job_whose_layout_is_not_chosen() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        (entry,) = (await get_queue(office.ports)).items
+        assert (entry.job_id, entry.expected_start_at) == (job_id, None)
+        assert "its layout is being chosen" in entry.reason
+
+    play(course)
+
+
+def test_a_look_reads_all_jobs_once_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def course(office: Office) -> None:
+        for _ in range(5):
+            await office.submits()
+        reads = 0
+        active = office.ports.jobs.active
+
+        async def counted() -> list[Stored]:
+            nonlocal reads
+            reads += 1
+            return await active()
+
+        monkeypatch.setattr(office.ports.jobs, "active", counted)
+        # One for what waits, one for what is taken of the nodes; then nobody is there to ask.
+        assert await office.plans() == 1.0
+        assert reads == 2
+        office.joins()
+        await office.plans()
+        reads = 0
+        assert await office.plans() < 1.0
+        assert reads == 1
+
+    play(course, joined=False)
+
+
+def test_a_plan_for_bounds_that_were_changed_meanwhile_is_not_the_job_s() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits(resources={"world": {"min": 2, "max": 4}})
+        before = await office.job(job_id)
+        patch = JobPatch.model_validate({"resources": {"world": {"min": 1}}})
+        await office.happens(job_id, PatchAsked(patch))
+        # It was asked for by the spec as it was read before that.
+        await office.happens(job_id, PlanAsked("plan_" + "0" * 26, "asked", before.revision))
+        assert (await office.job(job_id)).planning == Planning()
+
+    play(course)
+
+
+def test_a_micro_batch_that_was_chosen_gives_way_to_new_bounds() -> None:
+    async def course(office: Office) -> None:
+        train = {"steps": 3, "global_batch": 16}
+        job_id = await office.submits(resources={"world": {"min": 2, "max": 2}}, train=train)
+        await office.looks()
+        await office.answers()
+        await office.looks(1)
+        job = await office.job(job_id)
+        assert job.asked is not None
+        # As if the search had taken the whole share at once.
+        sharding = planner.shard(job.spec)
+        settled = planner.planned(job.asked, sharding, 8)
+        stored = office.server.jobs[job_id]
+        office.server.jobs[job_id] = replace(
+            stored, job=stored.job.model_copy(update={"spec": settled})
+        )
+        for bounds, worlds, micro in (
+            ({"max": 8}, (2, 4, 8), 2),
+            ({"min": 16, "max": 16}, (16,), 1),
+        ):
+            patch = JobPatch.model_validate({"resources": {"world": bounds}})
+            await office.happens(job_id, PatchAsked(patch))
+            spec = (await office.job(job_id)).spec
+            assert (spec.worlds, spec.train.micro_batch) == (worlds, micro)
+
+    play(course)
+
+
+def test_tp_is_not_chosen_where_the_nodes_have_no_seats_for_its_groups() -> None:
+    async def course(office: Office) -> None:
+        # With matrices split over two ranks the fastest would fit, but only one node has two seats.
+        for name, slots in ((NODE, 2), ("loom-2", 1), ("loom-3", 1)):
+            there = node(name)
+            memory = 800_000 if name == NODE else 1_600_000
+            changes = {"memory_bytes": memory * slots, "cpu_slots": slots}
+            inventory = there.inventory.model_copy(update=changes)
+            office.server.nodes[name] = there.model_copy(update={"inventory": inventory})
+            office.server.leases[name] = Lease("life-1", 5_000)
+        train = {"steps": 3, "global_batch": 16}
+        job_id = await office.submits(resources={"ranks": 4}, train=train)
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(job_id)
+        assert job.state is JobState.PLACING
+        assert job.plan is not None
+        assert job.plan.sharding.mesh.tp == 1
+
+    play(course, joined=False)
+
+
+def test_what_cannot_be_read_of_a_model_is_asked_anew_and_hides_no_other_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def course(office: Office) -> None:
+        first = await office.submits()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        assert (await office.job(first)).estimate is not None
+
+        async def unreadable(_probe_id: str) -> None:
+            raise RecordUnreadableError("the answer cannot be read")
+
+        monkeypatch.setattr(office.ports.plans, "answer", unreadable)
+        second = await office.submits()
+        await office.plans()
+        assert len(office.asked()) == 2
+        shown = await list_plans(office.ports, PlanFilter(), None, 10, _DRAWING)
+        assert [plan.state for plan in shown.items] == [PlanState.PROBING, PlanState.READY]
+        monkeypatch.undo()
+        await office.answers()
+        await office.looks()
+        assert (await office.job(second)).estimate is not None
+
+    play(course)
+
+
+def test_a_job_that_waits_is_planned_for_nodes_that_could_take_it_and_not_for_the_idle_one() -> (
+    None
+):
+    async def course(office: Office) -> None:
+        # The only node with seats for it is busy; the idle one has one seat and little memory.
+        small = node("loom-2")
+        poor = small.inventory.model_copy(update={"memory_bytes": 600_000, "cpu_slots": 1})
+        await office.submits(plan="default", resources={"ranks": 4})
+        await office.looks(1)
+        assert len(office.launched()) == 1
+        office.server.nodes["loom-2"] = small.model_copy(update={"inventory": poor})
+        office.server.leases["loom-2"] = Lease("life-1", 5_000)
+        job_id = await office.submits()
+        await office.looks()
+        asked = [c for c in office.server.commands("loom-2") if isinstance(c, ProbeModel)]
+        await office.answers(asked[-1])
+        office.now += 30_000  # what that node measures is not waited for any longer
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.estimate is not None) == (JobState.QUEUED, True)
+        assert job.estimate is not None
+        plan = await get_plan(office.ports, job.estimate.plan_id, _DRAWING)
+        assert plan.memory_limit_bytes is not None
+        assert plan.memory_limit_bytes > 600_000
 
     play(course)

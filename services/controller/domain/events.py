@@ -125,10 +125,14 @@ class PlacementDelayed:
 
 @dataclass(frozen=True)
 class PlanAsked:
-    """A plan is made for a job whose layout is open; ``reason`` says what that waits for."""
+    """A plan is made for a job whose layout is open; ``reason`` says what that waits for.
+
+    ``revision``: that of the spec for which it is made.
+    """
 
     plan_id: str
     reason: str
+    revision: int
 
 
 @dataclass(frozen=True)

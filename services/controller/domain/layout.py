@@ -4,7 +4,6 @@ Nothing is built here: the node profiles the model, and the search is arithmetic
 """
 
 from dataclasses import asdict, dataclass, replace
-from math import gcd
 from typing import Final
 
 from fsdp_core.errors import PlanError
@@ -101,9 +100,9 @@ class Study:
 
 def work_out(study: Study) -> PlanOutcome:
     """The plan. Takes a while: not for an event loop."""
-    room, found = study.room, study.found
+    room = study.room
     try:
-        answer = search_layout(found.profile, _question(study.spec, room, found.optimizer))
+        answer = _search(study)
     except PlanError as error:
         return PlanOutcome(
             feasible=False,
@@ -115,6 +114,20 @@ def work_out(study: Study) -> PlanOutcome:
     return _outcome(study, answer)
 
 
+def _search(study: Study) -> LayoutAnswer:
+    profile = study.found.profile
+    question = _question(study.spec, study.room, study.found.optimizer)
+    answer = search_layout(profile, question)
+    best, ranks = answer.best, study.spec.worlds[0]
+    if question.fixed.mesh is not None or best is None or best.plan.mesh.tp == 1:
+        return answer
+    seats = place(Gang.of(_with_mesh(study.spec, best), ranks), study.standings)
+    if not isinstance(seats, Never):
+        return answer
+    # Other nodes have fewer seats than that of the room: a choice of ours must not rule them out.
+    return search_layout(profile, replace(question, splits=()))
+
+
 def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> LayoutQuestion:
     plan = planner.shard(spec)
     question = LayoutQuestion(
@@ -123,7 +136,7 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
             global_batch=spec.train.global_batch,
             optimizer=optimizer,
             micro_batch=_micro_batch(spec, plan),
-            common_share=_common_share(spec),
+            common_share=None if spec.resources.world is None else planner.common_share(spec),
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             output_dtype=plan.output_dtype,
@@ -142,12 +155,6 @@ def _micro_batch(spec: JobSpec, plan: ShardingPlan) -> int | None:
     # As a rank takes it that is told nothing: its whole share at once.
     whole = spec.train.global_batch // plan.mesh.data_ranks
     return whole if spec.plan == "default" else None
-
-
-def _common_share(spec: JobSpec) -> int | None:
-    if spec.resources.world is None:
-        return None
-    return gcd(*(spec.train.global_batch // (ranks // spec.share.tp) for ranks in spec.worlds))
 
 
 def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
@@ -169,9 +176,7 @@ def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:
 
 def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     room, best = study.room, answer.best
-    spec = study.spec
-    if best is not None:
-        spec = spec.model_copy(update={"mesh": MeshSpec(**asdict(best.plan.mesh))})
+    spec = study.spec if best is None else _with_mesh(study.spec, best)
     ranks = study.spec.worlds[0]
     seats = place(Gang.of(spec, ranks), study.standings)
     is_elastic = study.spec.resources.world is not None
@@ -207,6 +212,10 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
             "step_time": outcome.step_time_of(best.estimate, tokens),
         }
     )
+
+
+def _with_mesh(spec: JobSpec, best: Candidate) -> JobSpec:
+    return spec.model_copy(update={"mesh": MeshSpec(**asdict(best.plan.mesh))})
 
 
 def _why(answer: LayoutAnswer, room: RankRoom) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What people may change of a job after they submitted it."""
 
+from math import gcd
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -8,6 +9,7 @@ from services.contract.merge_patch import merged
 from services.contract.pointers import faults_of
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
+from services.controller.domain import planner
 from services.controller.domain.commits import retire_surplus
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
@@ -38,11 +40,11 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
     patch = event.patch.model_dump(mode="json", exclude_unset=True)
     if job.spec.resources.world is None and patch.get("resources", {}).get("world"):
         raise InvalidRequestError([_FIXED])
-    after = with_patch(job.spec, patch)
+    asked = None if job.asked is None else with_patch(job.asked, patch)
+    after = with_patch(job.spec, patch | _fitting(job.spec, asked))
     if after == job.spec:
         return
     changed = _differences(job.spec.model_dump(mode="json"), after.model_dump(mode="json"), "")
-    asked = None if job.asked is None else with_patch(job.asked, patch)
     draft.change(spec=after, asked=asked, revision=job.revision + 1)
     if job.planning is not None and after.resources != job.spec.resources:
         draft.change(planning=Planning())
@@ -50,6 +52,16 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
     draft.note("job.patched", f"changed on request: {words}", changed=changed)
     if after.checkpoint.keep_last != job.spec.checkpoint.keep_last:
         retire_surplus(draft)
+
+
+def _fitting(spec: JobSpec, asked: JobSpec | None) -> dict[str, Any]:
+    """A micro-batch that was chosen gives way to new bounds: it goes into every rank's share."""
+    chosen = spec.train.micro_batch
+    if asked is None or asked.train.micro_batch != "auto" or chosen == "auto":
+        return {}
+    if asked.resources == spec.resources:
+        return {}
+    return {"train": {"micro_batch": gcd(chosen, planner.common_share(asked))}}
 
 
 def with_patch(spec: JobSpec, patch: dict[str, Any], prefix: str = "") -> JobSpec:

@@ -7,6 +7,7 @@ others, for only a node can see how it is built: see ``layout`` for plans that a
 
 import dataclasses
 from collections.abc import Sequence
+from math import gcd
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -105,6 +106,11 @@ def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     as_asked = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan})
     settled = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
     return settled if settled.worlds == as_asked.worlds else as_asked
+
+
+def common_share(spec: JobSpec) -> int:
+    """What divides a rank's share of the batch on every number of ranks that the job may have."""
+    return gcd(*(spec.train.global_batch // (n // spec.share.tp) for n in spec.worlds))
 
 
 def gang(spec: JobSpec, seated: Seated) -> GangPlan:

@@ -15,8 +15,8 @@ def awaits_plan(job: Job) -> bool:
 
 
 def on_asked(event: PlanAsked, draft: Draft) -> None:
-    """Remember which plan it waits for."""
-    if not awaits_plan(draft.job):
+    """Remember which plan it waits for, unless its spec was changed since that was asked for."""
+    if not awaits_plan(draft.job) or event.revision != draft.job.revision:
         return
     draft.change(planning=Planning(plan_id=event.plan_id), reason=event.reason)
     draft.note("job.planning", event.reason, plan_id=event.plan_id)
@@ -29,9 +29,10 @@ def on_made(event: PlanMade, draft: Draft) -> None:
     asked = draft.job.spec
     try:
         spec = planner.planned(asked, event.sharding, event.estimate.micro_batch)
-    except ValidationError:
-        # The spec was changed since: the plan is none for what it says now.
-        draft.change(planning=Planning())
+    except ValidationError as error:
+        # With all that was chosen it is larger than a spec may be, and would be the next time.
+        found = error.errors(include_url=False)[0]["msg"]
+        _run_unplanned(draft, event.estimate.plan_id, f"with what was chosen, {found}")
         return
     mesh = event.sharding.mesh
     words = (
@@ -47,9 +48,7 @@ def on_missed(event: PlanMissed, draft: Draft) -> None:
     """No plan could be made: that is no reason not to run, by the layout that needs none."""
     if not _is_awaited(draft.job, event.plan_id):
         return
-    words = f"it runs by the default layout, for no plan could be made: {event.reason}"
-    draft.change(planning=None, reason=words)
-    draft.note("job.unplanned", words, plan_id=event.plan_id)
+    _run_unplanned(draft, event.plan_id, event.reason)
 
 
 def on_refused(event: PlanRefused, draft: Draft) -> None:
@@ -65,6 +64,12 @@ def on_refused(event: PlanRefused, draft: Draft) -> None:
         planning=Planning(),
         stop=None,
     )
+
+
+def _run_unplanned(draft: Draft, plan_id: str, why: str) -> None:
+    words = f"it runs by the default layout, for no plan could be made: {why}"
+    draft.change(planning=None, reason=words)
+    draft.note("job.unplanned", words, plan_id=plan_id)
 
 
 def _is_awaited(job: Job, plan_id: str) -> bool:

@@ -20,7 +20,7 @@ from services.controller.domain.events import (
     ResumeAsked,
 )
 from services.controller.domain.gang import stop_command
-from services.controller.domain.job import RESUMABLE_STATES, SEVERITY, Job, Stop
+from services.controller.domain.job import RESUMABLE_STATES, SEVERITY, Job, Planning, Stop
 from services.controller.domain.settle import settle
 
 
@@ -72,6 +72,8 @@ def on_kill(_event: KillAsked, draft: Draft) -> None:
 def on_resume(event: ResumeAsked, draft: Draft) -> None:
     """Queue the job again; its next attempt goes on from a committed checkpoint.
 
+    If its layout is still open, it is planned by what there is now.
+
     Raises:
         StateConflictError: The job succeeded, is being stopped, or runs and another checkpoint
             is named.
@@ -111,6 +113,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         restarts=0,
         run_fence=job.fence,
         not_before_ms=draft.now_ms,
+        planning=None if job.planning is None else Planning(),
     )
 
 

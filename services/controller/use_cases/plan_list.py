@@ -5,7 +5,7 @@ from typing import Final
 
 from services.contract.planning import PlanList, PlanSummary, PlanView
 from services.contract.states import PlanState
-from services.controller.domain.errors import NotFoundError
+from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.office import Ports
@@ -65,6 +65,8 @@ async def _present(ports: Ports, plan: Plan, drawing: Drawing) -> PlanView | Non
         return await get_plan(ports, plan.id, drawing)
     except NotFoundError:  # it was forgotten meanwhile
         return None
+    except RecordUnreadableError:  # one answer that makes no sense must not hide all other plans
+        return plan_view(plan)
 
 
 def _summary(plan: PlanView) -> PlanSummary:

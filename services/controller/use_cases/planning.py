@@ -3,6 +3,7 @@
 A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
 """
 
+from collections.abc import Awaitable
 from typing import Final
 
 import structlog
@@ -26,12 +27,19 @@ from services.controller.domain.events import (
 )
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
+from services.controller.domain.placement import Standing
 from services.controller.domain.plan import Plan
 from services.controller.domain.planning import awaits_plan
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.plans import Drawing, Wanted, begin_plan, look_at_plan
+from services.controller.use_cases.plans import (
+    Drawing,
+    Wanted,
+    begin_plan,
+    look_at_plan,
+    standings_now,
+)
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -60,13 +68,20 @@ class Planner:
             DeposedError: The reign is over.
         """
         waiting = [s.job for s in await self._ports.jobs.active() if awaits_plan(s.job)]
-        for job in waiting:
-            await self._advance(job)
-        return _REST_WHILE_PROBING_S if waiting else _REST_S
+        named = [job for job in waiting if _plan_of(job) is not None]
+        nameless = [job for job in waiting if _plan_of(job) is None]
+        if nameless:
+            # Read once for all of them, and before searches that take their time.
+            standings = await standings_now(self._ports)
+            for job in nameless:
+                await self._advance(job, self._ask(job, standings))
+        for job in named:
+            await self._advance(job, self._next(job))
+        return _REST_WHILE_PROBING_S if named else _REST_S
 
-    async def _advance(self, job: Job) -> None:
+    async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
         try:
-            event = await self._next(job)
+            event = await found
             if event is not None:
                 now_ms = await self._ports.clock.now_ms()
                 happened = [Occurrence(event, now_ms)]
@@ -80,23 +95,35 @@ class Planner:
 
     async def _next(self, job: Job) -> JobEvent | None:
         """What happens to the job now, if anything."""
-        plan_id = None if job.planning is None else job.planning.plan_id
+        plan_id = _plan_of(job)
         if plan_id is None:
-            return await self._ask(job)
+            return None
         try:
             plan = await look_at_plan(self._ports, plan_id, self._drawing)
         except NotFoundError:
-            return await self._ask(job)
+            return await self._ask(job, await standings_now(self._ports))
         except RecordUnreadableError as error:
             return PlanMissed(plan_id, str(error))
         return _outcome(plan)
 
-    async def _ask(self, job: Job) -> JobEvent:
+    async def _ask(self, job: Job, standings: tuple[Standing, ...]) -> JobEvent:
         try:
-            plan = await begin_plan(self._ports, Wanted(job.spec), job.owner, self._drawing)
+            plan = await self._begin(job, standings)
         except StateConflictError as error:
             return PlacementDelayed(f"its layout is not chosen yet: {error}")
-        return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}")
+        return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}", job.revision)
+
+    async def _begin(self, job: Job, standings: tuple[Standing, ...]) -> Plan:
+        wanted = Wanted(job.spec)
+        try:
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, standings)
+        except RecordUnreadableError:  # what is known of the model; the node can tell it anew
+            wanted = Wanted(job.spec, fresh=True)
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, standings)
+
+
+def _plan_of(job: Job) -> str | None:
+    return None if job.planning is None else job.planning.plan_id
 
 
 def _outcome(plan: Plan) -> JobEvent | None:

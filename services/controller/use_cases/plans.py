@@ -29,7 +29,15 @@ from services.controller.domain.errors import (
     StateConflictError,
 )
 from services.controller.domain.layout import RankRoom, Study
-from services.controller.domain.placement import Gang, Seated, Standing, device_of, place, stand
+from services.controller.domain.placement import (
+    Gang,
+    Seated,
+    Standing,
+    device_of,
+    place,
+    rooms,
+    stand,
+)
 from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, fail, judge
 from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
@@ -77,18 +85,20 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model.
     """
     _refuse_faulty(wanted.spec, allowed)
-    plan = await begin_plan(ports, wanted, actor.name, drawing)
+    standings = await standings_now(ports)
+    plan = await begin_plan(ports, wanted, actor.name, drawing, standings)
     return plan_view(await _patiently(ports, plan, drawing))
 
 
-async def begin_plan(ports: Ports, wanted: Wanted, owner: str, drawing: Drawing) -> Plan:
-    """A plan for a spec without faults, of which no more is done than to ask a node.
+async def begin_plan(
+    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, standings: tuple[Standing, ...]
+) -> Plan:
+    """A plan for a spec without faults, of which no more is done than to ask one of these nodes.
 
     Raises:
         StateConflictError: No node is there that could profile the model.
     """
     spec = wanted.spec
-    standings = await _standings(ports)
     device_type = device_of(Gang.of(spec), standings)
     chosen = _least_busy(standings, device_type)
     if chosen is None:
@@ -248,8 +258,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     if plan.state is not PlanState.PROBING:
         return plan
     answer = await ports.plans.answer(plan.probe_id)
-    standings = await _standings(ports)
-    asked = next((s.node for s in standings if s.node.id == plan.node_id), None)
+    asked = next((node for node in await ports.nodes.nodes() if node.id == plan.node_id), None)
     now_ms = await ports.clock.now_ms()
     verdict = judge(plan, answer, asked, now_ms)
     if isinstance(verdict, StillProbing):
@@ -261,6 +270,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
+        standings = await standings_now(ports)
         try:
             study = _study(plan, verdict, standings)
             outcome = await asyncio.to_thread(layout.work_out, study)
@@ -274,17 +284,27 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
 
 
 def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Study:
-    """Where the job would run now: its room is that of the tightest node."""
-    outcome = place(Gang.of(plan.spec), standings)
+    """Where the job would run now, or could run later: its room is that of the tightest node."""
+    gang, device_type = Gang.of(plan.spec), plan.device_type
+    outcome = place(gang, standings)
     if isinstance(outcome, Seated):
-        nodes = outcome.nodes
+        gangs = [outcome.nodes]
     else:
-        nodes = tuple(s.node for s in standings if s.node.id == plan.node_id)
-    rooms = [RankRoom.on(node, plan.device_type) for node in nodes]
-    return Study(plan.spec, found, min(rooms, key=lambda room: room.memory_bytes), standings)
+        ready = [s for s in standings if s.node.state == NodeState.READY]
+        able = [s for s in ready if s.capacity(device_type)]
+        gangs = [tuple(s.node for s in r.standings) for r in rooms(gang, able, device_type)]
+    # Without any, the reason that it can never run is told with the asked node's plan.
+    gangs = gangs or [tuple(s.node for s in standings if s.node.id == plan.node_id)]
+    tightest = [
+        min((RankRoom.on(node, device_type) for node in nodes), key=lambda room: room.memory_bytes)
+        for nodes in gangs
+    ]
+    room = max(tightest, key=lambda room: (room.memory_bytes, room.facts is not None))
+    return Study(plan.spec, found, room, standings)
 
 
-async def _standings(ports: Ports) -> tuple[Standing, ...]:
+async def standings_now(ports: Ports) -> tuple[Standing, ...]:
+    """The nodes with what is taken of them. It reads all active jobs."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))

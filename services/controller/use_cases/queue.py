@@ -72,7 +72,7 @@ def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
     reason, blocked_by, start_ms = job.reason or "queued", tuple[str, ...](), None
     match turn:
         case None:
-            start_ms = job.not_before_ms
+            start_ms = job.not_before_ms if job.planning is None else None
         case Turn(outcome=Waits() as waits):
             reason, blocked_by, start_ms = waits.reason, waits.blocked_by, waits.start_ms
         case Turn(outcome=Seated() as seated):
