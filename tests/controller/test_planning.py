@@ -12,7 +12,7 @@ from services.contract.messages.commands import LaunchGang
 from services.contract.messages.probing import ModelProbed, NodeMeasured, ProbeFailure, ProbeModel
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.specs import MAX_SPEC_BYTES, JobSpec
-from services.contract.states import ExitReason, JobState, PlanState
+from services.contract.states import ExitReason, JobState, NodeState, PlanState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
@@ -570,5 +570,29 @@ def test_a_job_that_waits_is_planned_for_nodes_that_could_take_it_and_not_for_th
         plan = await get_plan(office.ports, job.estimate.plan_id, _DRAWING)
         assert plan.memory_limit_bytes is not None
         assert plan.memory_limit_bytes > 600_000
+
+    play(course)
+
+
+def test_a_job_whose_node_is_lost_while_it_profiles_asks_another_one_and_no_third() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        for name in ("loom-2", "loom-3"):
+            office.server.nodes[name] = node(name)
+            office.server.leases[name] = Lease("life-1", 5_000)
+        office.server.nodes[NODE] = node(state=NodeState.LOST)
+        del office.server.leases[NODE]
+        await office.looks(3)
+        waiting = await office.job(job_id)
+        assert waiting.state is JobState.QUEUED
+        assert "loom-2" in (waiting.reason or "")
+        assert [type(c) for c in office.server.commands("loom-2")].count(ProbeModel) == 1
+        office.server.nodes["loom-2"] = node("loom-2", state=NodeState.LOST)
+        del office.server.leases["loom-2"]
+        await office.looks(3)
+        job = await office.job(job_id)
+        assert job.state is JobState.PLACING
+        assert "was lost" in (await office.events(job_id))["job.unplanned"]
 
     play(course)

@@ -145,10 +145,11 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanMissed:
-    """Its plan failed, and this is why."""
+    """Its plan failed, and this is why. ``unanswered``: the model is not the cause."""
 
     plan_id: str
     reason: str
+    unanswered: bool = False
 
 
 @dataclass(frozen=True)

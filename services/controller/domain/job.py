@@ -49,9 +49,13 @@ class Origin(Record):
 
 
 class Planning(Record):
-    """What a job's layout, which it leaves open, waits for. ``plan_id``: the plan that is made."""
+    """What a job's layout, which it leaves open, waits for.
+
+    ``plan_id``: the plan that is made. ``again``: nobody had answered to the one before.
+    """
 
     plan_id: PlanId | None = None
+    again: bool = False
 
 
 class Job(Record):

@@ -18,7 +18,8 @@ def on_asked(event: PlanAsked, draft: Draft) -> None:
     """Remember which plan it waits for, unless its spec was changed since that was asked for."""
     if not awaits_plan(draft.job) or event.revision != draft.job.revision:
         return
-    draft.change(planning=Planning(plan_id=event.plan_id), reason=event.reason)
+    again = draft.job.planning is not None and draft.job.planning.again
+    draft.change(planning=Planning(plan_id=event.plan_id, again=again), reason=event.reason)
     draft.note("job.planning", event.reason, plan_id=event.plan_id)
 
 
@@ -45,8 +46,15 @@ def on_made(event: PlanMade, draft: Draft) -> None:
 
 
 def on_missed(event: PlanMissed, draft: Draft) -> None:
-    """No plan could be made: that is no reason not to run, by the layout that needs none."""
-    if not _is_awaited(draft.job, event.plan_id):
+    """No plan could be made: that is no reason not to run, by the layout that needs none.
+
+    Only if nobody answered is another node, or the same one, asked once more.
+    """
+    planning = draft.job.planning
+    if planning is None or not _is_awaited(draft.job, event.plan_id):
+        return
+    if event.unanswered and not planning.again:
+        draft.change(planning=Planning(again=True), reason=event.reason)
         return
     _run_unplanned(draft, event.plan_id, event.reason)
 

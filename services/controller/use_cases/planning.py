@@ -114,7 +114,8 @@ class Planner:
         return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}", job.revision)
 
     async def _begin(self, job: Job, standings: tuple[Standing, ...]) -> Plan:
-        wanted = Wanted(job.spec)
+        # Whoever was asked before and did not answer must not be waited for.
+        wanted = Wanted(job.spec, fresh=job.planning is not None and job.planning.again)
         try:
             return await begin_plan(self._ports, wanted, job.owner, self._drawing, standings)
         except RecordUnreadableError:  # what is known of the model; the node can tell it anew
@@ -130,7 +131,8 @@ def _outcome(plan: Plan) -> JobEvent | None:
     if plan.state is PlanState.PROBING:
         return None
     if plan.failure is not None:
-        return PlanMissed(plan.id, f"{plan.failure.reason}; {plan.failure.advice}")
+        why = f"{plan.failure.reason}; {plan.failure.advice}"
+        return PlanMissed(plan.id, why, unanswered=plan.failure.code == "no_answer")
     made = plan.outcome
     if made.feasible and made.sharding is not None and plan.estimate is not None:
         return PlanMade(made.sharding, plan.estimate)
