@@ -1,5 +1,7 @@
 """What a node is asked about a model, and how its answer becomes a plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_core.plan.model import ADAMW_FUSED, Conditions, MeshPlan, NodeFacts
@@ -168,3 +170,19 @@ def test_the_default_layout_is_estimated_as_it_runs() -> None:
     assert (made.sharding, made.micro_batch) == (planner.shard(wanted), 6)
     (kind,) = made.memory
     assert kind.peak.total > 0
+
+
+def test_cpu_ranks_may_have_what_other_slots_do_not_use_and_the_plan_says_so() -> None:
+    there = node(slots=64)
+    room = RankRoom.on(there, "cpu")
+    tight = replace(room, memory_bytes=600_000, node_bytes=64 * 600_000)
+    wanted = spec(model=SMALL)
+    found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
+    made = layout.work_out(Study(wanted, found, tight, (Standing(there),)))
+    assert made.feasible
+    assert made.memory_limit_bytes == 32 * 600_000
+    assert "more than the share of its slot" in made.reasons[-1]
+    roomy = layout.work_out(Study(wanted, found, room, (Standing(there),)))
+    assert roomy.feasible
+    assert len(roomy.reasons) == 1
+    assert replace(room, node_bytes=0).alone(2) == replace(room, node_bytes=0)

@@ -45,12 +45,16 @@ _USABLE: Final = 0.9
 
 @dataclass(frozen=True)
 class RankRoom:
-    """What the nodes have for a job: where it would sit, and what a rank there may use."""
+    """What the nodes have for a job: where it would sit, and what a rank there may use.
+
+    ``node_bytes``: what all ranks of a node have together; 0: each has a device of its own.
+    """
 
     device_type: DeviceType
     ranks_per_node: int
     memory_bytes: int
     facts: NodeFacts | None = None
+    node_bytes: int = 0
 
     @classmethod
     def on(cls, node: Node, device_type: DeviceType) -> "RankRoom":
@@ -64,7 +68,13 @@ class RankRoom:
             seats = inventory.cpu_slots
         measured = node.measured.get(device_type)
         facts = None if measured is None else measured.facts
-        return cls(device_type, max(seats, 1), max(int(memory * _USABLE), 1), facts)
+        shared = 0 if device_type == "cuda" else int(inventory.memory_bytes * _USABLE)
+        return cls(device_type, max(seats, 1), max(int(memory * _USABLE), 1), facts, shared)
+
+    def alone(self, ranks: int) -> "RankRoom":
+        """The same while no other job is there: so many ranks share what the node has."""
+        each = self.node_bytes // min(ranks, self.ranks_per_node)
+        return replace(self, memory_bytes=max(self.memory_bytes, each))
 
 
 def ask(spec: JobSpec, room: RankRoom, node: Node, timeout_s: float) -> ProbeModel:
@@ -99,7 +109,24 @@ class Study:
 
 
 def work_out(study: Study) -> PlanOutcome:
-    """The plan. Takes a while: not for an event loop."""
+    """The plan. Takes a while: not for an event loop.
+
+    Nobody reserves memory for CPU ranks: what does not fit the share of their slots may have what
+    other slots do not use, and the plan says so.
+    """
+    found = _work_out(study)
+    alone = study.room.alone(study.spec.worlds[0])
+    if found.feasible or alone == study.room:
+        return found
+    found = _work_out(replace(study, room=alone))
+    if not found.feasible:
+        return found
+    share = outcome.size(study.room.memory_bytes)
+    words = f"more than the share of its slot, {share}: jobs beside it on the node may lack that"
+    return found.model_copy(update={"reasons": (*found.reasons, words)})
+
+
+def _work_out(study: Study) -> PlanOutcome:
     room = study.room
     try:
         answer = _search(study)
