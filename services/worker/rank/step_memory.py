@@ -98,8 +98,10 @@ class HostMemory:
     The C allocator would keep what is freed and hand it out in pieces, so that a process holds
     twice what lives in it. Until the last measured step each tensor of 64 KiB and more therefore
     is a mapping of its own, which is gone when it is freed; that costs the page faults that every
-    block beyond 32 MiB costs at any time. What kernels and the communication library take for
-    themselves is counted; memory that was never written is not, for it has no pages.
+    block beyond 32 MiB costs at any time. What was free in the heap before gives its pages back
+    first, or tensors that find room there would seem to take none. What kernels and the
+    communication library take for themselves is counted; memory that was never written is not, for
+    it has no pages.
 
     Args:
         status: Descriptor of ``/proc/self/status``.
@@ -127,6 +129,7 @@ class HostMemory:
         """All that is held now was there before; the next steps are measured."""
         self._left = MEASURED_STEPS
         _mapped_from(_MMAPPED_BYTES)
+        _give_back()
         self._before = self._look().anonymous
 
     @contextlib.contextmanager
@@ -183,9 +186,17 @@ def _field(status: bytes, name: bytes) -> int:
     return int(status[start : status.index(b"kB", start)]) * _KIB
 
 
+# Only glibc has these two.
 def _mapped_from(nbytes: int) -> None:
-    """Have the C library map blocks of this size and more, if it is one that can."""
+    """Have the C library map blocks of this size and more."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, nbytes)
         mallopt(_TRIM_THRESHOLD, 2 * nbytes)
+
+
+def _give_back() -> None:
+    """Have the C library give the pages of free blocks back to the system."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
