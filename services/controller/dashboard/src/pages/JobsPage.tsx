@@ -3,7 +3,7 @@ import { isTerminal, useJobs } from "../api/queries";
 import type { JobState, JobView } from "../api/types";
 import { jobHref, replaceJobsQuery } from "../router";
 import { bounds, compact, dateTime, DASH, loss, percent, shortId, span, validationLoss, whole } from "../ui/format";
-import { Bar, Quiet, StateChip, toneOf, Trouble } from "../ui/parts";
+import { Bar, Pager, Quiet, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
 
 // What people look for, each with the states that it means.
@@ -63,19 +63,12 @@ export function JobsPage({ query }: { query: URLSearchParams }) {
       {data && data.items.length === 0 ? filtered || cursor ? <NoMatch /> : <NoJobs /> : null}
       {data && data.items.length > 0 ? <JobTable jobs={data.items} /> : null}
 
-      {data && (data.next_cursor || cursor) ? (
-        <div className="pager">
-          {cursor ? (
-            <button type="button" onClick={() => change(() => undefined)}>
-              ← Newest
-            </button>
-          ) : null}
-          {data.next_cursor ? (
-            <button type="button" onClick={() => change((params) => params.set("cursor", data.next_cursor ?? ""))}>
-              Older →
-            </button>
-          ) : null}
-        </div>
+      {data ? (
+        <Pager
+          paged={Boolean(cursor)}
+          next={data.next_cursor}
+          onTurn={(turned) => change((params) => (turned ? params.set("cursor", turned) : undefined))}
+        />
       ) : null}
     </div>
   );

@@ -3,7 +3,7 @@ import type { PlanState, PlanSummary } from "../api/types";
 import { Verdict } from "../plan/Verdict";
 import { planHref, replaceQuery } from "../router";
 import { axes, bytes, DASH, dateTime, duration, shortId } from "../ui/format";
-import { Bar, Quiet, Trouble } from "../ui/parts";
+import { Bar, Pager, Quiet, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
 
 const STATES: PlanState[] = ["PROBING", "READY", "FAILED"];
@@ -49,19 +49,12 @@ export function PlansPage({ query }: { query: URLSearchParams }) {
       {!data && !error ? <Quiet>Asking the controller…</Quiet> : null}
       {data && data.items.length === 0 ? <NoPlans filtered={states.length > 0 || cursor !== null} /> : null}
       {data && data.items.length > 0 ? <PlanTable plans={data.items} /> : null}
-      {data && (data.next_cursor || cursor) ? (
-        <div className="pager">
-          {cursor ? (
-            <button type="button" onClick={() => change(() => undefined)}>
-              ← Newest
-            </button>
-          ) : null}
-          {data.next_cursor ? (
-            <button type="button" onClick={() => change((params) => params.set("cursor", data.next_cursor ?? ""))}>
-              Older →
-            </button>
-          ) : null}
-        </div>
+      {data ? (
+        <Pager
+          paged={Boolean(cursor)}
+          next={data.next_cursor}
+          onTurn={(turned) => change((params) => (turned ? params.set("cursor", turned) : undefined))}
+        />
       ) : null}
     </div>
   );

@@ -94,6 +94,25 @@ export function Stat({ label, children, hint }: { label: string; children: React
   );
 }
 
+/** To the newest and the older ones of a list; nothing where there is one page. */
+export function Pager({ next, onTurn, paged }: { next: string | null; onTurn: (cursor: string | null) => void; paged: boolean }) {
+  if (!paged && !next) return null;
+  return (
+    <div className="pager">
+      {paged ? (
+        <button type="button" onClick={() => onTurn(null)}>
+          ← Newest
+        </button>
+      ) : null}
+      {next ? (
+        <button type="button" onClick={() => onTurn(next)}>
+          Older →
+        </button>
+      ) : null}
+    </div>
+  );
+}
+
 export function Quiet({ children }: { children: ReactNode }) {
   return <p className="quiet">{children}</p>;
 }
