@@ -72,10 +72,14 @@ class Run:
     models: list[Net] = field(default_factory=list)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
-    def net(self, units: str = "first second norm,head", **options: object) -> Any:  # noqa: ANN401 - a class of either engine
+    def net(
+        self, units: str = "first second norm,head", *, tied: bool = False, **options: object
+    ) -> Any:  # noqa: ANN401 - a class of either engine
         """A model with one unit for each word of `units`, and the root."""
         torch.manual_seed(3 + len(self.models))
         model = Net().to(self.ctx.device)
+        if tied:
+            model.second.weight = model.first.weight
         if self.shard is not None:
             for word in units.split():
                 members = [model.get_submodule(name) for name in word.split(",")]
@@ -524,6 +528,44 @@ def submodule_alone(run: Run) -> None:
     run.backward(model.first(run.x(1)))
     run.backward(model.first(run.x(2, grad=True)))
     run.backward(model(run.x(3)))
+
+
+@way_beyond_the_reference
+def tied_submodules_alone(run: Run) -> None:
+    model = run.net(tied=True)
+    run.backward(model(run.x()))
+    run.backward(model.second(run.x(1)))
+    run.backward(model.first(run.x(2, grad=True)))
+    run.backward(model.first(run.x(3)) + model.second(run.x(3)).detach())
+    run.backward(model(run.x(4)))
+
+
+@way_beyond_the_reference
+def tied_root_that_hides_its_output(run: Run) -> None:
+    model = run.net("second", tied=True)
+    model.returns = Opaque
+    for step in range(2):
+        run.backward(model(run.x(step)).tensor)
+        run.step()
+
+
+@way
+def updated_in_backward(run: Run) -> None:
+    model = run.net()
+    model.with_head = False
+
+    def update(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        with torch.no_grad():
+            param -= 0.1 * param.grad
+
+    hidden = model(run.x())
+    if run.shard is not None:
+        for param in run.params.values():
+            param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]  # PyTorch's
+    for chunk in chunks_of(hidden):
+        run.backward(model.head(chunk))
+    run.backward(hidden)
 
 
 @way
