@@ -50,7 +50,7 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=255,
         pattern=r"^[\x21-\x7e]+$",
-        description="The same key with the same body again gets the same answer",
+        description="The same key with the same body again, by the same subject, gets the same answer",
     ),
 ]
 
@@ -75,7 +75,9 @@ async def submit(
     What can never run is refused, with every fault at once. A job by a plan runs that very plan.
     """
     refuse_unspeakable(wanted)
-    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(wanted)))
+    claim = None
+    if idempotency_key is not None:
+        claim = Claim(actor.name, idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
         context.ports,
         Submission(wanted, claim, dry_run=dry_run),
@@ -182,7 +184,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     refuse_unspeakable(body)
     claim = None
     if idempotency_key is not None:
-        claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
+        claim = Claim(actor.name, idempotency_key, _digest({"clone": job_id, **_json(body)}))
     cloning = Cloning(job_id, body, claim, dry_run=dry_run)
     view = await clone_job(context.ports, cloning, actor, context.entry_points)
     if dry_run:
