@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
-from services.contract.problems import Fault, Problem
+from services.contract.problems import Fault, Problem, first_faults
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import JobState
 from services.contract.views import (
@@ -326,10 +326,10 @@ def _field_names(fields: str) -> set[str]:
 
 def refuse_unspeakable(spec: BaseModel) -> None:
     """Refuse what is no text: JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
-    faults = [
+    faults = first_faults(
         Fault(pointer=place, detail="not a Unicode string", code="string_unicode")
         for place in _unspeakable(spec.model_dump(), "")
-    ]
+    )
     if faults:
         raise InvalidRequestError(faults)
 
