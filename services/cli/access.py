@@ -97,10 +97,11 @@ def audit_table(page: AuditPage) -> Table:
     """One row a request, newest first."""
     table = _table("time (UTC)", "who", "outcome", "request", "request id")
     for entry in page.items:
+        more = f"; {entry.left_out} more left out" if entry.left_out else ""
         table.add_row(
             f"{entry.at:%Y-%m-%d %H:%M:%S}",
             entry.actor or "(nobody known)",
-            f"{entry.outcome} ({entry.status})",
+            f"{entry.outcome} ({entry.status}){more}",
             one_line(f"{entry.method} {entry.path}"),
             entry.request_id,
         )
