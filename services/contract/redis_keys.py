@@ -25,7 +25,7 @@
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
-| ``ml:idempotency:<key>`` | string | TTL 24 h |
+| ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
@@ -142,9 +142,9 @@ def probe_asked(probe_id: str) -> str:
     return f"ml:probe:{probe_id}:asked"
 
 
-def idempotency(key: str) -> str:
-    """The answer that an ``Idempotency-Key`` was given."""
-    return f"ml:idempotency:{key}"
+def idempotency(subject: str, key: str) -> str:
+    """The answer that this subject's ``Idempotency-Key`` was given; no subject has a colon."""
+    return f"ml:idempotency:{subject}:{key}"
 
 
 def rate(name: str) -> str:

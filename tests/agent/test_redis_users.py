@@ -192,7 +192,7 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("XRANGE", keys.AUDIT, "-", "+"),
         ("SET", keys.LEADER, "mine"),
         ("INCR", keys.EPOCH),
-        ("SET", keys.idempotency("k"), "x"),
+        ("SET", keys.idempotency("alice", "k"), "x"),
         ("PUBLISH", "elsewhere", "x"),
         ("KEYS", "*"),
         ("SCAN", "0"),

@@ -380,12 +380,52 @@ def test_the_trail_is_read_page_by_page(guarded: House) -> None:
     assert len(whole) == 5
 
 
-def test_who_is_refused_for_ever_does_not_wash_the_trail_away(guarded: House) -> None:
-    make(guarded, "viewer")
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {}, 401),
+        ("POST", {}, 401),
+        ("POST", {"Content-Type": "text/plain"}, 415),
+        ("PUT", {"Content-Type": "text/plain"}, 415),
+        ("POST", {"Origin": "http://evil.example"}, 403),
+    ],
+)
+def test_who_is_refused_for_ever_does_not_wash_the_trail_away(
+    guarded: House, method: str, headers: dict[str, str], status: int
+) -> None:
+    alice = make(guarded, "viewer")
     for _ in range(260):
-        assert guarded.client.get("/v1/jobs").status_code == 401
-    refused = [entry for entry in guarded.redis.xrange(keys.AUDIT) if '"status":401' in str(entry)]  # type: ignore[union-attr] # sync
+        answer = guarded.client.request(method, "/v1/jobs", headers=headers)
+        assert answer.status_code == status
+    kept = [json.loads(fields["m"]) for _, fields in guarded.redis.xrange(keys.AUDIT)]  # type: ignore[union-attr] # sync
+    refused = [entry for entry in kept if entry["status"] == status]
     assert 200 <= len(refused) < 260
+    # Who shows a token has a bucket of their own: strangers cannot hide what they try.
+    assert guarded.client.post("/v1/jobs", json=job_body(), headers=alice).status_code == 403
+    assert trail(guarded)[0]["actor"] == "alice"
+
+
+def test_the_next_entry_counts_the_refusals_that_were_left_out(guarded: House) -> None:
+    for _ in range(230):
+        guarded.client.get("/v1/jobs")
+    ((bucket, left),) = [
+        (name, guarded.redis.hget(name, "left"))
+        for name in guarded.redis.keys("ml:rate:audit:*")  # type: ignore[union-attr] # sync
+    ]
+    assert float(str(left)) < 1
+    recorded = guarded.redis.xlen(keys.AUDIT)
+    guarded.redis.delete(bucket)
+    guarded.client.get("/v1/jobs")
+    newest = trail(guarded)[0]
+    assert (
+        newest["left_out"]
+        == 230
+        - int(recorded)
+        - sum(  # type: ignore[arg-type] # sync
+            int(str(entry["left_out"])) for entry in trail(guarded)[1:]
+        )
+    )
+    assert int(str(newest["left_out"])) > 0
 
 
 # --- what specs may say -------------------------------------------------------------------------

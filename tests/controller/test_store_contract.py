@@ -148,7 +148,7 @@ async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
 
 
 async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(world: World) -> None:
-    claim = Claim("key", "digest")
+    claim = Claim("alice", "key", "digest")
     assert await world.ports.jobs.claimed(claim) is None
     first = await world.keep(job(), claim)
     again = await world.keep(job(), claim)
@@ -156,9 +156,18 @@ async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(worl
     assert await world.ports.jobs.claimed(claim) == first
     assert len(await world.ports.jobs.page(None, 10)) == 1
     with pytest.raises(KeyReusedError):
-        await world.keep(job(), Claim("key", "other"))
+        await world.keep(job(), Claim("alice", "key", "other"))
     with pytest.raises(KeyReusedError):
-        await world.ports.jobs.claimed(Claim("key", "other"))
+        await world.ports.jobs.claimed(Claim("alice", "key", "other"))
+
+
+async def test_a_claim_is_of_its_subject_alone(world: World) -> None:
+    hers, his = Claim("alice", "key", "digest"), Claim("bob", "key", "another")
+    first = await world.keep(job(), hers)
+    assert await world.ports.jobs.claimed(his) is None
+    second = await world.keep(job(), his)
+    assert second.job.id != first.job.id
+    assert await world.ports.jobs.claimed(hers) == first
 
 
 async def test_a_decision_is_committed_as_a_whole(world: World) -> None:

@@ -20,7 +20,7 @@
 
 from collections.abc import Sequence
 
-from services.contract.problems import Fault
+from services.contract.problems import Fault, first_faults
 
 
 class MeshloomError(Exception):
@@ -45,12 +45,12 @@ class InvalidRequestError(MeshloomError):
     title = "Invalid request"
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        super().__init__("; ".join(fault.detail for fault in faults))
-        self._faults = tuple(faults)
+        self._faults = tuple(first_faults(faults))
+        super().__init__("; ".join(fault.detail for fault in self._faults))
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Every fault of the request."""
+        """Every fault of the request, as far as ``first_faults`` lists them."""
         return self._faults
 
 

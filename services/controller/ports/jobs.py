@@ -75,8 +75,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ``Idempotency-Key`` and the digest of the body that came with it."""
+    """An ``Idempotency-Key`` of one subject, and the digest of the body that came with it.
 
+    Two subjects that choose the same key make two claims.
+    """
+
+    subject: str
     key: str
     digest: str
 

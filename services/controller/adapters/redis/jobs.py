@@ -62,7 +62,6 @@ class RedisJobs:
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
         job = decision.job
-        claim_key = "" if claim is None else claim.key
         with answering():
             status, claimed = await self._create(
                 keys=[
@@ -70,7 +69,7 @@ class RedisJobs:
                     keys.JOBS,
                     keys.ACTIVE_JOBS,
                     keys.job_events(job.id),
-                    keys.idempotency(claim_key),
+                    _claim_key(claim),
                     keys.job_history(job.id),
                 ],
                 args=[
@@ -132,7 +131,7 @@ class RedisJobs:
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
         with answering():
-            text = await self._clients.reads.get(keys.idempotency(claim.key))
+            text = await self._clients.reads.get(_claim_key(claim))
         return None if text is None else _claimed(claim, str(text))
 
     async def load(self, job_id: str) -> Stored:
@@ -297,6 +296,10 @@ class RedisJobs:
                 args=[version, job_id],
             )
         _refuse(status, job_id)
+
+
+def _claim_key(claim: Claim | None) -> str:
+    return keys.idempotency("", "") if claim is None else keys.idempotency(claim.subject, claim.key)
 
 
 def _claimed(claim: Claim, text: str) -> Stored:
