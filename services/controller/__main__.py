@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
+from services.contract.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.context import Context
@@ -53,6 +54,7 @@ class ControllerServer(uvicorn.Server):
 
 def main() -> None:
     """Run until a signal comes."""
+    set_up_process(holds_secrets=True)
     try:
         settings = Settings()
     except ValidationError as error:

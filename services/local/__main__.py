@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from services.contract.own_process import set_up_process
 from services.local.children import die_with_parent
 from services.local.embedded_redis import RedisUnavailableError
 from services.local.settings import LocalSettings, child_environment
@@ -99,6 +100,7 @@ async def _follow(file: Path, url: str) -> int:
 
 
 if __name__ == "__main__":
+    set_up_process(holds_secrets=True)
     try:
         app()
     except (StackError, RedisUnavailableError) as error:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
 from services.local.settings import child_environment
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -16,6 +18,7 @@ _STOP_TIMEOUT_S: Final = 30
 _RESTART_PAUSE_S: Final = 0.5
 _TAIL_BYTES: Final = 2_000
 CONFIGURATION_ERROR: Final = 2
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class ChildFailedError(Exception):
@@ -29,12 +32,16 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: a command, variables beside the inherited ones, and a file for its output."""
+    """What to run, and a file for its output.
+
+    It inherits the environment, ``without`` these variables and with those of ``environment``.
+    """
 
     name: str
     command: Sequence[str | Path]
     log: Path
     environment: dict[str, str]
+    without: frozenset[str] = frozenset()
 
 
 class Child:
@@ -50,7 +57,11 @@ class Child:
             ChildFailedError: It exited with the code of a configuration error.
         """
         while True:
-            code = await self._run_once()
+            try:
+                code = await self._run_once()
+            except OSError as error:  # no room for its log, or none for another process
+                _console.print(f"{self._program.name} cannot be started: {error}", markup=False)
+                code = 0
             if code == CONFIGURATION_ERROR:
                 raise ChildFailedError(f"{self._program.name}: {self._last_words()}")
             await asyncio.sleep(_RESTART_PAUSE_S)
@@ -62,7 +73,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=child_environment(**self._program.environment),
+                env=child_environment(without=self._program.without, **self._program.environment),
                 # A session of its own: Ctrl-C reaches the owner alone, who ends all in order.
                 start_new_session=True,
                 preexec_fn=die_with_parent,

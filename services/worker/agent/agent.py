@@ -152,7 +152,10 @@ class Agent:
 
     async def _join(self, leftovers: list[Leftover]) -> None:
         await self._session.take_lease(self._folder.previous_incarnation())
-        self._folder.record_incarnation(self._incarnation)
+        try:
+            self._folder.record_incarnation(self._incarnation)
+        except OSError as error:  # the next agent waits until the lease has run out
+            _log.warning("incarnation_not_recorded", why=str(error))
         await self._session.hand_over([leftover.records for leftover in leftovers])
         for leftover in leftovers:
             self._outbox.tell(leftover.fact)

@@ -158,8 +158,14 @@ class NodeFolder:
             return None
 
     def record_incarnation(self, incarnation: str) -> None:
-        """Say who works here now."""
-        (self.path / "incarnation").write_text(incarnation)
+        """Say who works here now.
+
+        Raises:
+            OSError: The disk refuses; what was recorded before stays.
+        """
+        draft = self.path / "incarnation.draft"
+        draft.write_text(incarnation)
+        draft.replace(self.path / "incarnation")
 
     def attempt(self, job_id: str, fence: int) -> AttemptFolder:
         """The folder of an attempt, there or not."""

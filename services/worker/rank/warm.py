@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.own_process import set_up_process
 from services.contract.warm_channel import (
     ForkFailed,
     ForkRank,
@@ -153,6 +154,7 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Import the trainer, say so, and serve."""
+    set_up_process()
     parser = argparse.ArgumentParser(prog="python -m services.worker.rank.warm")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the unix socket")
     parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
