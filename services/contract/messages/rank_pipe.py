@@ -65,6 +65,18 @@ class RankVote(Message):
     data_digest: str = ""
 
 
+class RankCheckpointWaits(Message):
+    """Rank to agent: this rank could not write its shard of the last checkpoint, and tries again.
+
+    ``condition``: what of the node prevents it.
+    """
+
+    kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
+    checkpoint_id: CheckpointId
+    step: int
+    condition: str
+
+
 class RankCheckpointFailed(Message):
     """Rank to agent: this rank could not write its shard."""
 
@@ -117,6 +129,7 @@ RankMessage = Annotated[
     RankReady
     | RankCheckpointBegan
     | RankVote
+    | RankCheckpointWaits
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated

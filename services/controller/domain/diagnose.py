@@ -77,6 +77,11 @@ _ADVICE: Final = {
     FailureClass.NONE: "Nothing needs to be done.",
 }
 
+_PREVENTED: Final = (
+    "{what}: make room there, or mend what the node lacks; the job goes on by itself when that is "
+    "done, at no cost to its restart budget."
+)
+
 
 def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Diagnosis | None:
     """The verdict on an attempt that is over; None where it ended as it should.
@@ -111,6 +116,9 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         rank=None if failure is None else failure.rank,
         node_id=None if failure is None else failure.node_id,
         evidence=evidence,
+        advice=_PREVENTED.format(what=attempt.condition)
+        if attempt.was_prevented(failure)
+        else None,
     )
 
 

@@ -16,6 +16,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     CheckpointVoted,
+    CheckpointWaits,
     Evaluated,
     ExportFailed,
     GangDiagnosed,
@@ -237,6 +238,7 @@ GangFact = (
     | GangProgressed
     | CheckpointBegan
     | CheckpointVoted
+    | CheckpointWaits
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired

@@ -98,7 +98,8 @@ def on_refused(fact: LaunchRefused, draft: Draft) -> None:
         return
     # Once it has failed or is to stop, a node refuses because of that: it is not the cause.
     if not attempt.has_failed and draft.job.stop is None:
-        draft.change_attempt(refusal=f"{fact.node_id} could not launch its ranks: {fact.reason}")
+        refusal = f"{fact.node_id} could not launch its ranks: {fact.reason}"
+        draft.change_attempt(refusal=refusal, condition=fact.condition)
     draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
     _kill_rest(draft)
     settle(draft)

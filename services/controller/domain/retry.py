@@ -1,11 +1,13 @@
 """Whether a failed attempt is followed by another one.
 
 A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
-within the budget; an agent that was stopped in an orderly way costs none of it. An exception
+within the budget; an agent that was stopped in an orderly way costs none of it, nor does a state of
+the node that may pass, such as a full disk: for that the job waits. An exception
 before the attempt finished any step, or the same one again at the same step: the job's own fault,
 and another try would only repeat it. A loss that is no number: what the spec says.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +25,9 @@ BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
 A job that commits checkpoints between its failures is not to wait longer and longer: what a growing
 wait protects from is a fault that comes back at once.
 """
+
+CONDITION_MS: Final = (1_000, 2_000, 5_000, 15_000, 30_000)
+"""The wait after so many attempts in a row that a node's state prevented; the last for all more."""
 
 _NOTHING_LEFT: Final = (
     "{what}, and no other committed checkpoint is left to go on from: restore its files and "
@@ -79,7 +84,7 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
         return ExitReason.NODE_LOST
     if attempt.hang:
         return ExitReason.HANG
-    if failure is None:
+    if failure is None or attempt.was_prevented(failure):
         return ExitReason.CHECKPOINT_FAILED
     if NON_FINITE_LOSS in failure.error_types:
         return ExitReason.NON_FINITE_LOSS
@@ -92,6 +97,9 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
         return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
+    if attempt.was_prevented(failure):
+        number = _prevented_in_a_row(job)
+        return Restart(CONDITION_MS[min(number, len(CONDITION_MS)) - 1], counts=False)
     why = cause(attempt, failure)
     what = describe(failure)
     if failure is not None:
@@ -165,12 +173,18 @@ def _in_vain(job: Job) -> int:
     """How many attempts of this run, the newest ones in a row, saved no step."""
     following = job.resume_point.step
     count = 0
-    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+    run = [a for a in job.attempts if a.fence > job.run_fence and a.condition is None]
+    for attempt in reversed(run):
         if following > attempt.resumed_step:
             break
         count += 1
         following = attempt.resumed_step
     return count
+
+
+def _prevented_in_a_row(job: Job) -> int:
+    run = [a for a in job.attempts if a.fence > job.run_fence]
+    return len(list(itertools.takewhile(lambda a: a.condition is not None, reversed(run))))
 
 
 def _failure(entry: NodeExit) -> Failure:

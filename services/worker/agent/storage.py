@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import sync_folder
+from services.contract.durable import node_condition, sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -222,6 +222,7 @@ class Storage:
             node_id=self._node_id,
             checkpoint_id=command.manifest.checkpoint_id,
             reason=str(error),
+            condition=node_condition(error, self._node_id),
         )
 
 
