@@ -1,5 +1,6 @@
 """How an agent lives, dies and comes back: kills, restarts, a Redis that goes away."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import psutil
 import pytest
 
 from services.contract import redis_keys
+from services.contract.ids import checkpoint_id
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
+    CheckpointLost,
     GangEnded,
     GangProgressed,
     JobFound,
@@ -212,10 +215,37 @@ def test_commands_that_came_while_no_agent_was_there_are_carried_out(
     until(lambda: controller.client.xlen(redis_keys.node_inbox(NODE)) == 0)
 
 
-def test_an_unreadable_command_is_passed_over(agent: AgentProcess, controller: Controller) -> None:
-    controller.client.xadd(redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: "{}"})
-    controller.send(launch())
-    ended(controller)
+def test_an_unreadable_command_is_refused_with_the_reason_and_the_next_are_carried_out(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    known = launch(1, 2, FOREVER, pause_s=0.01).model_dump(mode="json")
+    strange = known | {"spec": known["spec"] | {"of_tomorrow": "yes"}}
+    name = checkpoint_id(JOB, 10, 1)
+    commit = {"kind": "commit_checkpoint", "manifest": {"checkpoint_id": name}}
+    for command in (
+        {},
+        {"kind": "of_tomorrow", "job_id": JOB, "fence": 1},
+        commit | {"job_id": JOB, "fence": 1},
+        strange,
+    ):
+        controller.client.xadd(
+            redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: json.dumps(command)}
+        )
+    refusal = controller.fact(LaunchRefused)
+    assert (refusal.job_id, refusal.fence) == (JOB, 1)
+    assert "/spec/of_tomorrow" in refusal.reason
+    assert controller.fact(CheckpointLost).checkpoint_id == name
+    controller.open_job(2)
+    controller.send(launch(2, 2, FOREVER, pause_s=0.01))
+    launched(controller, 2)
+    # Sent again in words that it cannot read, the launch of ranks that live is not refused.
+    controller.client.xadd(
+        redis_keys.node_inbox(NODE),
+        {redis_keys.MESSAGE_FIELD: json.dumps(strange | {"fence": 2})},
+    )
+    controller.send(StopGang(job_id=JOB, fence=2, mode="kill"))
+    ended(controller, 2)
+    assert [fact.fence for fact in controller.all_of(LaunchRefused)] == [1]
     assert agent.process.poll() is None
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from services.contract.ids import CheckpointId, JobId, PlanId
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
 from services.contract.views import Evaluation
 from services.controller.domain.attempt import Attempt, Failure
@@ -74,7 +74,7 @@ class Job(Record):
     """
 
     id: JobId
-    spec: JobSpec
+    spec: CarriedSpec
     state: JobState = JobState.QUEUED
     reason: str | None = None
     exit_reason: ExitReason | None = None
@@ -90,7 +90,7 @@ class Job(Record):
     plan: GangPlan | None = None
     estimate: JobEstimate | None = None
     planning: Planning | None = None
-    asked: JobSpec | None = None
+    asked: CarriedSpec | None = None
     restarts: int = 0
     not_before_ms: int = 0
     stop: Stop | None = None

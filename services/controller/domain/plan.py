@@ -12,7 +12,7 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from services.contract.ids import NodeId, PlanId, ProbeId
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
 from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import NodeState, PlanState
 from services.controller.domain.node import Node
 from services.controller.domain.record import Record
@@ -42,7 +42,7 @@ class Plan(Record):
 
     id: PlanId
     state: PlanState = PlanState.PROBING
-    spec: JobSpec
+    spec: CarriedSpec
     owner: str = "local"
     device_type: DeviceType
     probe_id: ProbeId

@@ -78,7 +78,8 @@ class Reconciler:
         healthy_ms = self._healthy_for(now_ms)
         known, leases = await self._judge_nodes(healthy_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
-        jobs = [await self._check_attempt(job, known, now_ms) for job in jobs]
+        unread = await self._alive_but_unread(jobs, known)
+        jobs = [await self._check_attempt(job, known, unread, now_ms) for job in jobs]
         jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
         jobs = [await self._keep_bounds(job, now_ms) for job in jobs]
         chances = await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
@@ -103,9 +104,22 @@ class Reconciler:
                 await self._ports.nodes.put(judged[node.id], self._epoch)
         return judged, leases
 
-    async def _check_attempt(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
+    async def _alive_but_unread(
+        self, jobs: Sequence[Job], known: Mapping[str, Node]
+    ) -> Mapping[str, Lease]:
+        """Leases of nodes that have ranks and whose records cannot be read: they are not lost."""
+        busy = {name for job in jobs if job.attempt is not None for name in job.attempt.live_nodes}
+        unread = sorted(busy.difference(known))
+        return await self._ports.nodes.leases(unread) if unread else {}
+
+    async def _check_attempt(
+        self, job: Job, known: dict[str, Node], unread: Mapping[str, Lease], now_ms: int
+    ) -> Job:
         """The job after what its nodes and the clock have done to its attempt."""
         for node_id, reason in _losses(job, known):
+            lease = unread.get(node_id)
+            if lease and job.attempt and lease.incarnation == job.attempt.incarnations[node_id]:
+                continue
             told = await last_told(self._ports, job)
             farewell = _has_left(job, known.get(node_id))
             lost = NodeLost(node_id, reason, told.step, told.seen_ms, farewell=farewell)

@@ -6,10 +6,12 @@ those of the loops are not those of the streams, so that followers can never sil
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
+import structlog
+from pydantic import ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
@@ -30,15 +32,59 @@ _READ_RETRIES: Final = 1
 _READ_BACKOFF_S: Final = 0.05
 
 
+_UNREADABLE_KEPT: Final = 1_000
+_log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Unreadable:
+    """Records that this version cannot read. Each costs itself alone, and is logged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, object] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys, with the field or the entry where a key holds several records."""
+        return tuple(self._known)
+
+    def read(self, name: str, parse: Callable[[str], T], text: str) -> T | None:
+        """The record ``text`` of this name; None if ``parse`` raises ValidationError."""
+        try:
+            value = parse(text)
+        except ValidationError as error:
+            self.note(name, hash(text), error)
+            return None
+        self.forget(name)
+        return value
+
+    def note(self, name: str, content: object, error: BaseException | None) -> None:
+        """It cannot be read; said once for the same ``content``, for loops come by each second."""
+        if self._known.get(name) != content:
+            _log.error("record_unreadable", key=name, error=str(error))
+        self._known.pop(name, None)
+        self._known[name] = content
+        if len(self._known) > _UNREADABLE_KEPT:
+            del self._known[next(iter(self._known))]
+
+    def forget(self, name: str) -> None:
+        """It was read, or is there no more."""
+        self._known.pop(name, None)
+
+
 @dataclass(frozen=True)
 class RedisClients:
-    """The clients: for what answers at once, and for what waits until something comes."""
+    """The clients: for what answers at once, and for what waits until something comes.
+
+    ``unreadable``: what all that read by these clients could not read.
+    """
 
     reads: Redis
     writes: Redis
     facts: Redis
     wakes: Redis
     streams: Redis
+    unreadable: Unreadable = field(default_factory=Unreadable)
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import structlog
 from pydantic import ValidationError
 
 from services.contract import redis_keys as keys
@@ -33,7 +32,6 @@ from services.controller.ports.jobs import (
     event_records,
 )
 
-_log = structlog.get_logger()
 _PAGE: Final = 256
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
 
@@ -57,7 +55,6 @@ class RedisJobs:
         self._restore = clients.writes.register_script(scripts.RESTORE)
         self._delete = clients.writes.register_script(scripts.DELETE)
         self._send = clients.writes.register_script(scripts.SEND)
-        self._unreadable: dict[str, int] = {}
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
@@ -239,7 +236,7 @@ class RedisJobs:
                     for name in names[start : start + _PAGE]:
                         pipe.hget(keys.job(name), "state")
                     for state in await pipe.execute():
-                        if state is not None:
+                        if state in totals:  # a newer version may know more of them
                             totals[JobState(state)] += 1
         return totals
 
@@ -249,7 +246,9 @@ class RedisJobs:
             try:
                 found.append(_stored(row))
             except RecordUnreadableError as error:
-                self._complain(row, error)
+                self._clients.unreadable.note(keys.job(row.job_id), row.version, error.__cause__)
+            else:
+                self._clients.unreadable.forget(keys.job(row.job_id))
         return found
 
     async def _rows(self, job_ids: list[str]) -> list[_Row]:
@@ -270,14 +269,8 @@ class RedisJobs:
             ]
         return found
 
-    def _complain(self, row: _Row, error: RecordUnreadableError) -> None:
-        """Once a version: the reconciler comes by every second."""
-        if self._unreadable.get(row.job_id) != row.version:
-            self._unreadable[row.job_id] = row.version
-            _log.error("job_unreadable", job_id=row.job_id, error=str(error.__cause__))
-
     async def _forget(self, job_id: str, version: int) -> None:
-        self._unreadable.pop(job_id, None)
+        self._clients.unreadable.forget(keys.job(job_id))
         with answering():
             status = await self._delete(
                 keys=[

@@ -44,7 +44,11 @@ async def readyz(context: WithContext) -> Response:
             media_type="application/json",
             headers=_RETRY,
         )
-    health = Health(status="ok", checks={"redis": "ok", "leadership": role})
+    checks = {"redis": "ok", "leadership": role}
+    if unread := context.ports.unreadable():
+        # Open to everybody: it does not name them.
+        checks["records"] = f"{len(unread)} cannot be read by this version"
+    health = Health(status="ok", checks=checks)
     return Response(health.model_dump_json(), media_type="application/json")
 
 
