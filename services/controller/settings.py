@@ -1,6 +1,8 @@
 """The controller's settings: the one place in it that reads the environment."""
 
 import ipaddress
+import math
+import string
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -11,13 +13,15 @@ from services.contract.entry_points import EntryPoints, entry_points
 from services.contract.redis_address import redis_address
 
 MIN_PASSWORD_CHARACTERS: Final = 16
+_MIN_TOKEN_BITS: Final = 128
+_MIN_TOKEN_LETTERS: Final = 8
 
 
 class Settings(BaseSettings):
     """Read from variables that begin with ``MESHLOOM_``.
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
-    than this machine can reach wants a token from them. ``max_streams`` bounds how many may follow
+    than this machine can reach wants a token from them, of at least 128 bits. ``max_streams`` bounds how many may follow
     logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
     (separated by commas) under which the controller is served beside those of loopback. Every
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
@@ -95,7 +99,24 @@ class Settings(BaseSettings):
                 f"MESHLOOM_HOST is {self.host}, which other machines can reach: "
                 "set MESHLOOM_TOKEN, or take 127.0.0.1"
             )
+        if not self.is_loopback and self.token is not None:
+            _refuse_guessable(self.token.get_secret_value(), self.host)
         return self
+
+
+def _refuse_guessable(token: str, host: str) -> None:
+    """Refuse a token with fewer random bits than 128, if all of its characters were random."""
+    used = set(token)
+    alphabet = 64
+    if used <= set(string.hexdigits):
+        alphabet = 10 if used <= set(string.digits) else 16
+    bits = int(len(token) * math.log2(alphabet))
+    if bits < _MIN_TOKEN_BITS or len(used) < _MIN_TOKEN_LETTERS:
+        raise ValueError(
+            f"MESHLOOM_TOKEN can be guessed: it has {len(token)} characters, at most {bits} random "
+            f"bits, and other machines can reach MESHLOOM_HOST {host}; take one of at least "
+            f"{_MIN_TOKEN_BITS} bits, such as `openssl rand -hex 32` makes"
+        )
 
 
 class AclSettings(BaseSettings):

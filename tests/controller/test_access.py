@@ -465,6 +465,13 @@ def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) ->
     assert (fault["pointer"], fault["code"]) == ("/data/args/hf_token", "credential_written_out")
     assert "MESHLOOM_SECRETS_DIR" in fault["detail"]
     assert "hf_abcdefgh" not in answer.text
+    written = {"labels": {"api-key": "abcdefgh", "note": "ghp_" + "x" * 36}}
+    answer = quiet_house.client.post("/v1/jobs", json=job_body(**written))
+    places = [fault["pointer"] for fault in answer.json()["errors"]]
+    assert (answer.status_code, places) == (422, ["/labels/api-key", "/labels/note"])
+    path = f"/v1/jobs/{quiet_house.submit()}"
+    answer = quiet_house.client.patch(path, json=written, headers={"If-Match": "*"})
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/labels/api-key")
     named = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": {"secret": "HUB"}}})
     assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201
 
