@@ -22,7 +22,9 @@ class Settings(BaseSettings):
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
     than this machine can reach wants a token from them, of at least 128 bits. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
+    logs and events at a time, for each holds a connection to Redis. ``max_connections`` bounds all clients together: beyond it the
+    oldest whose request has not come yet is closed. A request has ``request_timeout_s`` to come whole,
+    and its answer as long to be read. ``allowed_hosts`` are the names
     (separated by commas) under which the controller is served beside those of loopback. Every
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
     are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
@@ -47,6 +49,8 @@ class Settings(BaseSettings):
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
     max_streams: int = Field(default=64, ge=1, le=10_000)
+    max_connections: int = Field(default=512, ge=8, le=100_000)
+    request_timeout_s: float = Field(default=30.0, gt=0, le=3_600)
     plan_wait_s: float = Field(default=5, ge=0, le=60)
     probe_timeout_s: float = Field(default=120, gt=0, le=3_600)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
