@@ -23,6 +23,7 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.connections import BoundedProtocol, ConnectionLimits
 from services.controller.domain.rate import Rate
 from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader
@@ -105,6 +106,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            http=BoundedProtocol.within(
+                ConnectionLimits(settings.request_timeout_s, settings.max_connections)
+            ),
+            # No route speaks WebSocket; none of its libraries need look at a request.
+            ws="none",
         )
         leading = asyncio.create_task(leader.lead())
         leading.add_done_callback(_die_with_the_leader)

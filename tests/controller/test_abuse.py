@@ -1,10 +1,14 @@
 """What hostile clients do to a real controller, over real sockets: it stays fair, quick and readable."""
 
+import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 from services.contract.problems import MOST_FAULTS
 from services.controller.api.framing import MAX_BODY_BYTES
@@ -126,3 +130,68 @@ def test_what_no_parser_reads_is_refused_with_the_reason(
     )
     assert (answer.status_code, answer.json()["code"]) == (400, "malformed_json")
     assert words in answer.json()["detail"]
+
+
+# --- cursors, labels of figures, headers --------------------------------------------------------
+
+NUMBERS = strategies.sampled_from(
+    [0, 1, -1, 10**14, 10**15, 10**18, 1 << 63, (1 << 64) - 1, 10**19, 10**30]
+)
+PLACES = strategies.builds(
+    "{} {}".format, NUMBERS, strategies.sampled_from(["job_x", "", "\u00e9"])
+)
+ORDERS = strategies.builds(
+    "{} {}".format, strategies.sampled_from(["-priority", "updated"]), PLACES
+)
+CURSORS = (
+    strategies.builds("{}-{}".format, NUMBERS, NUMBERS)
+    | (PLACES | ORDERS).map(lambda text: base64.urlsafe_b64encode(text.encode()).decode())
+    | strategies.sampled_from(["0-0", "-", "+", "$", "*", "0", "", "(0-1", "\x00", "\u0660-\u0661"])
+    | strategies.text(max_size=12)
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/jobs?",
+        "/v1/jobs?sort=-priority&",
+        "/v1/plans?",
+        "/v1/audit?",
+        "/v1/jobs/{job}/events?",
+        "/v1/jobs/{job}/logs?",
+    ],
+)
+def test_a_cursor_of_any_kind_is_a_place_or_a_fault_of_the_client(
+    controller: Controller, path: str
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+
+    @hypothesis.settings(
+        max_examples=60, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.example("0-0")
+    @hypothesis.given(CURSORS)
+    def ask(cursor: str) -> None:
+        query = urlencode({"cursor": cursor}, errors="surrogatepass")
+        answer = controller.client.get(path.format(job=job) + query, headers=SHOWN)
+        assert answer.status_code in {200, 410, 422}, answer.text
+
+    ask()
+
+
+def test_methods_that_no_route_knows_are_one_series(controller: Controller) -> None:
+    for number in range(30):
+        controller.client.request(f"M{number}", "/v1/jobs")
+    figures = controller.client.get("/metrics").text
+    assert 'method="other"' in figures
+    assert 'method="M' not in figures
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/nope", "/healthz", "/metrics", "/", "/assets/x"])
+def test_no_browser_may_take_an_answer_for_another_kind(controller: Controller, path: str) -> None:
+    for headers in ({}, SHOWN):
+        answer = controller.client.get(path, headers=headers)
+        assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,11 +97,21 @@ def test_a_controller_that_others_can_reach_wants_a_token() -> None:
     assert "MESHLOOM_TOKEN" in line
 
 
+@pytest.mark.parametrize("make", [secrets.token_hex, secrets.token_urlsafe])
+def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> None:
+    settings = {"redis_url": "redis://x", "host": "meshloom.example", "token": make(16)}
+    assert Settings.model_validate(settings).token is not None
+    assert Settings.model_validate(settings | {"host": "127.0.0.1", "token": "a"}).is_loopback
+
+
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"host": "meshloom.example", "token": None}, "MESHLOOM_TOKEN"),
         ({"token": ""}, "MESHLOOM_TOKEN"),
+        ({"host": "0.0.0.0", "token": "a"}, "128 bits"),  # noqa: S104 refused
+        ({"host": "::", "token": "0123456789abcdef" + "0123456789abcd"}, "128 bits"),
+        ({"host": "0.0.0.0", "token": "a" * 100}, "openssl"),  # noqa: S104 refused
         ({"port": "high"}, "MESHLOOM_PORT"),
         ({"log_level": "loud"}, "MESHLOOM_LOG_LEVEL"),
     ],

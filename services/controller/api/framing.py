@@ -20,6 +20,11 @@ MAX_BODY_BYTES: Final = 1 << 18
 # closes, the kernel shows a reset in place of the answer.
 _READ_AT_MOST: Final = 1 << 21
 _LARGE_BODY_BYTES: Final = 1 << 14
+# No browser takes an answer for a script or a page, nor hands it to a page of another origin.
+_ALWAYS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _log = structlog.get_logger()
@@ -47,7 +52,10 @@ class Framing:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = int(message["status"])
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                for name, value in _ALWAYS.items():
+                    headers.setdefault(name, value)
                 self._note(scope, request_id, status, time.perf_counter() - began)
             await send(message)
 
