@@ -129,7 +129,14 @@ class PlanFailure(_View):
     """Why there is no plan: the code tells programs, the reason people, and what they can do."""
 
     code: Literal[
-        "timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer", "search_failed"
+        "timed_out",
+        "out_of_memory",
+        "crashed",
+        "refused",
+        "raised",
+        "wrong_spec",
+        "no_answer",
+        "search_failed",
     ]
     reason: str
     advice: str

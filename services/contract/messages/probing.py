@@ -45,9 +45,12 @@ class ProbeModel(Message):
 
 
 class ProbeFailure(Message):
-    """Why there is no profile: the code tells programs, the reason tells people what to do."""
+    """Why there is no profile: the code tells programs, the reason tells people what to do.
 
-    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised"]
+    ``wrong_spec``: a rank would fail in the same way. All others say nothing about that.
+    """
+
+    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
     reason: str
     traceback: str | None = None
 

@@ -63,6 +63,7 @@ from services.controller.domain.events import (
     PurgeAsked,
     RemovalAsked,
     ResumeAsked,
+    SpecFaulted,
     VerifyAsked,
 )
 from services.controller.domain.job import Job
@@ -87,6 +88,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     PlanMade: planning.on_made,
     PlanMissed: planning.on_missed,
     PlanRefused: planning.on_refused,
+    SpecFaulted: planning.on_faulted,
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
     PatchAsked: patching.on_patch,

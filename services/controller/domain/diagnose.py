@@ -23,6 +23,7 @@ from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
 NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"
+_CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoint_writer.CheckpointWriteError"
 _DESYNC: Final = "fsdp_core.errors.DesyncError"
 _MEMORY_TYPES: Final = frozenset({"builtins.MemoryError", "torch.OutOfMemoryError"})
 _MEMORY_WORDS: Final = (
@@ -229,6 +230,8 @@ def _of_exception(failure: Failure) -> FailureClass:
         return FailureClass.NAN
     if _DESYNC in names:
         return FailureClass.COLLECTIVE_MISMATCH
+    if _CHECKPOINT_WRITE in names:
+        return FailureClass.CHECKPOINT_FAILED
     if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
         return FailureClass.OUT_OF_MEMORY
     if "builtins.KeyboardInterrupt" in names:

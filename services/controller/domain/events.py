@@ -146,11 +146,21 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanMissed:
-    """Its plan failed, and this is why. ``unanswered``: the model is not the cause."""
+    """Its plan failed, and this is why. ``unanswered``: asked afresh, the answer may be another."""
 
     plan_id: str
     reason: str
     unanswered: bool = False
+
+
+@dataclass(frozen=True)
+class SpecFaulted:
+    """The node that was to profile the model found that no rank could build what the spec names."""
+
+    plan_id: str
+    reason: str
+    node_id: str
+    traceback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +281,7 @@ JobEvent = (
     | PlanMade
     | PlanMissed
     | PlanRefused
+    | SpecFaulted
     | NodeLost
     | AnswerOverdue
     | PatchAsked

@@ -33,7 +33,11 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.QUEUED, JobState.PAUSED, "pause" + _NO_RANK),
     Edge(JobState.QUEUED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
     Edge(JobState.QUEUED, JobState.SUCCEEDED, _LATE),
-    Edge(JobState.QUEUED, JobState.FAILED, "no layout fits: its plan is infeasible"),
+    Edge(
+        JobState.QUEUED,
+        JobState.FAILED,
+        "its plan is infeasible, or its probe found the spec to be wrong",
+    ),
     Edge(JobState.PLACING, JobState.STARTING, "all ranks are launched"),
     Edge(JobState.PLACING, JobState.RUNNING, "the first step, told before the launch"),
     Edge(JobState.PLACING, JobState.PAUSING, _PAUSE),

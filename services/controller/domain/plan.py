@@ -25,7 +25,9 @@ _ADVICE: Final = {
     "crashed": "run the model's factory by itself on that node and see why its process dies; the "
     "agent's log tells more",
     "refused": "see the reason: the node does not build such a model",
-    "raised": "mend the model or its arguments: the job itself would fail in the same way",
+    "raised": "the model may train all the same: a job of it runs by the default layout; write out "
+    "mesh and train.micro_batch to choose another",
+    "wrong_spec": "correct the spec, or the code that it names: a job of it would fail in the same way",
     "search_failed": "this is a defect of Meshloom: report it with the controller's log; a plan that "
     "is written out, or plan: default, needs no search",
     "no_answer": "see whether the node's agent is alive (meshloom nodes), then ask again",
