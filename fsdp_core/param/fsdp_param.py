@@ -45,7 +45,7 @@ from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
     from fsdp_core.param.param_options import ParamOptions
@@ -192,6 +192,7 @@ class FSDPParam:
         if parameter.requires_grad != self.is_trainable:
             # The method is forbidden within a transform of torch.func, even where that is off.
             parameter.requires_grad = self.is_trainable
+        self._unreduced.watch(parameter)
         self.slot.register(parameter)
         self._drop_smaller()
 
@@ -280,6 +281,10 @@ class FSDPParam:
         """A whole local gradient of zeros, as `take_grad` returns one."""
         dtype = self.reduce_dtype or self.compute_dtype
         return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
+
+    def watch_grads(self, on_arrival: Callable[[torch.Tensor], None]) -> None:
+        """Has `on_arrival` called each time autograd has added to the whole gradient."""
+        self._unreduced.on_arrival = on_arrival
 
     def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
         """Takes the gradient for a reduction.

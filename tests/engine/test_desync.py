@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core import fully_shard, torch_private
 from fsdp_core.comm import desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
+from tests.engine.test_chunked_loss import WIDTH, Headless
+from tests.engine.versus import Engine, ours, theirs
 
 pytestmark = pytest.mark.ranks
 
@@ -163,3 +171,38 @@ def sharded(ctx: RankContext) -> Choosing:
 def train(model: Choosing, chosen: list[str]) -> None:
     device = next(model.parameters()).device
     torch.autograd.backward(model(torch.ones(2, 4, device=device), chosen))
+
+
+def test_the_check_adds_no_collective_that_is_counted(gangs: Gangs) -> None:
+    gangs(2).run(compare_counts)
+
+
+def compare_counts(ctx: RankContext) -> None:
+    mine, reference = (counted(ctx, engine) for engine in (ours(), theirs()))
+    assert mine == reference
+    assert mine[0].total() > 0
+
+
+def counted(ctx: RankContext, engine: Engine) -> list[Counter[object]]:
+    """Collectives of three steps: of forward, of each chunk of the head, of the body's backward."""
+    model: Any = Headless().to(ctx.device)
+    for unit in (model.body, [model.norm, model.head], model):
+        engine.shard(unit, mesh=ctx.mesh)
+    counts: list[Counter[object]] = []
+    for step in range(3):
+        with counting(counts):
+            hidden = model(ctx.batch(step, 4, WIDTH))
+        for chunk in hidden.detach().requires_grad_().chunk(2):
+            with counting(counts):
+                torch.autograd.backward(model.head(chunk).sum())
+        with counting(counts):
+            torch.autograd.backward(hidden.sum())
+    return counts
+
+
+@contextmanager
+def counting(counts: list[Counter[object]]) -> Iterator[None]:
+    with CommDebugMode() as mode, warnings.catch_warnings():  # type: ignore[no-untyped-call]  # PyTorch's
+        warnings.simplefilter("ignore")  # the mode's own hooks and views give rise to some
+        yield
+    counts.append(Counter(mode.get_comm_counts()))
