@@ -98,6 +98,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             settings.entry_points,
             StreamSlots(settings.max_streams),
             drawing,
+            lambda: leader.trouble,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

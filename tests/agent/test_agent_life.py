@@ -120,6 +120,29 @@ def test_a_gang_lives_on_while_redis_is_away_and_nothing_is_lost(
         assert agent.stop() == 0
 
 
+def test_a_gang_trains_on_while_redis_has_no_memory_left_and_nothing_is_lost(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        controller = Controller(server.url)
+        controller.open_job()
+        agent = start_agent(url=server.url)
+        running(controller)
+        controller.client.config_set("maxmemory", "1")
+        until(lambda: "redis_unreachable" in agent.log.read_text())
+        reader = BoardReader.open(agent.folder.attempt(JOB, 1).board(0))
+        seen = step_of(reader)
+        until(lambda: step_of(reader) > seen + 100)
+        reader.close()
+        controller.client.config_set("maxmemory", "0")
+        controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+        end = ended(controller)
+        last = next(e.step for e in end.exits if e.rank == 0)
+        assert [record.step for record in controller.steps()] == list(range(1, last + 1))
+        controller.client.close()
+        assert agent.stop() == 0
+
+
 def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
     agent: AgentProcess, controller: Controller
 ) -> None:

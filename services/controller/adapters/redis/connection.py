@@ -6,7 +6,8 @@ those of the loops are not those of the streams, so that followers can never sil
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -16,7 +17,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.controller.domain.errors import StoreUnavailableError
@@ -32,6 +33,28 @@ _READ_RETRIES: Final = 1
 _READ_BACKOFF_S: Final = 0.05
 
 
+_MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
+_REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
+_ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
+_WAIT: Final = "it is busy: it answers again by itself"
+_REFUSALS: Final[Mapping[type[ResponseError], str]] = {
+    OutOfMemoryError: _MEMORY,
+    NoPermissionError: _ACL,
+    ReadOnlyError: _REPLICA,
+}
+_REFUSAL_CODES: Final = {
+    "OOM": _MEMORY,
+    "NOPERM": _ACL,
+    "ACL failure in script": _ACL,
+    "READONLY": _REPLICA,
+    "MASTERDOWN": _REPLICA,
+    "MISCONF": "it cannot save: free its disk; its log says what failed",
+    "NOREPLICAS": "too few replicas follow it: see min-replicas-to-write",
+    "LOADING": _WAIT,
+    "BUSY": _WAIT,
+    "UNBLOCKED": _WAIT,
+}
+_REFUSAL_CODE: Final = re.compile(rf"(?:^|caused error: )({'|'.join(_REFUSAL_CODES)})\b")
 _UNREADABLE_KEPT: Final = 1_000
 _log = structlog.get_logger()
 T = TypeVar("T")
@@ -127,8 +150,26 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Redis's absence, in the words of the ports."""
+    """Redis's absence, and its refusal of all work of a kind, in the words of the ports.
+
+    Other errors of Redis (a key of another type, a script that fails) are defects of ours: they
+    pass, and are logged by whoever meets them.
+    """
     try:
         yield
-    except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
+    except ResponseError as error:
+        advice = _advice(error)
+        if advice is None:
+            raise
+        raise StoreUnavailableError(f"Redis refuses: {error}; {advice}") from error
+    except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise StoreUnavailableError(f"Redis does not answer: {error}") from error
+
+
+def _advice(error: ResponseError) -> str | None:
+    for kind, advice in _REFUSALS.items():
+        if isinstance(error, kind):
+            return advice
+    # What redis-py knows by no class of its own; in a pipeline it names the command before it.
+    found = _REFUSAL_CODE.search(str(error))
+    return None if found is None else _REFUSAL_CODES[found.group(1)]

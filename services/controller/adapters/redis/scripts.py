@@ -205,7 +205,9 @@ return redis.call('INCR', KEYS[2])
 RENEW_LEAD: Final = """
 -- KEYS: leader; ARGV: holder, lease in ms
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+-- A write, as all decisions are: a Redis that refuses those ends the reign, and so says why.
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
 """
 
 RELEASE_LEAD: Final = """
