@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
-import secrets
 import resource
+import secrets
 import signal
 import socket
 import subprocess
