@@ -19,6 +19,8 @@ from fsdp_core.plan.model.space import Layout, LayoutSpace
 _MESHES = 6
 _FLIPPED = 3
 _DEEPER = 2
+# By so much another layout must be faster than the default: estimates are off by more than ties.
+_CLEARLY = 0.93
 
 
 def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnswer:
@@ -53,6 +55,10 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         found for layout in _rivals(space, hunt, layouts, best) if (found := hunt.look(layout))
     ]
     best, others = _sorted_out(best, [*rivals, *hunt.found.values()], feasible=feasible)
+    usual = _default(space, hunt, layouts) if feasible else None
+    if usual is not None and not _is_clearly_faster(best, usual):
+        others = sorted((each for each in (best, *others) if each != usual), key=lambda e: e.key)
+        best = usual
     seats = question.seats
     return LayoutAnswer(
         feasible=feasible,
@@ -66,7 +72,31 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         considered=len(layouts),
         estimated=len(hunt.found),
         exhaustive=hunt.exhaustive,
+        by_default=usual is not None and best == usual,
     )
+
+
+def _default(space: LayoutSpace, hunt: Hunt, layouts: list[Layout]) -> Found | None:
+    """The layout that needs no search, if it is among those searched and fits."""
+    if space.question.default is None:
+        return None
+    plan, micro_batch = space.question.default
+    found = next(
+        (
+            hunt.look(each)
+            for each in layouts
+            if (each.mesh, each.micro_batch) == (plan.mesh, micro_batch)
+            and space.plan(each) == plan
+        ),
+        None,
+    )
+    return found if found is not None and found.candidate.fits else None
+
+
+def _is_clearly_faster(best: Found, usual: Found) -> bool:
+    """By seconds; where these are not known, bytes say too little of what a pass costs."""
+    there, here = best.candidate.estimate.time, usual.candidate.estimate.time
+    return there is not None and here is not None and there.total < _CLEARLY * here.total
 
 
 def _sorted_out(
