@@ -38,7 +38,7 @@ from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place, whole_local
 from fsdp_core.param.replacement import check_replacement
-from fsdp_core.param.sharded_grad import add_to_grad
+from fsdp_core.param.sharded_grad import add_to_grad, check_grad
 from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unreduced_grad import UnreducedGrad
@@ -327,6 +327,7 @@ class FSDPParam:
         self._add_local_grad(self._order.seen(self._own_slice(padded)), link, lane)
 
     def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        check_grad(self.fqn, self.sharded_param, local)
         add_to_grad(self.sharded_param, local, self._placing, self._memory, link, lane)
 
     # -- Inside
