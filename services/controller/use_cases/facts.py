@@ -38,7 +38,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.clone import let_go_of_origin, release_origin
+from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
 from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told
 
@@ -139,8 +139,7 @@ async def _apply(
             await let_go_of_origin(ports, stored.job, epoch)
         for one in occurrences:
             if isinstance(one.event, JobPurged) and is_purged(stored.job, one.event):
-                await release_origin(ports, stored.job, actor, epoch)
-                await ports.jobs.delete(stored)
+                await delete_with_holds(ports, stored, actor, epoch)
                 _log.info("job_purged", job_id=job_id)
                 return
     except NotFoundError:
@@ -188,7 +187,7 @@ async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
             # Before the join is remembered: what was told behind it must not be held against it.
             if nodes.is_new_word(known.get(fact.node_id), fact, told.entry.id):
                 await _end_missing(ports, fact, epoch)
-            await ports.nodes.put(node, epoch)
+            await ports.nodes.put(node, epoch, known.get(node.id))
             _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
         if node.fact_id == told.entry.id:
             await _lose_gangs(ports, node, f"the agent of {node.id} was started anew", epoch)
@@ -196,7 +195,7 @@ async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
     elif isinstance(fact, NodeLeft) and fact.node_id in known:
         node = nodes.leave(known[fact.node_id], fact, told.entry.id)
         if node != known[fact.node_id]:
-            await ports.nodes.put(node, epoch)
+            await ports.nodes.put(node, epoch, known[node.id])
             _log.info("node_left", node_id=node.id)
         if node.fact_id == told.entry.id:
             await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)

@@ -33,6 +33,9 @@ from services.controller.ports.jobs import (
 )
 
 _PAGE: Final = 256
+_NOTHING_DOOMED: Final = (0, "", "")
+# In the script's keys the inboxes come behind those of the job.
+_FIRST_INBOX: Final = 7
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
 
 
@@ -149,6 +152,7 @@ class RedisJobs:
             for send in sends
             for text in (str(inboxes.index(keys.node_inbox(send.node_id)) + 1), _json(send))
         ]
+        doomed = change.deletes
         with answering():
             status, version = await self._commit(
                 keys=[
@@ -159,6 +163,7 @@ class RedisJobs:
                     keys.job_checkpoints(job.id),
                     keys.job_history(job.id),
                     *inboxes,
+                    *([] if doomed is None else _doomed(doomed.job.id)),
                 ],
                 args=[
                     change.before.version,
@@ -171,6 +176,11 @@ class RedisJobs:
                     job.state,
                     int(job.is_active),
                     keys.EVENTS_KEPT,
+                    *(
+                        _NOTHING_DOOMED
+                        if doomed is None
+                        else (len(inboxes) + _FIRST_INBOX, doomed.job.id, doomed.version)
+                    ),
                     *_listed(_bodies(change.events)),
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),
@@ -180,6 +190,8 @@ class RedisJobs:
                 ],
             )
         _refuse(status, job.id)
+        if doomed is not None:
+            self._clients.unreadable.forget(keys.job(doomed.job.id))
         return Stored(job, int(version))
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
@@ -273,26 +285,29 @@ class RedisJobs:
         self._clients.unreadable.forget(keys.job(job_id))
         with answering():
             status = await self._delete(
-                keys=[
-                    keys.job(job_id),
-                    keys.JOBS,
-                    keys.ACTIVE_JOBS,
-                    keys.DELETED_JOBS,
-                    keys.job_events(job_id),
-                    keys.job_ranks(job_id),
-                    keys.job_steps(job_id),
-                    keys.job_logs(job_id),
-                    keys.job_stacks(job_id),
-                    keys.job_checkpoints(job_id),
-                    keys.job_history(job_id),
-                ],
-                args=[version, job_id],
+                keys=[keys.ACTIVE_JOBS, *_doomed(job_id)], args=[version, job_id]
             )
         _refuse(status, job_id)
 
 
 def _claim_key(claim: Claim | None) -> str:
     return keys.idempotency("", "") if claim is None else keys.idempotency(claim.subject, claim.key)
+
+
+def _doomed(job_id: str) -> list[str]:
+    """The keys of a job that is deleted, as the scripts take them."""
+    return [
+        keys.job(job_id),
+        keys.JOBS,
+        keys.DELETED_JOBS,
+        keys.job_events(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+    ]
 
 
 def _claimed(claim: Claim, text: str) -> Stored:

@@ -10,7 +10,12 @@ from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
-from services.controller.domain.errors import CursorExpiredError, DeposedError, no_node
+from services.controller.domain.errors import (
+    CursorExpiredError,
+    DeposedError,
+    StaleWriteError,
+    no_node,
+)
 from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
@@ -65,15 +70,18 @@ class RedisNodes:
             known = known or Drain(asked_ms=0)
         return node.model_copy(update={"drain": known, "measured": told})
 
-    async def put(self, node: Node, epoch: int) -> None:
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
+        seen = "" if before is None else before.fact_id
         with answering():
             status = await self._put(
                 keys=[keys.EPOCH, keys.NODES],
-                args=[epoch, node.id, node.model_dump_json(), keys.WAKE],
+                args=[epoch, node.id, node.model_dump_json(), keys.WAKE, seen],
             )
         if status == "deposed":
             raise DeposedError("another controller leads now")
+        if status == "stale":
+            raise StaleWriteError(f"node {node.id} changed meanwhile")
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""
