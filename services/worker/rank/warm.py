@@ -16,7 +16,9 @@ import traceback
 from pathlib import Path
 from typing import Final, NoReturn
 
+from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.own_process import LossyOutput
 from services.contract.warm_channel import (
     ForkFailed,
     ForkRank,
@@ -126,7 +128,7 @@ class WarmProcess:
                 end.close()
             for descriptor in later:
                 os.close(descriptor)
-            _redirect_output(Path(seat.log_folder), seat.rank)
+            _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
             if seat.rank == 0:
                 sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._notices)
             faulthandler.enable()
@@ -177,15 +179,13 @@ def _children() -> list[int]:
         return []
 
 
-def _redirect_output(folder: Path, rank: int) -> None:
+def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
             os.dup2(log.fileno(), number)
-    # Files are buffered by blocks: a person who follows the log wants lines.
-    for stream in (sys.stdout, sys.stderr):
-        getattr(stream, "reconfigure", lambda **_: None)(line_buffering=True)
+        setattr(sys, name, LossyOutput.text(number, mask.line))
 
 
 def _limit_threads(threads: int) -> None:
