@@ -10,10 +10,12 @@ import ctypes
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 _PR_SET_DUMPABLE: Final = 4
 _PRIVATE: Final = 0o077
+_LONGEST_LINE: Final = 1 << 16
 
 
 def set_up_process(*, holds_secrets: bool = False) -> None:
@@ -46,17 +48,19 @@ class LossyOutput(io.RawIOBase):
 
     Args:
         descriptor: Stays the caller's: it is not closed.
+        mask: Applied to what is written, which is whole lines unless they are very long.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, mask: Callable[[bytes], bytes] = bytes) -> None:
         self._descriptor = descriptor
+        self._mask = mask
         self._lost = 0
         self._why = ""
 
     @classmethod
-    def text(cls, descriptor: int) -> io.TextIOWrapper:
+    def text(cls, descriptor: int, mask: Callable[[bytes], bytes] = bytes) -> io.TextIOWrapper:
         """Lines of text into ``descriptor``, each written at its end."""
-        buffer = io.BufferedWriter(cls(descriptor))
+        buffer = io.BufferedWriter(cls(descriptor, mask), _LONGEST_LINE)
         return io.TextIOWrapper(
             buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
@@ -75,17 +79,18 @@ class LossyOutput(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:  # noqa: ANN401 any buffer, as the base class has it
         """Take all of ``data``; never raises for what the descriptor does."""
-        view = memoryview(data).cast("B")
+        taken = len(memoryview(data).cast("B"))
+        masked = self._mask(bytes(data))
         try:
             if self._lost:
                 self._put(f"\n… {self._lost} bytes of this output are lost: {self._why}\n".encode())
                 self._lost = 0
-            self._put(view)
+            self._put(masked)
         except OSError as error:
-            self._lost += len(view)
+            self._lost += taken
             self._why = error.strerror or str(error)
-        return len(view)
+        return taken
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _put(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._descriptor, data) :]

@@ -85,7 +85,7 @@ async def _until_signalled(work: Coroutine[None, None, int]) -> int | None:
 async def _follow(file: Path, url: str) -> int:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.cli", "submit", file, "--follow", "--rejoin"),
+        *("-P", "-m", "services.cli", "submit", file, "--follow", "--rejoin"),
         env=child_environment(MESHLOOM_URL=url),
         # A session of its own: Ctrl-C is the owner's, who ends the follower too.
         start_new_session=True,

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ class Child:
             ChildFailedError: It exited with the code of a configuration error.
         """
         while True:
+            began = time.monotonic()
             try:
                 code = await self._run_once()
             except OSError as error:  # no room for its log, or none for another process
@@ -64,7 +66,8 @@ class Child:
                 code = 0
             if code == CONFIGURATION_ERROR:
                 raise ChildFailedError(f"{self._program.name}: {self._last_words()}")
-            await asyncio.sleep(_RESTART_PAUSE_S)
+            # One that has lived for a while starts again at once; one that cannot start waits.
+            await asyncio.sleep(max(0.0, began + _RESTART_PAUSE_S - time.monotonic()))
 
     async def _run_once(self) -> int:
         with self._program.log.open("ab") as log:

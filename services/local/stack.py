@@ -41,6 +41,8 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
     home = settings.home.resolve()
     logs = home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # somebody else's, who decides who reads it
+        home.chmod(0o700)
     with _sole_owner(home), _redis(settings, home, logs) as (redis_url, redis_programs):
         _check_port(settings.host, settings.port)
         environment = {

@@ -29,6 +29,7 @@ from tests.agent.conftest import (
     FOREVER,
     JOB,
     NODE,
+    PROGRAMS,
     AgentProcess,
     Controller,
     StartAgent,
@@ -281,6 +282,18 @@ def test_the_warm_process_has_one_thread_and_ranks_are_its_children(
     assert warm.num_threads() == 1
     assert {psutil.Process(pid).ppid() for pid in pids.values()} == {warm.pid}
     assert os.getsid(warm.pid) == warm.pid
+
+
+def test_a_users_folder_with_the_name_of_our_package_disturbs_no_rank_and_is_said(
+    start_agent: StartAgent, controller: Controller, tmp_path: Path
+) -> None:
+    (tmp_path / "models" / "services").mkdir(parents=True)
+    controller.open_job()
+    start_agent(MESHLOOM_USER_PATH=f"{tmp_path}/models:{PROGRAMS}")
+    controller.send(launch())
+    assert all(e.exit_code == 0 for e in ended(controller).exits)
+    (said,) = (line for line in controller.logs() if "is hidden by Meshloom" in line.text)
+    assert (said.rank, said.level) == (0, "warning")
 
 
 def test_bad_settings_are_named_in_one_line_each() -> None:

@@ -244,7 +244,7 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
         )
         folder = NodeFolder(tmp_path, NODE)
         folder.path.mkdir(parents=True, exist_ok=True)
-        return SelfTest(folder, NODE, "a", inventory, Asker({}, tmp_path), asyncio.Event().wait)
+        return SelfTest(folder, NODE, "a", inventory, Asker({}, (), tmp_path), asyncio.Event().wait)
 
     found = SelfTestResult(facts=NodeFacts({"fp32": 1.0}, 1.0, 1.0, 1.0, 1.0, 2))
     self_test(torch="1")._keep("cpu", found)

@@ -72,7 +72,10 @@ def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_pro
     owner = subprocess.Popen(
         [sys.executable, "-m", "services.local", "up"],
         env=child_environment(
-            MESHLOOM_HOME=str(tmp_path), MESHLOOM_PORT=str(port), MESHLOOM_TOKEN=OPERATOR
+            MESHLOOM_HOME=str(tmp_path),
+            MESHLOOM_PORT=str(port),
+            MESHLOOM_TOKEN=OPERATOR,
+            MESHLOOM_TEMPLATE_LINGER_S="0",
         ),
         stderr=subprocess.DEVNULL,
     )

@@ -124,6 +124,11 @@ class NodeFolder:
         return self.path / "warm.log"
 
     @property
+    def template_socket(self) -> Path:
+        """Where a template whose agent is gone waits for the next one."""
+        return self.path / "template.sock"
+
+    @property
     def sentinel_log(self) -> Path:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"

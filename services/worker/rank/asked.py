@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from services.contract.own_process import set_up_process
 from services.contract.rank_stacks import STACKS_SIGNAL
+from services.worker.rank.user_path import add_user_path
 from services.worker.rank.warm import die_with_parent
 
 
@@ -47,7 +48,9 @@ def take_question(program: str) -> Asked:
     parser = argparse.ArgumentParser(prog=f"python -m {program}")
     parser.add_argument("--answer", type=int, required=True, help="descriptor of the answer's file")
     parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
     arguments = parser.parse_args()
+    add_user_path(arguments.user_path)
     die_with_parent(arguments.agent)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
