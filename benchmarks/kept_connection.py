@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.controller.connections import BoundedProtocol
+from services.controller.api.connections import BoundedProtocol
 
 _HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"2")]
 

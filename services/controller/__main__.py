@@ -19,11 +19,11 @@ from pydantic import ValidationError
 from services.contract.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
+from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
-from services.controller.connections import BoundedProtocol, ConnectionLimits
 from services.controller.domain.rate import Rate
 from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader

@@ -2,14 +2,20 @@
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from urllib.parse import urlencode
 
 import hypothesis
 import pytest
 from hypothesis import strategies
+from redis import Redis
 
+from services.cli.client import Client
+from services.cli.errors import RefusedError
+from services.contract import redis_keys as keys
+from services.contract.messages.telemetry import LogLine
 from services.contract.problems import MOST_FAULTS
 from services.controller.api.framing import MAX_BODY_BYTES
 from services.local.embedded_redis import EmbeddedRedis
@@ -195,3 +201,81 @@ def test_no_browser_may_take_an_answer_for_another_kind(controller: Controller, 
         answer = controller.client.get(path, headers=headers)
         assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
         assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+STREAM = {"Accept": "text/event-stream"}
+
+
+def revoke(controller: Controller, _redis: Redis, token_id: str) -> None:
+    done = controller.client.delete(f"/v1/tokens/{token_id}", headers=SHOWN)
+    assert done.status_code == 204
+
+
+def let_expire(_controller: Controller, redis: Redis, token_id: str) -> None:
+    record = json.loads(str(redis.hget(keys.TOKENS, token_id)))
+    redis.hset(keys.TOKENS, token_id, json.dumps(record | {"expires_ms": 1}))
+
+
+@pytest.mark.parametrize("ended", [revoke, let_expire])
+@pytest.mark.parametrize("kind", ["events", "logs?follow=true", "logs?follow=true&text=never"])
+def test_a_stream_does_not_outlive_its_token(
+    controller: Controller,
+    redis_server: EmbeddedRedis,
+    ended: Callable[[Controller, Redis, str], None],
+    kind: str,
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    viewer = bearer(controller, "vic", "viewer")
+    token_id = f"tok_{viewer['Authorization'].split('_')[1]}"
+    path = f"/v1/jobs/{job}/{kind}"
+    with (
+        Redis.from_url(redis_server.url, decode_responses=True) as redis,
+        controller.client.stream("GET", path, headers=viewer | STREAM, timeout=12) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith(":")
+        ended(controller, redis, token_id)
+        said = [line for line in lines if line]
+    assert "event: refused" in said
+    problem = json.loads(said[-1].removeprefix("data: "))
+    assert (problem["status"], problem["code"]) == (401, "unauthorized")
+    assert controller.client.get(path, headers=viewer).status_code == 401
+
+
+def test_who_follows_logs_with_a_revoked_token_is_told(
+    controller: Controller, redis_server: EmbeddedRedis
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    shown = bearer(controller, "vic", "viewer")["Authorization"].removeprefix("Bearer ")
+    line = LogLine(rank=0, fence=1, stream="stdout", time_ms=1, text="first")
+    with (
+        Redis.from_url(redis_server.url, decode_responses=True) as redis,
+        Client(str(controller.client.base_url), shown) as client,
+    ):
+        redis.xadd(keys.job_logs(job), {keys.MESSAGE_FIELD: line.model_dump_json()})
+        lines = client.follow_logs(job)
+        assert next(lines).text == "first"
+        revoke(controller, redis, f"tok_{shown.split('_')[1]}")
+        with pytest.raises(RefusedError, match="revoked"):
+            next(lines)
+
+
+def test_one_viewer_takes_a_quarter_of_the_streams_and_others_get_theirs(
+    controller: Controller,
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    path = f"/v1/jobs/{job}/events"
+    viewer, other = (bearer(controller, name, "viewer") | STREAM for name in ("max", "mia"))
+    with ExitStack() as stack:
+
+        def follow(headers: dict[str, str]) -> tuple[int, str | None]:
+            answer = stack.enter_context(controller.client.stream("GET", path, headers=headers))
+            return answer.status_code, answer.headers.get("retry-after")
+
+        taken = [follow(viewer) for _ in range(16)]
+        assert set(taken) == {(200, None)}
+        assert follow(viewer) == (429, "5")
+        assert follow(other) == (200, None)
+        assert controller.client.get(path, headers=viewer | {"Accept": "*/*"}).status_code == 200

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from services.controller.connections import BoundedProtocol, ConnectionLimits
+from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
