@@ -31,8 +31,8 @@ _BUDGET_S = 1.0
 _GIVEN_UP_S = 10
 _LONGEST_PASS_S = 0.4
 _REPEATS = 5
-_FACTOR = 4
-_MOST_SIZES = 6
+_FACTOR = 2
+_MOST_SIZES = 9
 _SCALE = 0.02
 # What a pass takes longer than its matrix products would at their best rate; at least.
 _SLOWER = 2

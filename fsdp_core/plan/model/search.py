@@ -19,8 +19,8 @@ from fsdp_core.plan.model.space import Layout, LayoutSpace
 _MESHES = 6
 _FLIPPED = 3
 _DEEPER = 2
-# By so much another layout must be faster than the default: estimates are off by more than ties.
-_CLEARLY = 0.93
+# What another layout's seconds must be below, as a part of the default's: estimates are not exact.
+_CLEARLY = 0.9
 
 
 def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnswer:
@@ -56,9 +56,10 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
     ]
     best, others = _sorted_out(best, [*rivals, *hunt.found.values()], feasible=feasible)
     usual = _default(space, hunt, layouts) if feasible else None
-    if usual is not None and not _is_clearly_faster(best, usual):
-        others = sorted((each for each in (best, *others) if each != usual), key=lambda e: e.key)
-        best = usual
+    if usual is not None:
+        kept = _closest(best, usual, hunt.found.values())
+        others = sorted((each for each in (best, *others) if each != kept), key=lambda e: e.key)
+        best = kept
     seats = question.seats
     return LayoutAnswer(
         feasible=feasible,
@@ -93,10 +94,20 @@ def _default(space: LayoutSpace, hunt: Hunt, layouts: list[Layout]) -> Found | N
     return found if found is not None and found.candidate.fits else None
 
 
-def _is_clearly_faster(best: Found, usual: Found) -> bool:
+def _closest(best: Found, usual: Found, known: Iterable[Found]) -> Found:
+    """The default, or its micro-batch in another layout, unless the best is clearly faster."""
+    if not _is_clearly_faster(best, usual):
+        return usual
+    alike = (each for each in known if each.candidate.fits and not each.layout.offload)
+    alike = (each for each in alike if each.layout.micro_batch == usual.layout.micro_batch)
+    other = min(alike, key=lambda each: each.key, default=best)
+    return best if _is_clearly_faster(best, other) else other
+
+
+def _is_clearly_faster(one: Found, other: Found) -> bool:
     """By seconds; where these are not known, bytes say too little of what a pass costs."""
-    there, here = best.candidate.estimate.time, usual.candidate.estimate.time
-    return there is not None and here is not None and there.total < _CLEARLY * here.total
+    mine, its = one.candidate.estimate.time, other.candidate.estimate.time
+    return mine is not None and its is not None and mine.total < _CLEARLY * its.total
 
 
 def _sorted_out(

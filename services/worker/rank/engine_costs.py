@@ -18,7 +18,7 @@ from fsdp_core.plan.model import Exchange
 from fsdp_core.plan.model.traffic import Kind
 
 _UNITS: Final = 4
-_MANY: Final = 9
+_MANY: Final = 17
 _ITEM_BYTES: Final = 4
 _UNIT_BYTES: Final = {
     "cpu": (16 << 10, 512 << 10, 8 << 20),
