@@ -178,31 +178,70 @@ def test_the_check_adds_no_collective_that_is_counted(gangs: Gangs) -> None:
 
 
 def compare_counts(ctx: RankContext) -> None:
-    mine, reference = (counted(ctx, engine) for engine in (ours(), theirs()))
-    assert mine == reference
-    assert mine[0].total() > 0
+    for count in (of_chunks, of_resharding, of_accumulation):
+        mine, reference = ([*count(ctx, engine)] for engine in (ours(), theirs()))
+        assert mine == reference, count.__name__
+        assert mine[0].total() > 0
 
 
-def counted(ctx: RankContext, engine: Engine) -> list[Counter[object]]:
-    """Collectives of three steps: of forward, of each chunk of the head, of the body's backward."""
+def of_chunks(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of forward, of each chunk of the head, and of the body's backward."""
     model: Any = Headless().to(ctx.device)
     for unit in (model.body, [model.norm, model.head], model):
         engine.shard(unit, mesh=ctx.mesh)
-    counts: list[Counter[object]] = []
     for step in range(3):
-        with counting(counts):
+        with counting() as mode:
             hidden = model(ctx.batch(step, 4, WIDTH))
+        yield counts_of(mode)
         for chunk in hidden.detach().requires_grad_().chunk(2):
-            with counting(counts):
+            with counting() as mode:
                 torch.autograd.backward(model.head(chunk).sum())
-        with counting(counts):
+            yield counts_of(mode)
+        with counting() as mode:
             torch.autograd.backward(hidden.sum())
-    return counts
+        yield counts_of(mode)
+
+
+def of_resharding(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of forward and backward, kept whole after forward, resharded by hand, and by forward."""
+    model = layers(ctx, engine)
+    for step in range(6):
+        model.set_reshard_after_forward(step % 3 == 2)
+        with counting() as mode:
+            loss = model(ctx.batch(step, 4, WIDTH)).square().sum()
+        yield counts_of(mode)
+        if step % 3 == 1:
+            for layer in model:
+                layer.reshard()
+        with counting() as mode:
+            torch.autograd.backward(loss)
+        yield counts_of(mode)
+
+
+def of_accumulation(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of each of three microbatches, of which the last reduces."""
+    model = layers(ctx, engine)
+    for micro in range(6):
+        model.set_requires_gradient_sync(micro % 3 == 2)
+        with counting() as mode:
+            torch.autograd.backward(model(ctx.batch(micro, 4, WIDTH)).square().sum())
+        yield counts_of(mode)
+
+
+def layers(ctx: RankContext, engine: Engine) -> Any:  # noqa: ANN401 - a class of either engine
+    torch.manual_seed(5)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]).to(ctx.device)
+    for unit in (*model, model):
+        engine.shard(unit, mesh=ctx.mesh)
+    return model
+
+
+def counts_of(mode: CommDebugMode) -> Counter[object]:
+    return Counter(mode.get_comm_counts())
 
 
 @contextmanager
-def counting(counts: list[Counter[object]]) -> Iterator[None]:
+def counting() -> Iterator[CommDebugMode]:
     with CommDebugMode() as mode, warnings.catch_warnings():  # type: ignore[no-untyped-call]  # PyTorch's
         warnings.simplefilter("ignore")  # the mode's own hooks and views give rise to some
-        yield
-    counts.append(Counter(mode.get_comm_counts()))
+        yield mode
