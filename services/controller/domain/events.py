@@ -182,6 +182,13 @@ class AnswerOverdue:
 
 
 @dataclass(frozen=True)
+class ClockSetBack:
+    """The clock of Redis was set back: moments of the job lie ahead of it."""
+
+    by_ms: int
+
+
+@dataclass(frozen=True)
 class PatchAsked:
     """Change what may be changed of the spec, if its revision is one of these (None: any)."""
 
@@ -271,6 +278,7 @@ JobEvent = (
     | PlanRefused
     | NodeLost
     | AnswerOverdue
+    | ClockSetBack
     | PatchAsked
     | PurgeAsked
     | MoveAsked
