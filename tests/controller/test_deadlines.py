@@ -7,15 +7,24 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.messages.commands import LaunchGang, StopGang
+from services.contract.messages.facts import Fact
 from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import ExitReason, JobState, NodeState
+from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.machines import MemoryNodes
 from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.events import JobEvent, KillAsked, PauseAsked
+from services.controller.domain.gang import ANSWER_DUE_MS
+from services.controller.domain.job import Job
 from services.controller.domain.node import Lease
+from services.controller.domain.retry import BACKOFF_MS
 from services.controller.ports.jobs import Stored
+from services.controller.ports.machines import Entry
+from services.controller.use_cases.facts import heed
 from services.controller.use_cases.reconcile import Reconciler
-from tests.controller.histories import NODE, NOW, node, running
+from tests.controller.histories import NODE, NOW, killed, new_job, node, placed, play, running
 
 FENCED_WITHIN_MS = 6_000
 BEAT_MS = 500
@@ -105,3 +114,68 @@ def test_a_node_that_joins_while_it_is_judged_is_not_lost() -> None:
 
     asyncio.run(look())
     assert server.nodes[NODE] == joined
+
+
+LONGEST_WAIT_MS = BACKOFF_MS[-1]
+SLACK_MS = 5_000
+LOOK_MS = 1_000
+LATER = NOW + 7_200_000
+
+
+@given(back_ms=st.integers(0, LATER - NOW), waits_ms=st.integers(0, LONGEST_WAIT_MS))
+def test_a_clock_that_is_set_back_makes_no_retry_wait_longer_than_the_longest_wait(
+    back_ms: int, waits_ms: int
+) -> None:
+    failed = play(running(), [killed(running())], LATER).job
+    waiting = failed.model_copy(update={"not_before_ms": LATER + waits_ms})
+    placed_after_ms = until_commanded(waiting, LaunchGang, LATER - back_ms)
+    assert placed_after_ms <= waits_ms + SLACK_MS + LOOK_MS
+
+
+@given(
+    back_ms=st.integers(0, LATER - NOW),
+    asked=st.sampled_from([None, KillAsked(), PauseAsked(StopRequest(grace_s=10))]),
+)
+def test_a_clock_that_is_set_back_puts_off_no_command_that_is_sent_again(
+    back_ms: int, asked: JobEvent | None
+) -> None:
+    job = play(new_job(), [placed(new_job()), *([] if asked is None else [asked])], LATER).job
+    grace_ms = 0 if job.stop is None else int(job.stop.grace_s * 1_000)
+    kind = LaunchGang if asked is None else StopGang
+    sent_after_ms = until_commanded(job, kind, LATER - back_ms)
+    assert ANSWER_DUE_MS < sent_after_ms <= ANSWER_DUE_MS + grace_ms + SLACK_MS + 2 * LOOK_MS
+
+
+def until_commanded(job: Job, kind: type[LaunchGang | StopGang], now_ms: int) -> int:
+    """How long it takes from then until the node is sent such a command."""
+    clock = now_ms
+    server = MemoryServer(now_ms=lambda: clock, epoch=1)
+    server.jobs[job.id] = Stored(job, 1)
+    server.nodes[NODE] = node()
+    reconciler = Reconciler(memory_ports(server), 1)
+
+    async def look() -> None:
+        nonlocal clock
+        while not any(isinstance(command, kind) for command in server.commands(NODE)):
+            assert clock - now_ms < 10 * LONGEST_WAIT_MS
+            server.leases = {NODE: Lease("life-1", 5_000)}
+            clock += int(1_000 * await reconciler.look())
+
+    asyncio.run(look())
+    return clock - now_ms
+
+
+async def told_now(server: MemoryServer, fact: Fact, time_ms: int) -> None:
+    await heed(memory_ports(server), [Entry(f"{time_ms}-0", fact.model_dump_json())], 1)
+
+
+@given(ahead_ms=st.integers(0, LATER - NOW))
+def test_a_fact_whose_place_in_the_stream_lies_ahead_happens_now(ahead_ms: int) -> None:
+    server = MemoryServer(now_ms=lambda: NOW, epoch=1)
+    job = running()
+    server.jobs[job.id] = Stored(job, 1)
+    asyncio.run(told_now(server, killed(job), NOW + ahead_ms))
+    after = server.jobs[job.id].job
+    assert after.state is JobState.RESTARTING
+    assert after.updated_ms == NOW
+    assert after.not_before_ms <= NOW + LONGEST_WAIT_MS

@@ -24,6 +24,7 @@ from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
+    ClockSetBack,
     GangPlaced,
     NodeLost,
     PlacementDelayed,
@@ -225,6 +226,12 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
     for sealed in job.checkpoints.values():
         if sealed.state == CheckpointState.SEALED and sealed.fence == attempt.fence:
             send_commit(draft, attempt.fence, sealed.id)
+
+
+def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:
+    """Note it; a decision sets the moments of its job back by itself."""
+    words = f"the clock of Redis was set back by {event.by_ms / 1000:.0f} s: what waits goes on"
+    draft.note("clock.set_back", words)
 
 
 def answered(draft: Draft) -> None:

@@ -15,7 +15,7 @@ from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
 from services.contract.specs import CarriedSpec
 from services.contract.states import NodeState, PlanState
 from services.controller.domain.node import Node
-from services.controller.domain.record import Record
+from services.controller.domain.record import Record, is_ahead
 
 _ADVICE: Final = {
     "timed_out": "the model is too large to be followed in that time: raise MESHLOOM_PROBE_TIMEOUT_S "
@@ -116,7 +116,7 @@ def judge(
     if answer is None:
         if node is None or node.state is NodeState.LOST:
             return fail(plan, "no_answer", f"{plan.node_id} was lost before it answered")
-        if now_ms < plan.answer_by_ms:
+        if now_ms < plan.answer_by_ms and not is_ahead(plan.created_ms, now_ms):
             return StillProbing()
         waited_s = (plan.answer_by_ms - plan.created_ms) / 1000
         return fail(plan, "no_answer", f"{plan.node_id} did not answer within {waited_s:.0f} s")
@@ -128,7 +128,8 @@ def judge(
     is_told = measured is not None and (
         measured.facts is not None or measured.at_ms >= plan.created_ms
     )
-    if not is_told and now_ms < plan.measured_by_ms:
+    may_wait = now_ms < plan.measured_by_ms and not is_ahead(plan.created_ms, now_ms)
+    if not is_told and may_wait:
         return StillProbing()
     return Profiled(
         answer.node_id, answer.took_s, answer.profile, answer.optimizer, answer.sequence_tokens

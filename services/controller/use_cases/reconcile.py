@@ -18,6 +18,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.events import (
     AnswerOverdue,
+    ClockSetBack,
     GangPlaced,
     JobEvent,
     MoveAsked,
@@ -80,6 +81,7 @@ class Reconciler:
         healthy_ms = self._answered(now_ms).healthy_ms
         known, leases = await self._judge_nodes(healthy_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
+        jobs = [await self._set_back(job, now_ms) for job in jobs]
         unread = await self._alive_but_unread(jobs, known)
         jobs = [await self._check_attempt(job, known, unread, now_ms) for job in jobs]
         jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
@@ -106,6 +108,12 @@ class Reconciler:
                 else:
                     _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
         return judged, leases
+
+    async def _set_back(self, job: Job, now_ms: int) -> Job:
+        """The job after the clock of Redis was set back, if it was."""
+        if job.rewound(now_ms) is job:
+            return job
+        return await self._apply(job, ClockSetBack(job.updated_ms - now_ms), now_ms)
 
     async def _alive_but_unread(
         self, jobs: Sequence[Job], known: Mapping[str, Node]
