@@ -212,7 +212,8 @@ class EstimateView(JobEstimate):
     ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
     ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
-    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
+    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
+    if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
     """
 
     measured_peak_bytes: int | None = None

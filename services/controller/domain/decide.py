@@ -153,6 +153,7 @@ def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
     draft = Draft(job, now_ms)
     if not is_stale(job, event):
         _HANDLERS[type(event)](event, draft)
+        draft.keep_standing()
     return draft.decision()
 
 

@@ -69,7 +69,8 @@ class Job(Record):
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
     the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
-    foresaw by which it runs. ``planning``: its layout is still to be chosen. ``asked``: its spec
+    foresaw by which it runs. ``found``: storage told of it, and its ranks may still train.
+    ``planning``: its layout is still to be chosen. ``asked``: its spec
     as far as it was open before that.
     """
 
@@ -102,6 +103,7 @@ class Job(Record):
     damaged_records: tuple[int, ...] = ()
     revision: int = 0
     origin: Origin | None = None
+    found: bool = False
     purge_node: str | None = None
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)

@@ -11,6 +11,7 @@ from services.contract.commit_chain import ChainError
 from services.contract.messages.commands import (
     CommitCheckpoint,
     ExportCheckpoint,
+    KeepStanding,
     PurgeJob,
     RetireCheckpoint,
     VerifyCheckpoint,
@@ -34,6 +35,7 @@ Question = (
     | RetireCheckpoint
     | VerifyCheckpoint
     | ExportCheckpoint
+    | KeepStanding
     | PurgeJob
     | ProbeModel
     | MeasureNode
@@ -86,6 +88,8 @@ class Answers:
                 facts = await self._exporter.export(command)
             case VerifyCheckpoint():
                 facts = await asyncio.to_thread(self._storage.verify, command)
+            case KeepStanding():
+                facts = await self._keep_standing(command)
             case PurgeJob():
                 facts = (await asyncio.to_thread(purge, self._storage, command, self._node_id),)
             case ProbeModel():
@@ -121,6 +125,13 @@ class Answers:
     def give_way(self) -> None:
         """Ranks are about to start."""
         self._self_test.give_way()
+
+    async def _keep_standing(self, command: KeepStanding) -> Sequence[Fact]:
+        try:
+            await asyncio.to_thread(self._storage.keep_standing, command)
+        except OSError as error:
+            _log.warning("standing_not_kept", job=command.job_id, why=str(error))
+        return ()
 
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         try:

@@ -15,6 +15,7 @@ from services.contract.messages.commands import (
     CommitCheckpoint,
     DiagnoseGang,
     ExportCheckpoint,
+    KeepStanding,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
@@ -304,7 +305,7 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case CommitCheckpoint() | RetireCheckpoint() | PurgeJob():
+        case CommitCheckpoint() | RetireCheckpoint() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
         case ProbeModel() | MeasureNode():
             return "", "asking"
