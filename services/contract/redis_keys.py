@@ -24,6 +24,8 @@
 | ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
+| ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
+| ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
 | ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
@@ -44,6 +46,10 @@ DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
+# Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
+# takes ids behind which nothing can be added.
+ARRIVED_FACTS: Final = "ml:facts:arrived"
+TAKEN_FACTS: Final = "ml:facts:taken"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"

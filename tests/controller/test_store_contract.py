@@ -66,7 +66,7 @@ class OutsideRedis:
     redis: Redis
 
     def fact(self, body: str) -> None:
-        self.redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: body})
+        self.redis.rpush(keys.ARRIVED_FACTS, body)
 
     def lease(self, node_id: str, incarnation: str) -> None:
         self.redis.set(keys.node_lease(node_id), incarnation, px=5000)

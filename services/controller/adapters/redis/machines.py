@@ -122,10 +122,14 @@ class RedisNodes:
 
 
 class RedisFacts:
-    """The port ``FactQueue``: a consumer group of one consumer."""
+    """The port ``FactQueue``: a consumer group of one consumer.
+
+    Facts arrive in a list, from which they are taken into the stream in their order.
+    """
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
+        self._take = clients.writes.register_script(scripts.TAKE_FACTS)
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
@@ -140,11 +144,28 @@ class RedisFacts:
 
     async def unacknowledged(self, limit: int) -> list[Entry]:
         """See ``FactQueue.unacknowledged``."""
-        return await self._read("0", limit, None)
+        return await self._read("0", limit)
 
     async def next(self, limit: int, timeout_s: float) -> list[Entry]:
         """See ``FactQueue.next``."""
-        return await self._read(">", limit, min(timeout_s, MAX_BLOCK_S))
+        entries = await self._taken(limit)
+        if entries:
+            return entries
+        with answering():
+            # The one that is waited for goes into a list of its own, so that a controller which
+            # ends here loses none, and what arrives behind it stays behind it.
+            await self._clients.facts.blmove(
+                keys.ARRIVED_FACTS, keys.TAKEN_FACTS, min(timeout_s, MAX_BLOCK_S)
+            )
+        return await self._taken(limit)
+
+    async def _taken(self, limit: int) -> list[Entry]:
+        with answering():
+            await self._take(
+                keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
+                args=[limit, keys.MESSAGE_FIELD],
+            )
+        return await self._read(">", limit)
 
     async def acknowledge(self, ids: Sequence[str]) -> None:
         """See ``FactQueue.acknowledge``."""
@@ -154,7 +175,7 @@ class RedisFacts:
                 pipe.xdel(keys.FACTS, *ids)
                 await pipe.execute()
 
-    async def _read(self, start: str, limit: int, block_s: float | None) -> list[Entry]:
+    async def _read(self, start: str, limit: int) -> list[Entry]:
         with answering():
             try:
                 answer: Any = await self._clients.facts.xreadgroup(
@@ -162,7 +183,6 @@ class RedisFacts:
                     _CONSUMER,
                     {keys.FACTS: start},
                     count=limit,
-                    block=None if block_s is None else max(int(block_s * 1000), 1),
                 )
             except ResponseError as error:
                 if not str(error).startswith("NOGROUP"):

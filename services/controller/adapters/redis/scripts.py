@@ -218,6 +218,19 @@ redis.call('PUBLISH', ARGV[3], ARGV[1])
 return 'ok'
 """
 
+TAKE_FACTS: Final = """
+-- KEYS: facts, then the lists from which they are taken, the older ones first; ARGV: how many, field
+local left = tonumber(ARGV[1])
+for i = 2, #KEYS do
+  while left > 0 do
+    local fact = redis.call('LPOP', KEYS[i])
+    if not fact then break end
+    redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    left = left - 1
+  end
+end
+"""
+
 TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
