@@ -39,6 +39,7 @@ from services.controller.domain.errors import (
 from services.controller.domain.events import PauseAsked
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain, Lease, Measurement
+from services.controller.domain.pace import PACES_KEPT, Pace
 from services.controller.domain.plan import Plan, fail
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
@@ -518,6 +519,18 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     # Who was asked may be gone: one who asks anew does not wait for that.
     assert await plans.keep(plan(3), ASK, None) == "pending"
     assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
+
+
+async def test_how_long_steps_took_is_kept_with_the_profile_newest_first(world: World) -> None:
+    plans = world.ports.plans
+    assert await plans.paces(ASK_ID) == []
+    paces = [
+        Pace(job_id="job", fence=n, kind="k", foreseen_s=1, taken_s=n)
+        for n in range(PACES_KEPT + 2)
+    ]
+    for each in paces:
+        await plans.keep_pace(ASK_ID, each)
+    assert await plans.paces(ASK_ID) == paces[:1:-1]
 
 
 async def test_the_first_conclusion_of_a_plan_stands(world: World) -> None:

@@ -44,6 +44,7 @@ class NodeFacts:
         sharded_parameter_s: The same where there are several ranks along dp_shard.
         update_s: Seconds of a step for each parameter that is clipped and updated.
         norm_s: Seconds of a step until ranks along dp_shard know the norm of all gradients.
+        scale: By which all seconds are multiplied: what steps were seen to take longer.
     """
 
     matmul_flops: Mapping[str, float]
@@ -60,6 +61,7 @@ class NodeFacts:
     sharded_parameter_s: float = 0.0
     update_s: float = 0.0
     norm_s: float = 0.0
+    scale: float = 1.0
 
     def rate(self, precision: str) -> float:
         """Operations a second in a dtype; of one that was not measured, the highest that was."""
@@ -168,7 +170,13 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
     optimizer = work.updated * node.update_s + 2 * work.updated_bytes / node.memory_bandwidth
     optimizer += node.norm_s * is_sharded
     total = compute + engine + communication["tp"] + data - hidden + optimizer
-    return StepTime(compute, communication, optimizer, total, engine)
+    return StepTime(
+        compute * node.scale,
+        {axis: seconds * node.scale for axis, seconds in communication.items()},
+        optimizer * node.scale,
+        total * node.scale,
+        engine * node.scale,
+    )
 
 
 def _exchange_s(node: NodeFacts, kind: Kind, sent: int, count: int, *, is_far: bool) -> float:

@@ -109,6 +109,12 @@ class Study:
     standings: tuple[Standing, ...]
 
 
+def scaled(room: RankRoom, factor: float) -> RankRoom:
+    """The room, where steps take so much longer than was foreseen."""
+    facts = room.facts
+    return room if facts is None else replace(room, facts=replace(facts, scale=factor))
+
+
 def work_out(study: Study) -> PlanOutcome:
     """The plan. Takes a while: not for an event loop.
 
@@ -245,7 +251,9 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
             "units": outcome.units_of(profile, best.plan),
             "memory": outcome.memory_of_ranks(profile, best.plan, training),
             "traffic": outcome.traffic_of(best.estimate, best.plan),
-            "step_time": outcome.step_time_of(best.estimate, tokens),
+            "step_time": outcome.step_time_of(
+                best.estimate, tokens, 1.0 if room.facts is None else room.facts.scale
+            ),
         }
     )
 

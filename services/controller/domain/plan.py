@@ -82,6 +82,8 @@ class Plan(Record):
             host_bytes=fullest.host_bytes,
             micro_batch=found.micro_batch,
             step_time_s=None if found.step_time is None else found.step_time.total_s,
+            time_scale=1.0 if found.step_time is None else found.step_time.scale,
+            probe_id=self.probe_id,
         )
 
 
