@@ -9,10 +9,12 @@ from pydantic import ValidationError
 from services.cli.app import app
 from services.cli.errors import CliError
 from services.cli.terminal import errors
+from services.contract.own_process import hide_process
 
 
 def main() -> None:
     """Run the command line."""
+    hide_process()
     # As an exception, so that a live view gives the terminal back its cursor.
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -23,6 +23,7 @@
 | ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
 | ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
+| ``ml:probe:<id>:paces`` | list: Pace JSON of jobs that ran the model | TTL 7 days from the last one, trimmed |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
 | ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
 | ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
@@ -141,6 +142,11 @@ def plan(plan_id: str) -> str:
 def probe(probe_id: str) -> str:
     """The answer to a probe."""
     return f"ml:probe:{probe_id}"
+
+
+def probe_paces(probe_id: str) -> str:
+    """How long steps of that model took."""
+    return f"ml:probe:{probe_id}:paces"
 
 
 def probe_asked(probe_id: str) -> str:

@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
+from services.contract.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits
@@ -54,6 +55,7 @@ class ControllerServer(uvicorn.Server):
 
 def main() -> None:
     """Run until a signal comes."""
+    set_up_process(holds_secrets=True)
     try:
         settings = Settings()
     except ValidationError as error:
@@ -96,6 +98,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             settings.entry_points,
             StreamSlots(settings.max_streams),
             drawing,
+            lambda: leader.trouble,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

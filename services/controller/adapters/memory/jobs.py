@@ -75,6 +75,8 @@ class MemoryJobs:
         known = await self.load(job.id)
         if known.version != change.before.version or known.job.fence > job.fence:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
+        if change.deletes is not None:
+            await self.delete(change.deletes)
         stored = Stored(job, known.version + 1)
         self._server.jobs[job.id] = stored
         self._log(job, change.events, change.history)
