@@ -155,7 +155,9 @@ class RedisFacts:
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
             await self._clients.facts.blmove(
-                keys.ARRIVED_FACTS, keys.TAKEN_FACTS, min(timeout_s, MAX_BLOCK_S)
+                keys.ARRIVED_FACTS,
+                keys.TAKEN_FACTS,
+                min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
             )
         return await self._taken(limit)
 
