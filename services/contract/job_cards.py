@@ -15,7 +15,7 @@ from services.contract.commit_chain import DRAFT_PREFIX
 from services.contract.durable import make_folders, sync_folder, write_new
 from services.contract.ids import CheckpointId, JobId
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import ExitReason, JobState
 
 _CARD: Final = "job.json"
@@ -34,7 +34,7 @@ class JobCard(BaseModel):
 
     version: Literal[1] = 1
     job_id: JobId
-    spec: JobSpec
+    spec: CarriedSpec
     owner: str
     created_ms: int = Field(ge=0)
     fence: int = Field(ge=1)

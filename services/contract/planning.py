@@ -61,12 +61,17 @@ class AxisTraffic(_View):
 
 
 class StepTimeView(_View):
-    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden."""
+    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+
+    ``scale``: what the first steps of earlier jobs of the model took, over what was foreseen for
+    them; all seconds are multiplied by it.
+    """
 
     compute_s: float
     optimizer_s: float
     total_s: float
     tokens_per_s: float
+    scale: float = 1.0
 
 
 class PlanUnit(_View):
@@ -194,7 +199,10 @@ class PlanList(_View):
 
 
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen."""
+    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen.
+
+    ``probe_id``: where the model's profile is; ``time_scale``: that of ``step_time_s``.
+    """
 
     plan_id: PlanId
     reason: str = ""
@@ -204,6 +212,8 @@ class JobEstimate(_View):
     host_bytes: int = 0
     micro_batch: int
     step_time_s: float | None = None
+    time_scale: float = 1.0
+    probe_id: ProbeId | None = None
 
 
 class EstimateView(JobEstimate):

@@ -138,6 +138,8 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
         "host_bytes": 0,
         "micro_batch": plan["micro_batch"],
         "step_time_s": plan["step_time"]["total_s"],
+        "time_scale": 1.0,
+        "probe_id": plan["probe"]["id"],
         "measured_peak_bytes": None,
         "measured_as": None,
         "ratio": None,

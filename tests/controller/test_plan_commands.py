@@ -10,8 +10,8 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from services.cli.app import app
-from services.cli.connect import console
 from services.cli.errors import CliError
+from services.cli.terminal import console
 from services.contract.messages.probing import ProbeFailure, ProbeModel
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body

@@ -9,7 +9,7 @@ from services.contract.manifests import Manifest
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import ExitReason, JobState
 
 
@@ -22,7 +22,7 @@ class LaunchGang(OfAttempt):
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
-    spec: JobSpec
+    spec: CarriedSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
     owner: str = "local"

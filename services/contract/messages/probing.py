@@ -13,7 +13,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.ids import NodeId, ProbeId
 from services.contract.messages.base import Message
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -35,7 +35,7 @@ class ProbeModel(Message):
 
     kind: Literal["probe_model"] = "probe_model"
     probe_id: ProbeId
-    spec: JobSpec
+    spec: CarriedSpec
     device_type: DeviceType
     conditions: tuple[Conditions, ...] = Field(min_length=1)
     stops: tuple[str, ...] = ()

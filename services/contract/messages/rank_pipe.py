@@ -8,7 +8,7 @@ from services.contract.ids import CheckpointId, JobId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 
 
 class RankSeat(Message):
@@ -23,7 +23,7 @@ class RankSeat(Message):
     rank: int = Field(ge=0)
     local_rank: int = Field(ge=0)
     device: str
-    spec: JobSpec
+    spec: CarriedSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
     storage_root: str

@@ -59,6 +59,7 @@ class Attempt(Record):
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
+    ``resent``: how often commands were sent again since an agent last answered one.
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
     stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
     progress, ``looks`` what they found when somebody asked last; ``oom_kills`` counts the kernel's
@@ -76,6 +77,7 @@ class Attempt(Record):
     resumed_step: int = 0
     started_ms: int
     store: Address | None = None
+    resent: int = 0
     launched: tuple[NodeId, ...] = ()
     first_step: int | None = None
     first_step_ms: int | None = None

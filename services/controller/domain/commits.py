@@ -20,7 +20,7 @@ from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain.attempt import Attempt
 from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.effects import Draft
-from services.controller.domain.gang import send_commit
+from services.controller.domain.gang import answered, send_commit
 from services.controller.domain.job import Job
 from services.controller.domain.settle import settle, succeed_late
 
@@ -74,6 +74,7 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
     known = draft.job.checkpoints.get(name)
     if name in draft.job.gone or (known is not None and _is_committed(known)):
         return
+    answered(draft)
     linked = checkpoints.commit(known, fact, draft.now_ms)
     _put(draft, linked)
     draft.note(

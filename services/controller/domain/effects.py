@@ -49,8 +49,8 @@ class Draft:
     """
 
     def __init__(self, job: Job, now_ms: int) -> None:
-        self.job = job
-        self.now_ms = max(now_ms, job.updated_ms)
+        self.job = job.rewound(now_ms)
+        self.now_ms = max(now_ms, self.job.updated_ms)
         self._before = job
         self._sends: list[Send] = []
         self._notes: list[Note] = []

@@ -193,6 +193,13 @@ class AnswerOverdue:
 
 
 @dataclass(frozen=True)
+class ClockSetBack:
+    """The clock of Redis was set back: moments of the job lie ahead of it."""
+
+    by_ms: int
+
+
+@dataclass(frozen=True)
 class PatchAsked:
     """Change what may be changed of the spec, if its revision is one of these (None: any)."""
 
@@ -284,6 +291,7 @@ JobEvent = (
     | SpecFaulted
     | NodeLost
     | AnswerOverdue
+    | ClockSetBack
     | PatchAsked
     | PurgeAsked
     | MoveAsked

@@ -3,7 +3,7 @@
 A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 import structlog
@@ -29,6 +29,7 @@ from services.controller.domain.events import (
 )
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
+from services.controller.domain.pace import STEPS_READ, can_tell, pace_of
 from services.controller.domain.placement import Standing
 from services.controller.domain.plan import Plan
 from services.controller.domain.planning import awaits_plan
@@ -63,6 +64,7 @@ class Planner:
         self._ports = ports
         self._epoch = epoch
         self._drawing = drawing
+        self._paced: set[tuple[str, int]] = set()
 
     async def look(self) -> float:
         """Do all that is due; returns the seconds after which to look again at the latest.
@@ -70,7 +72,8 @@ class Planner:
         Raises:
             DeposedError: The reign is over.
         """
-        waiting = [s.job for s in await self._ports.jobs.active() if awaits_plan(s.job)]
+        active = [stored.job for stored in await self._ports.jobs.active()]
+        waiting = [job for job in active if awaits_plan(job)]
         named = [job for job in waiting if _plan_of(job) is not None]
         nameless = [job for job in waiting if _plan_of(job) is None]
         if nameless:
@@ -80,7 +83,26 @@ class Planner:
                 await self._advance(job, self._ask(job, standings))
         for job in named:
             await self._advance(job, self._next(job))
+        await self._keep_paces(active)
         return _REST_WHILE_PROBING_S if named else _REST_S
+
+    async def _keep_paces(self, active: Sequence[Job]) -> None:
+        """What the first steps of attempts took, once each: later plans of the model use it."""
+        self._paced &= {(job.id, job.fence) for job in active}
+        new = [job for job in active if can_tell(job) and (job.id, job.fence) not in self._paced]
+        if not new:
+            return
+        records = await self._ports.telemetry.last_steps([job.id for job in new], STEPS_READ)
+        nodes = await self._ports.nodes.nodes()
+        for job in new:
+            pace = pace_of(job, records.get(job.id, ()), nodes)
+            if pace is None or job.estimate is None or job.estimate.probe_id is None:
+                continue
+            self._paced.add((job.id, job.fence))
+            probe_id = job.estimate.probe_id
+            known = {(each.job_id, each.fence) for each in await self._ports.plans.paces(probe_id)}
+            if (job.id, job.fence) not in known:
+                await self._ports.plans.keep_pace(probe_id, pace)
 
     async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
         try:

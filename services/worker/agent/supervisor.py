@@ -112,6 +112,17 @@ class Supervisor:
                     for fact in await self._answers.to(command, self._has_ranks):
                         self._tell(fact)
 
+    def refuse(self, body: str, why: str) -> None:
+        """Tell that a command cannot be read, so that nobody waits for what it asked."""
+        fact = self._answers.refusal(body, why)
+        if isinstance(fact, LaunchRefused):
+            key = (fact.job_id, fact.fence)
+            if key in self._gangs or key in self._coming:
+                return  # it was sent again, and could be read before
+            fact = self._ended(key) or self._refuse(key, fact.reason)
+        if fact is not None:
+            self._tell(fact)
+
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
         while True:

@@ -1,7 +1,8 @@
 """``python -m services.worker.rank.probe``: profiles the model of a spec, without its memory.
 
 What the user wrote runs here, in a process that may hang, crash or take too much: its agent sees to
-the time, this module to the memory. No process group is made, no parameter gets a value.
+the time, this module to the memory. No process group is made. Parameters get values only in a child
+that times passes of a model small enough.
 
 What goes wrong need not go wrong in a rank, where tensors have values. Only this is held against the
 spec: a factory that is not there or does not take its arguments, and one that raises the same when it
@@ -14,7 +15,7 @@ import gc
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -27,8 +28,9 @@ from torch import nn
 
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
-from fsdp_core.plan.model import OptimizerFacts
+from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
+from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
@@ -83,8 +85,7 @@ def probe(seat: ProbeSeat) -> ModelProbed:
         _bind(seat, course)
         length = _sequence_tokens(seat, course)
         course.part = "model"
-        study = _study(seat, length, course)
-        profile = profile_model(study, question.conditions, stops=question.stops)
+        profile = _profile(seat, length, course)
         course.part = "optimizer"
         optimizer = _optimizer(seat)
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
@@ -92,6 +93,13 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     else:
         found = {"profile": profile, "optimizer": optimizer, "sequence_tokens": length}
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
+
+
+def _profile(seat: ProbeSeat, length: int, course: _Course) -> ModelProfile:
+    question, study = seat.question, _study(seat, length, course)
+    profile = profile_model(study, question.conditions, stops=question.stops)
+    dtype = question.conditions[0].param_dtype
+    return replace(profile, timed=timed_passes(study, profile, seat.memory_bytes, dtype))
 
 
 def limit_memory(allowance: int) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.optimizers import adamw, sgd
 from services.worker.rank.schedules import constant, warmup_cosine
+from services.worker.rank.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
@@ -126,10 +128,18 @@ def find(field: str, name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:
-        raise FactoryError(f"{field}.factory: {name}: {error}") from error
+        raise FactoryError(f"{field}.factory: {name}: {error}{_hint(module_name)}") from error
     except AttributeError as error:
-        raise FactoryError(f"{field}.factory: module {module_name} has no {attribute!r}") from error
+        raise FactoryError(
+            f"{field}.factory: module {module_name} has no {attribute!r}{_hint(module_name)}"
+        ) from error
     if not callable(found):
         raise FactoryError(f"{field}.factory: {name} is not callable")
     checked: Callable[..., Any] = found
     return checked
+
+
+def _hint(module_name: str) -> str:
+    """What a user should know whose module has the name of one of our packages."""
+    package = module_name.partition(".")[0]
+    return "".join(f": {notice}" for notice in hidden_by_us(sys.path, (package,)))
