@@ -229,6 +229,7 @@ export interface MemoryView {
   whole_gradients: number;
   activations: number;
   communication: number;
+  workspace: number;
   total: number;
 }
 
