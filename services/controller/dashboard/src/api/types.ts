@@ -580,6 +580,7 @@ export interface PlanView {
 
 export interface AttemptList {
   items: AttemptView[];
+  left_out: number;
 }
 
 export interface StopRequest {
