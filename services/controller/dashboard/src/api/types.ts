@@ -581,6 +581,7 @@ export interface PlanView {
 
 export interface AttemptList {
   items: AttemptView[];
+  left_out: number;
 }
 
 export interface StopRequest {
