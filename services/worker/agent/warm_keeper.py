@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from services.contract.warm_channel import RankReaped
+from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.warm_link import WarmGoneError, WarmLink
 
@@ -40,18 +40,18 @@ class WarmKeeper:
         return self._link.pid if self._link is not None else None
 
     async def run(
-        self, on_reaped: Callable[[RankReaped], None], on_gone: Callable[[str], None]
+        self,
+        on_rank: Callable[[RankForked | RankReaped], None],
+        on_gone: Callable[[str], None],
     ) -> None:
         """Start it, wait for its end, start it again; until cancelled, which ends it.
 
-        ``on_reaped`` is called with every dead rank, ``on_gone`` with the reason when the warm
-        process died, and all of its ranks with it.
+        ``on_rank`` is called with every rank that lives or is dead, in order, ``on_gone`` with the
+        reason when the warm process died, and all of its ranks with it.
         """
         pause = _FIRST_PAUSE_S
         while True:
-            link = WarmLink.start(
-                self._environment, self._trainer, self._folder.warm_log, on_reaped
-            )
+            link = WarmLink.start(self._environment, self._trainer, self._folder.warm_log, on_rank)
             try:
                 pause = await self._live(link, pause, on_gone)
             finally:

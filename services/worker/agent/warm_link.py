@@ -40,7 +40,8 @@ class WarmLink:
         process: The warm process.
         channel: The agent's end of the socket to it.
         log_path: Where its own output goes.
-        on_reaped: Called with every dead rank.
+        on_rank: Called with every rank that lives and with every dead one, in the order in which
+            the system gave their process ids out and took them back.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class WarmLink:
         process: subprocess.Popen[bytes],
         channel: WarmChannel,
         log_path: Path,
-        on_reaped: Callable[[RankReaped], None],
+        on_rank: Callable[[RankForked | RankReaped], None],
     ) -> None:
         self.pid = process.pid
         self.ready: asyncio.Future[WarmReady] = asyncio.get_running_loop().create_future()
@@ -56,7 +57,7 @@ class WarmLink:
         self._process = process
         self._channel = channel
         self._log_path = log_path
-        self._on_reaped = on_reaped
+        self._on_rank = on_rank
         self._forks: deque[asyncio.Future[int]] = deque()
         self._sending = asyncio.Lock()
 
@@ -66,7 +67,7 @@ class WarmLink:
         environment: dict[str, str],
         trainer: str,
         log_path: Path,
-        on_reaped: Callable[[RankReaped], None],
+        on_rank: Callable[[RankForked | RankReaped], None],
     ) -> Self:
         """Start a warm process with exactly this environment and listen to it."""
         ours, theirs = socket.socketpair()
@@ -88,7 +89,7 @@ class WarmLink:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the agent's to handle
             )
-        link = cls(process, WarmChannel(ours), log_path, on_reaped)
+        link = cls(process, WarmChannel(ours), log_path, on_rank)
         asyncio.get_running_loop().add_reader(ours.fileno(), link._receive)
         return link
 
@@ -133,11 +134,12 @@ class WarmLink:
             case WarmReady():
                 self.ready.set_result(message)
             case RankForked(pid=pid):
+                self._on_rank(message)
                 _resolve(self._forks.popleft(), pid)
             case ForkFailed(reason=reason):
                 _reject(self._forks.popleft(), ForkRefusedError(f"fork failed: {reason}"))
             case RankReaped():
-                self._on_reaped(message)
+                self._on_rank(message)
             case ForkRank():
                 raise AssertionError("the warm process asked its agent for a fork")
 

@@ -24,10 +24,11 @@ from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.worker.rank import registry
 from services.worker.rank.asked import take_question
 from services.worker.rank.data.source import DataSource
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import one_line, traceback_of
 from services.worker.rank.loss import loss_of
 from services.worker.rank.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
@@ -161,7 +162,7 @@ def _failure(error: BaseException, asked_for: str, allowance: int) -> ProbeFailu
     said = f"{asked_for}: {one_line(error)}"
     if isinstance(error, registry.FactoryError | PlanError):
         return ProbeFailure(code="refused", reason=str(error))
-    traceback = shortened(traceback_of(error))
+    traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
     if any(map(_is_out_of_memory, _chain(error))):
         advice = (
             f"{said} (the probe may take {allowance // _MIB} MiB; parameters are made on the meta "
