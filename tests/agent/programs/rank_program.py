@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from misdeeds import MISDEEDS
+from misdeeds import MISDEEDS  # type: ignore[import-not-found]  # beside it on the user path
 
 from services.contract.commit_chain import CommitChain
 from services.contract.ids import checkpoint_id
