@@ -24,6 +24,7 @@ class LiveStorage:
     Attributes:
         live: Bytes alive.
         peak: Most since `forget_peak`.
+        operators: Results of operators so far.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LiveStorage:
         self._of_fakes = of_fakes
         self.live = 0
         self.peak = 0
+        self.operators = 0
         self._granularity = granularity
         self._levels: list[int] | None = None
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -84,6 +86,7 @@ class LiveStorage:
         return levels or []
 
     def _seen(self, operator: object, tensor: torch.Tensor) -> None:
+        self.operators += 1
         if torch_private.is_without_memory(tensor) is self._of_fakes:
             self._count(tensor.untyped_storage())
         if self._also is not None:

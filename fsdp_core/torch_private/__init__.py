@@ -37,6 +37,7 @@ from fsdp_core.torch_private.groups import (
     meet_in_memory,
     set_symmetric_backend,
     symmetric_pool,
+    uncounted_all_reduce,
 )
 from fsdp_core.torch_private.meshes import (
     flattened_mesh,
@@ -135,6 +136,7 @@ __all__ = [
     "symmetric_pool",
     "transforms_active",
     "tree_map_only",
+    "uncounted_all_reduce",
     "waited",
     "watching_resizes",
     "when_freed",

@@ -319,6 +319,8 @@ class Client:
                     last_id = event.id or last_id
                     if event.event == "end":
                         return
+                    if event.event == "refused":
+                        raise RefusedError(Problem.model_validate_json(event.data))
                     if event.data:
                         yield LogView.model_validate_json(event.data)
             except httpx.TransportError:

@@ -23,9 +23,12 @@
 | ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
 | ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
+| ``ml:probe:<id>:paces`` | list: Pace JSON of jobs that ran the model | TTL 7 days from the last one, trimmed |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
+| ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
+| ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
-| ``ml:idempotency:<key>`` | string | TTL 24 h |
+| ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
@@ -44,6 +47,10 @@ DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
+# Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
+# takes ids behind which nothing can be added.
+ARRIVED_FACTS: Final = "ml:facts:arrived"
+TAKEN_FACTS: Final = "ml:facts:taken"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"
@@ -137,14 +144,19 @@ def probe(probe_id: str) -> str:
     return f"ml:probe:{probe_id}"
 
 
+def probe_paces(probe_id: str) -> str:
+    """How long steps of that model took."""
+    return f"ml:probe:{probe_id}:paces"
+
+
 def probe_asked(probe_id: str) -> str:
     """That a node was asked this and has not answered yet."""
     return f"ml:probe:{probe_id}:asked"
 
 
-def idempotency(key: str) -> str:
-    """The answer that an ``Idempotency-Key`` was given."""
-    return f"ml:idempotency:{key}"
+def idempotency(subject: str, key: str) -> str:
+    """The answer that this subject's ``Idempotency-Key`` was given; no subject has a colon."""
+    return f"ml:idempotency:{subject}:{key}"
 
 
 def rate(name: str) -> str:

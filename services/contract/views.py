@@ -164,7 +164,8 @@ class RankView(_View):
         "issued",
     )
     is_straggler: bool = Field(
-        default=False, description="the highest score of the attempt, and at least 0.1"
+        default=False,
+        description="the job is RUNNING, and this is the highest score of the attempt, at least 0.2",
     )
     collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None

@@ -16,8 +16,10 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
+from services.contract.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
+from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
@@ -53,6 +55,7 @@ class ControllerServer(uvicorn.Server):
 
 def main() -> None:
     """Run until a signal comes."""
+    set_up_process(holds_secrets=True)
     try:
         settings = Settings()
     except ValidationError as error:
@@ -95,6 +98,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             settings.entry_points,
             StreamSlots(settings.max_streams),
             drawing,
+            lambda: leader.trouble,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
@@ -103,6 +107,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            http=BoundedProtocol.within(
+                ConnectionLimits(settings.request_timeout_s, settings.max_connections)
+            ),
+            # No route speaks WebSocket; none of its libraries need look at a request.
+            ws="none",
         )
         leading = asyncio.create_task(leader.lead())
         leading.add_done_callback(_die_with_the_leader)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contract.ids import checkpoint_id
+from services.contract.mask import NOTHING_MASKED
 from services.contract.messages.rank_pipe import (
     ERROR_CHARACTERS,
     LINE_BYTES,
@@ -22,7 +23,6 @@ from services.contract.messages.rank_pipe import (
     RankReady,
 )
 from services.worker.agent import rank_link
-from services.worker.agent.mask import NOTHING_MASKED
 from services.worker.agent.rank_link import RankLink
 from tests.agent.conftest import JOB
 

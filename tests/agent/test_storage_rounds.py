@@ -117,11 +117,11 @@ def test_a_deleted_job_is_never_found_again_even_if_redis_forgets_that(
 def test_a_job_that_stands_although_its_ranks_train_is_told_until_they_are_adopted(
     rounds: Rounds, client: "redis.Redis"
 ) -> None:
-    client.hset(redis_keys.job(JOB), "state", "PAUSED")
-    rounds.go()
-    assert rounds.told == []
-    rounds.go({JOB: (RunningGang(job_id=JOB, fence=2, ranks=(0,)), 17)})
-    assert [type(fact) for fact in rounds.told] == [JobFound]
+    for told, state in enumerate(("PAUSED", "QUEUED"), start=1):
+        client.hset(redis_keys.job(JOB), "state", state)
+        rounds.go()
+        rounds.go({JOB: (RunningGang(job_id=JOB, fence=2, ranks=(0,)), 17)})
+        assert [type(fact) for fact in rounds.told] == [JobFound] * told
 
 
 def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(

@@ -221,7 +221,7 @@ def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(
 
 
 def test_an_unreadable_fact_does_not_hold_up_the_others(house: House) -> None:
-    house.redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: "{nonsense"})
+    house.redis.rpush(keys.ARRIVED_FACTS, "{nonsense")
     house.agent.join()
     until(lambda: house.get("/v1/nodes")["items"], every_s=0.01)
     until(lambda: house.redis.xlen(keys.FACTS) == 0, every_s=0.01)

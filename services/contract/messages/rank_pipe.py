@@ -14,7 +14,7 @@ from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
 from services.contract.plans import GangPlan
 from services.contract.rank_channel import MAX_GROUPS, MAX_STEP
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 
 LINE_BYTES: Final = 1 << 20
 """No message is longer."""
@@ -83,7 +83,7 @@ class RankSeat(Message):
     rank: int = Field(ge=0)
     local_rank: int = Field(ge=0)
     device: str
-    spec: JobSpec
+    spec: CarriedSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
     storage_root: str
@@ -123,6 +123,18 @@ class RankVote(Message):
     shard: ShardFile
     loss: float | None = None
     data_digest: _Digest = ""
+
+
+class RankCheckpointWaits(Message):
+    """Rank to agent: this rank could not write its shard of the last checkpoint, and tries again.
+
+    ``condition``: what of the node prevents it.
+    """
+
+    kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
+    checkpoint_id: CheckpointId
+    step: _Step
+    condition: _Text
 
 
 class RankCheckpointFailed(Message):
@@ -182,6 +194,7 @@ RankMessage = Annotated[
     RankReady
     | RankCheckpointBegan
     | RankVote
+    | RankCheckpointWaits
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated

@@ -1,6 +1,7 @@
 """A node: it joins, its lease lives or is over, it leaves. Suspicion is not death."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from pydantic import Field
 
@@ -11,6 +12,8 @@ from services.contract.messages.probing import DeviceType, NodeMeasured
 from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import NodeState
 from services.controller.domain.record import Record
+
+_BREAK_MS: Final = 5_000
 
 
 class Drain(Record):
@@ -61,6 +64,28 @@ class Lease:
 
     incarnation: str
     left_ms: int
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Since when Redis has answered without a break, and when it did last, by its own clock."""
+
+    since_ms: int
+    last_ms: int
+
+    @property
+    def healthy_ms(self) -> int:
+        """For how long."""
+        return self.last_ms - self.since_ms
+
+    def after(self, now_ms: int) -> "Watch":
+        """The watch after another answer.
+
+        A long break (this process was stopped, say) hides what Redis did; so does a clock that was
+        set back.
+        """
+        is_broken = not 0 <= now_ms - self.last_ms <= _BREAK_MS
+        return Watch(now_ms if is_broken else self.since_ms, now_ms)
 
 
 def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:

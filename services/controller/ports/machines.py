@@ -17,11 +17,12 @@ class NodeStore(Protocol):
         """All of them, by id."""
         ...
 
-    async def put(self, node: Node, epoch: int) -> None:
-        """Write a node's record.
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
+        """Write a node's record, in the place of the one that was read; None: whatever is there.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.
+            StaleWriteError: A join or a leave was written since ``before`` was read.
         """
         ...
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -22,8 +22,9 @@ import structlog
 
 from services.contract.messages.base import Message
 from services.contract.rank_stacks import STACKS_SIGNAL
+from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.memory_events import oom_kills
-from services.worker.agent.processes import NODE_MARK, kill_group, sweep
+from services.worker.agent.processes import kill_group, sweep
 from services.worker.agent.stacks import training_frames
 
 MOST_ANSWERED: Final = 16 << 20
@@ -93,11 +94,15 @@ class Asker:
 
     Args:
         environment: That of ranks, with the mark of this life.
+        user_path: Where modules of users are found.
         folder: On whose disk the nameless files are.
     """
 
-    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], user_path: Sequence[Path], folder: Path
+    ) -> None:
         self._environment = dict(environment)
+        self._user_path = tuple(f"--user-path={entry}" for entry in user_path)
         self._folder = folder
 
     async def ask(self, asking: Asking) -> Ended:
@@ -131,7 +136,8 @@ class Asker:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *("-m", asking.module),
+                    *("-P", "-m", asking.module),
+                    *self._user_path,
                     *("--answer", str(answer.fileno()), "--agent", str(os.getpid())),
                     env=self._environment | {NODE_MARK: mark},
                     stdin=theirs.fileno(),

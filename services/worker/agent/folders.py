@@ -124,6 +124,11 @@ class NodeFolder:
         return self.path / "warm.log"
 
     @property
+    def template_socket(self) -> Path:
+        """Where a template whose agent is gone waits for the next one."""
+        return self.path / "template.sock"
+
+    @property
     def sentinel_log(self) -> Path:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"
@@ -158,8 +163,14 @@ class NodeFolder:
             return None
 
     def record_incarnation(self, incarnation: str) -> None:
-        """Say who works here now."""
-        (self.path / "incarnation").write_text(incarnation)
+        """Say who works here now.
+
+        Raises:
+            OSError: The disk refuses; what was recorded before stays.
+        """
+        draft = self.path / "incarnation.draft"
+        draft.write_text(incarnation)
+        draft.replace(self.path / "incarnation")
 
     def attempt(self, job_id: str, fence: int) -> AttemptFolder:
         """The folder of an attempt, there or not."""

@@ -20,6 +20,7 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
+    CheckpointWaits,
     Evaluated,
     Fact,
     GangDiagnosed,
@@ -29,6 +30,7 @@ from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
+    RankCheckpointWaits,
     RankEvaluated,
     RankFailed,
     RankFinished,
@@ -95,7 +97,9 @@ class GangState:
 
     ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
     any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
-    the ranks were found to hang, and ``hang`` what was found then.
+    the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
+    said that it waits for room on the disk: it makes no progress then, and those that have finished
+    wait for it.
     """
 
     job_id: str
@@ -113,6 +117,7 @@ class GangState:
     progress: Progress = field(default_factory=Progress)
     hung_at: float | None = None
     hang: Findings | None = None
+    waited_at: float = 0.0
 
     @property
     def is_looking(self) -> bool:
@@ -336,9 +341,13 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
         case RankCheckpointBegan(step=step) if step <= state.began:
             return state, ()  # all ranks begin the same ones in the same order: this was told
         case RankCheckpointBegan(step=step):
-            return replace(state, began=step), (Tell(_fact(state, message)),)
+            state = replace(state, began=step)
+        case RankCheckpointWaits():
+            progress = replace(state.progress, moved_at=now)
+            state = replace(state, progress=progress, waited_at=now)
         case _:
-            return state, (Tell(_fact(state, message)),)
+            pass
+    return state, (Tell(_fact(state, message)),)
 
 
 def _not_its_own(state: GangState, rank: RankState, message: RankMessage) -> str | None:
@@ -346,6 +355,7 @@ def _not_its_own(state: GangState, rank: RankState, message: RankMessage) -> str
     match message:
         case (
             RankCheckpointBegan(checkpoint_id=named, step=step)
+            | RankCheckpointWaits(checkpoint_id=named, step=step)
             | RankVote(checkpoint_id=named, step=step)
         ):
             is_own = named == checkpoint_id(state.job_id, step, state.fence)
@@ -382,7 +392,12 @@ def _vote_fact(state: GangState, checked: VoteChecked) -> Fact:
 
 def _fact(
     state: GangState,
-    said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankFoundCorrupt | RankEvaluated,
+    said: RankCheckpointBegan
+    | RankVote
+    | RankCheckpointWaits
+    | RankCheckpointFailed
+    | RankFoundCorrupt
+    | RankEvaluated,
 ) -> Fact:
     """What a rank said, as its agent tells it to the controller."""
     job_id, fence, node_id = state.job_id, state.fence, state.node_id
@@ -392,6 +407,8 @@ def _fact(
             return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankVote():
             return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankCheckpointWaits():
+            return CheckpointWaits(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankCheckpointFailed():
             return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankFoundCorrupt():
@@ -489,7 +506,10 @@ def _ticked(state: GangState, now: float) -> Decision:
     wedged = tuple(
         rank.rank
         for rank in state.ranks.values()
-        if (rank.finished is not None and now >= rank.spoke_last_at + WEDGED_AFTER_S)
+        if (
+            rank.finished is not None
+            and now >= max(rank.spoke_last_at, state.waited_at) + WEDGED_AFTER_S
+        )
         or (rank.failed is not None and now >= rank.spoke_last_at + FAILED_LEAVES_WITHIN_S)
     )
     return _kill(state, wedged)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
 
 from services.contract.durable import open_plain
-from services.worker.agent.mask import NOTHING_MASKED, Mask
+from services.contract.mask import NOTHING_MASKED, Mask
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -41,7 +41,7 @@ class LogTail:
 
     Args:
         path: The file; it need not exist yet.
-        mask: Takes secrets out of the lines; the file itself keeps them.
+        mask: Takes secrets out of the lines: native code writes past the mask that ranks have.
     """
 
     def __init__(self, path: Path, mask: Mask = NOTHING_MASKED) -> None:

@@ -17,8 +17,8 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import LINE_BYTES, RANK_MESSAGE, RankMessage, RankOrder
-from services.worker.agent.mask import Mask
 
 _READ_BYTES: Final = 16_384
 # Reading a short line takes an agent as long as reading this many bytes of a long one.

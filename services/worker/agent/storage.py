@@ -4,6 +4,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -11,7 +12,7 @@ from typing import Final
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import open_plain, sync_folder
+from services.contract.durable import node_condition, open_plain, sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -23,6 +24,7 @@ from services.contract.manifests import (
 )
 from services.contract.messages.commands import (
     CommitCheckpoint,
+    KeepStanding,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
@@ -40,6 +42,7 @@ from services.contract.messages.facts import (
     JobPurged,
     RunningGang,
 )
+from services.contract.states import JobState
 
 _READ_BYTES: Final = 1 << 20
 _log = structlog.get_logger()
@@ -60,6 +63,7 @@ class Storage:
     def __init__(self, root: Path, node_id: str) -> None:
         self.root = root
         self._node_id = node_id
+        self._writing_cards = threading.Lock()
 
     def open_attempt(self, command: LaunchGang) -> ChainDamaged | None:
         """Open the attempt in the job's chain; from then on older ones can commit nothing.
@@ -88,8 +92,10 @@ class Storage:
             fence=command.fence,
             plan=command.plan,
             resume_from=command.resume_from,
+            standing=JobState.QUEUED,
         )
-        write_card(self.root, card)
+        with self._writing_cards:
+            write_card(self.root, card)
         for folder in chain.abandoned():
             try:
                 shutil.rmtree(folder)
@@ -99,6 +105,18 @@ class Storage:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
         damaged = chain.read().damaged
         return self._damaged(command, damaged) if damaged else None
+
+    def keep_standing(self, command: KeepStanding) -> None:
+        """Write it into the job's card, if that is still of this attempt.
+
+        Raises:
+            OSError: The storage refuses.
+        """
+        with self._writing_cards:
+            card = read_card(self.root, command.job_id)
+            if card is not None and card.fence <= command.fence:
+                kept = command.model_dump(include={"standing", "reason", "exit_reason"})
+                write_card(self.root, card.model_copy(update=kept))
 
     def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
         """What storage tells of a job; None without a card, or of one that was deleted.
@@ -224,6 +242,7 @@ class Storage:
             node_id=self._node_id,
             checkpoint_id=command.manifest.checkpoint_id,
             reason=str(error),
+            condition=node_condition(error, self._node_id),
         )
 
 

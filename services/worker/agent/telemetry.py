@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeVar
 
 import structlog
 
+from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
@@ -22,7 +23,6 @@ from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.hang import Mark
 from services.worker.agent.log_tail import LogTail
-from services.worker.agent.mask import Mask
 from services.worker.agent.processes import process_state
 from services.worker.agent.stacks import Stacks
 from services.worker.agent.verdict import LastSeen

@@ -15,7 +15,9 @@ from typing import NoReturn
 
 from pydantic import BaseModel
 
+from services.contract.own_process import set_up_process
 from services.contract.rank_stacks import STACKS_SIGNAL
+from services.worker.rank.user_path import add_user_path
 from services.worker.rank.warm import die_with_parent
 
 
@@ -42,10 +44,13 @@ def take_question(program: str) -> Asked:
     Args:
         program: Its name, as the agent starts it.
     """
+    set_up_process()
     parser = argparse.ArgumentParser(prog=f"python -m {program}")
     parser.add_argument("--answer", type=int, required=True, help="descriptor of the answer's file")
     parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
     arguments = parser.parse_args()
+    add_user_path(arguments.user_path)
     die_with_parent(arguments.agent)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)

@@ -1,34 +1,32 @@
-"""The warm process: it has imported torch and the trainer once, and forks every rank of a node.
+"""The warm process: a fork of the template, it forks every rank of a node.
 
 It has one thread and never touches CUDA, for neither survives a fork. It holds no credential: its
 environment was scrubbed by the agent. It dies with the agent, and its ranks die with it.
 """
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
 import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Final, NoReturn
 
+from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.own_process import LossyOutput
 from services.contract.warm_channel import (
     ForkFailed,
     ForkRank,
     RankForked,
     RankReaped,
     WarmChannel,
-    WarmReady,
 )
-from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer, take_seat
+from services.worker.rank.seat import take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -45,6 +43,7 @@ class WarmProcess:
         trainer: What a rank runs, as ``package.module:callable``.
         agent: Its process, which may look into ranks.
         wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
+        notices: What rank 0 of a gang writes first.
     """
 
     def __init__(
@@ -53,8 +52,10 @@ class WarmProcess:
         trainer: str,
         agent: int,
         wake: tuple[socket.socket, socket.socket],
+        notices: tuple[str, ...] = (),
     ) -> None:
         self._channel = channel
+        self._notices = notices
         self._trainer = trainer
         self._agent = agent
         self._wake = wake
@@ -127,7 +128,9 @@ class WarmProcess:
                 end.close()
             for descriptor in later:
                 os.close(descriptor)
-            _redirect_output(Path(seat.log_folder), seat.rank)
+            _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
+            if seat.rank == 0:
+                sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._notices)
             faulthandler.enable()
             _limit_threads(seat.threads)
             channel, *listening = descriptors
@@ -151,29 +154,16 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
-def main() -> None:
-    """Import the trainer, say so, and serve."""
-    parser = argparse.ArgumentParser(prog="python -m services.worker.rank.warm")
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the unix socket")
-    parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
-    parser.add_argument("--trainer", default=DEFAULT_TRAINER, help="package.module:callable")
-    arguments = parser.parse_args()
-    die_with_parent(arguments.agent)
+def serve_agent(
+    channel: WarmChannel,
+    trainer: str,
+    agent: int,
+    wake: tuple[socket.socket, socket.socket],
+    notices: tuple[str, ...],
+) -> None:
+    """Be the warm process of an agent until it closes the channel."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    wake = socket.socketpair()
-    for end in wake:
-        end.settimeout(0)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake[1].fileno(), warn_on_full_buffer=False)
-    channel = WarmChannel(socket.socket(fileno=arguments.channel))
-    started = time.monotonic()
-    load_trainer(arguments.trainer)
-    # What is alive now is shared by all ranks: the collector must not touch (and so copy) it.
-    gc.collect()
-    gc.freeze()
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    channel.send(WarmReady(import_s=time.monotonic() - started, threads=threads))
-    WarmProcess(channel, arguments.trainer, arguments.agent, wake).serve()
+    WarmProcess(channel, trainer, agent, wake, notices).serve()
 
 
 def _reaped(pid: int, status: int) -> RankReaped:
@@ -189,15 +179,13 @@ def _children() -> list[int]:
         return []
 
 
-def _redirect_output(folder: Path, rank: int) -> None:
+def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
             os.dup2(log.fileno(), number)
-    # Files are buffered by blocks: a person who follows the log wants lines.
-    for stream in (sys.stdout, sys.stderr):
-        getattr(stream, "reconfigure", lambda **_: None)(line_buffering=True)
+        setattr(sys, name, LossyOutput.text(number, mask.line))
 
 
 def _limit_threads(threads: int) -> None:
@@ -205,7 +193,3 @@ def _limit_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-
-
-if __name__ == "__main__":
-    main()

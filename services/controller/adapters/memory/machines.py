@@ -6,7 +6,7 @@ from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.errors import CursorExpiredError, no_node
+from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
 from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
@@ -33,9 +33,12 @@ class MemoryNodes:
             for name in sorted(self._server.nodes)
         ]
 
-    async def put(self, node: Node, epoch: int) -> None:
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
         self._server.refuse_deposed(epoch)
+        known = self._server.nodes.get(node.id)
+        if before is not None and (known is None or known.fact_id != before.fact_id):
+            raise StaleWriteError(f"node {node.id} changed meanwhile")
         self._server.nodes[node.id] = node
         await self._server.wake()
 

@@ -31,4 +31,5 @@ async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator
             audit=RedisAudit(clients),
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
+            unreadable=lambda: clients.unreadable.names,
         )

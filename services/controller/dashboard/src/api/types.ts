@@ -508,7 +508,7 @@ export interface PlanAlternative {
 }
 
 export interface PlanFailure {
-  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "no_answer" | "search_failed";
+  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "wrong_spec" | "no_answer" | "search_failed";
   reason: string;
   advice: string;
   traceback: string | null;
