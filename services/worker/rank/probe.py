@@ -34,11 +34,12 @@ from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.asked import take_question
 from services.worker.rank.data.source import DataSource
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import one_line, traceback_of
 from services.worker.rank.loss import loss_of
 from services.worker.rank.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
@@ -244,7 +245,7 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFailure:
     said = f"{course.part}: {one_line(error)}"
-    traceback = shortened(traceback_of(error))
+    traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
     if any(map(_is_out_of_memory, _chain(error))):
         advice = (
             f"{said} (the probe may take {seat.memory_bytes // _MIB} MiB; parameters are made on "

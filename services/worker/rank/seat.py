@@ -21,7 +21,7 @@ from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOr
 from services.contract.rank_channel import BoardWriter
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import one_line, traceback_of
 
 DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
 _READ_BYTES: Final = 65_536
@@ -122,7 +122,7 @@ def take_seat(
             RankFailed(
                 error=one_line(error),
                 error_types=_names(type(error)),
-                traceback=shortened(text),
+                traceback=text,
                 step=step,
             )
         )
