@@ -12,8 +12,9 @@ from rich.text import Text
 
 from fsdp_core.plan.model import NodeFacts
 from services.cli import tables
-from services.cli.connect import connect, console
+from services.cli.connect import connect
 from services.cli.errors import CliError
+from services.cli.terminal import console
 from services.contract.views import MeasuredView, NodeView
 
 _NODE_ID: Final = re.compile(r"[\w.-]+", re.ASCII)

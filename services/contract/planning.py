@@ -22,6 +22,7 @@ class MemoryView(_View):
 
     ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
     makes them, until they are reduced. ``communication``: what is being gathered or reduced.
+    ``workspace``: what operators take within themselves.
     """
 
     parameters: int = 0
@@ -32,6 +33,7 @@ class MemoryView(_View):
     whole_gradients: int = 0
     activations: int = 0
     communication: int = 0
+    workspace: int = 0
     total: int = 0
 
 
@@ -134,7 +136,14 @@ class PlanFailure(_View):
     """Why there is no plan: the code tells programs, the reason people, and what they can do."""
 
     code: Literal[
-        "timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer", "search_failed"
+        "timed_out",
+        "out_of_memory",
+        "crashed",
+        "refused",
+        "raised",
+        "wrong_spec",
+        "no_answer",
+        "search_failed",
     ]
     reason: str
     advice: str
@@ -215,7 +224,8 @@ class EstimateView(JobEstimate):
     ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
     ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
-    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
+    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
+    if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
     """
 
     measured_peak_bytes: int | None = None

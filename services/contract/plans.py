@@ -14,7 +14,7 @@ SHARDING_PLAN: TypeAdapter[ShardingPlan] = TypeAdapter(ShardingPlan)
 class RankPlacement(BaseModel):
     """One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     rank: int = Field(ge=0)
     node_id: NodeId
@@ -25,7 +25,7 @@ class RankPlacement(BaseModel):
 class GangPlan(BaseModel):
     """All that the ranks of one attempt must know about where and how they run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     device_type: Literal["cpu", "cuda"]
     sharding: ShardingPlan

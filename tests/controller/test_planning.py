@@ -209,7 +209,34 @@ def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why
         assert (job.state, job.estimate, job.spec.plan) == (JobState.PLACING, None, "auto")
         (launch,) = office.launched()
         assert launch.plan.sharding == planner.shard(job.spec)
-        assert "it went wrong so" in (await office.events(job_id))["job.unplanned"]
+        words = (
+            "the model could not be profiled: it went wrong so; the job runs by the default layout"
+        )
+        assert (await office.events(job_id))["job.unplanned"] == words
+
+    play(course)
+
+
+def test_a_spec_that_the_probe_found_to_be_wrong_ends_its_job_before_it_waits_for_seats() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.fails("wrong_spec")
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.USER_ERROR)
+        assert job.reason == "the spec is wrong: it went wrong so"
+        assert job.failure is not None
+        assert (job.failure.error, job.failure.node_id) == ("it went wrong so", NODE)
+        assert office.launched() == []
+        # Its user corrects the code, which is no part of the question: it is asked anew.
+        await office.happens(job_id, ResumeAsked())
+        await office.looks(4)
+        assert (await office.job(job_id)).state is JobState.QUEUED
+        assert len(office.asked()) == 2
+        await office.answers()
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PLACING
 
     play(course)
 

@@ -1,6 +1,7 @@
 """The parts of a rank that need no process: factories, data, schedules, first values, the board."""
 
 import mmap
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from services.contract.specs import Factory
 from services.contract.states import RankPhase
 from services.worker.rank import registry
 from services.worker.rank.board_watch import BoardWatch
+from services.worker.rank.data.corpus import stdlib_sources
 from services.worker.rank.data.ngrams import bigram_loss, unigram_loss
 from services.worker.rank.data.stdlib_bytes import StdlibBytes, stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
@@ -54,6 +56,24 @@ def test_the_interpreters_own_library_is_about_eleven_megabytes() -> None:
     source = stdlib_bytes()
     losses = source.baselines()
     assert 2.0 < losses["bigram"] < 2.8 < losses["unigram"] < 3.6
+
+
+def test_packages_beside_the_library_are_not_even_looked_for(tmp_path: Path) -> None:
+    for folder in ("site-packages/other", "json/tests", "json"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "one.py").write_text("pass\n")
+    entered = []
+    listening = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if listening and event == "os.scandir":
+            entered.append(Path(str(arguments[0])))
+
+    sys.addaudithook(hear)  # for the rest of the process: there is no way to remove one
+    files = stdlib_sources(tmp_path)
+    listening = False
+    assert [file.name for file in files] == ["json/one.py"]
+    assert entered == [tmp_path, tmp_path / "json"]
 
 
 def test_a_sequence_longer_than_the_corpus_is_refused(library: Path) -> None:

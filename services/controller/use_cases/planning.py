@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from services.contract.planning import PlanFailure
 from services.contract.states import PlanState
 from services.controller.domain.errors import (
     DeposedError,
@@ -24,6 +25,7 @@ from services.controller.domain.events import (
     PlanMade,
     PlanMissed,
     PlanRefused,
+    SpecFaulted,
 )
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
@@ -44,6 +46,7 @@ from services.controller.use_cases.plans import (
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
+_NOT_OF_THE_MODEL: Final = frozenset({"no_answer", "search_failed"})
 _REST_S: Final = 1.0
 _REST_WHILE_PROBING_S: Final = 0.1
 
@@ -125,7 +128,7 @@ class Planner:
         except NotFoundError:
             return await self._ask(job, await standings_now(self._ports))
         except RecordUnreadableError as error:
-            return PlanMissed(plan_id, str(error))
+            return PlanMissed(plan_id, f"no plan could be made: {error}")
         return _outcome(plan)
 
     async def _ask(self, job: Job, standings: tuple[Standing, ...]) -> JobEvent:
@@ -153,10 +156,20 @@ def _outcome(plan: Plan) -> JobEvent | None:
     if plan.state is PlanState.PROBING:
         return None
     if plan.failure is not None:
-        why = f"{plan.failure.reason}; {plan.failure.advice}"
-        return PlanMissed(plan.id, why, unanswered=plan.failure.code == "no_answer")
+        return _missed(plan, plan.failure)
     made = plan.outcome
     if made.feasible and made.sharding is not None and plan.estimate is not None:
         return PlanMade(made.sharding, plan.estimate)
     advice = "; ".join(made.advice) or "change the spec"
     return PlanRefused(plan.id, f"its plan is infeasible: {plan.reason}", advice)
+
+
+def _missed(plan: Plan, failure: PlanFailure) -> JobEvent:
+    if failure.code == "wrong_spec" and not plan.cached:
+        return SpecFaulted(plan.id, failure.reason, plan.node_id, failure.traceback)
+    # What was found before may have been corrected since: the code is no part of the question.
+    again = failure.code in {"no_answer", "wrong_spec"}
+    why = f"the model could not be profiled: {failure.reason}"
+    if failure.code in _NOT_OF_THE_MODEL:
+        why = f"no plan could be made: {failure.reason}; {failure.advice}"
+    return PlanMissed(plan.id, why, unanswered=again)

@@ -29,7 +29,7 @@ class MemoryServer:
     now_ms: Callable[[], int]
     jobs: dict[str, Stored] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
-    claims: dict[str, tuple[Claim, Stored]] = field(default_factory=dict)
+    claims: dict[tuple[str, str], tuple[Claim, Stored]] = field(default_factory=dict)
     logs: dict[tuple[str, Log], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
     steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
