@@ -1,9 +1,11 @@
 """How an exception is told to people who were not there."""
 
+import errno
 import traceback
 from typing import Final
 
 _TEXT_LIMIT: Final = 32_768
+_NO_MEMORY: Final = ("Cannot allocate memory", "can't start new thread")
 
 
 def one_line(error: BaseException) -> str:
@@ -24,3 +26,11 @@ def shortened(text: str) -> str:
         return text
     half = _TEXT_LIMIT // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"
+
+
+def lacks_host_memory(error: BaseException) -> bool:
+    """Whether the system refused memory of the host."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    refused = isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
+    return refused or isinstance(error, MemoryError)

@@ -4,9 +4,7 @@ What the user wrote runs here, in a process that may hang, crash or take too muc
 the time, this module to the memory. No process group is made, no parameter gets a value.
 """
 
-import errno
 import gc
-import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,13 +25,13 @@ from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.worker.rank import registry
 from services.worker.rank.asked import take_question
 from services.worker.rank.data.source import DataSource
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import lacks_host_memory, one_line, shortened, traceback_of
 from services.worker.rank.loss import loss_of
 from services.worker.rank.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.warm import limit_memory
 
 _BATCH_DIMS: Final = 2
-_KIB: Final = 1024
 _MIB: Final = 1 << 20
 
 
@@ -65,27 +63,6 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     else:
         found = {"profile": profile, "optimizer": optimizer, "sequence_tokens": length}
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
-
-
-def limit_memory(allowance: int) -> None:
-    """Have the kernel refuse this process more than ``allowance`` bytes beyond what it has.
-
-    What is limited is private memory that can be written (RLIMIT_DATA). Address space as a whole
-    would count files that a data source maps and what CUDA reserves, which take no memory; and
-    what is resident is limited by no kernel, only watched, so that an allocation that is far too
-    large would be made first and noticed later, if at all.
-    """
-    limit = _private_bytes() + allowance
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
-    return int(kibibytes) * _KIB
 
 
 # -- What the spec names
@@ -181,12 +158,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    words = ("Cannot allocate memory", "can't start new thread")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return lacks_host_memory(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ export interface ResourceSpec {
   ranks: number;
   device: "auto" | "cpu" | "cuda";
   world: WorldSpec | null;
+  memory_gib: number | null;
 }
 
 export interface WorldSpec {
@@ -259,6 +260,7 @@ export interface JobView {
   restarts: number;
   world_size: number;
   world: WorldSpec | null;
+  memory_gib: number | null;
   plan: GangPlan | null;
   estimate: EstimateView | null;
   latest_checkpoint: string | null;
