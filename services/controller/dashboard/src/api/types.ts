@@ -260,7 +260,6 @@ export interface JobView {
   restarts: number;
   world_size: number;
   world: WorldSpec | null;
-  memory_gib: number | null;
   plan: GangPlan | null;
   estimate: EstimateView | null;
   latest_checkpoint: string | null;
