@@ -221,14 +221,15 @@ class GangRuntime:
         """How the gang ended."""
         seen = self._telemetry.last_seen()
         first = self._first_exit_at
+        killed = max(oom_kills() - self._oom_kills_before, 0)
         return GangEnded(
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
-            exits=exits(self._state, seen),
+            exits=exits(self._state, seen, killed),
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
-            oom_kills=max(oom_kills() - self._oom_kills_before, 0),
+            oom_kills=killed,
             first_exit_s=None if first is None else time.monotonic() - first,
         )
 

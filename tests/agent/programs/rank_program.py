@@ -78,6 +78,8 @@ def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
         case "exit":
             os._exit(7)
+        case "take memory":
+            bytearray(1 << 33)
         case "hang":
             threading.Event().wait()
 
