@@ -108,14 +108,19 @@ class Node(Part):
         return NodeFolder(self.home, self.name).mark
 
     def family(self) -> list[psutil.Process]:
-        """The agent's descendants: the warm process, the sentinel, the ranks."""
-        return psutil.Process(self.pid).children(recursive=True)
+        """What this life of the agent has: its children, the warm process, the ranks.
+
+        The template of which the last two are forks may be the child of an earlier life.
+        """
+        life = NodeFolder(self.home, self.name).previous_incarnation()
+        children = psutil.Process(self.pid).children(recursive=True)
+        return list({*children, *marked(f"{self.mark}/{life}")})
 
     def freeze(self) -> None:
         """SIGSTOP the agent and all that it has started, as when a machine hangs."""
         agent = psutil.Process(self.pid)
         agent.suspend()  # first, so that it starts nothing more
-        self.frozen = [agent, *agent.children(recursive=True)]
+        self.frozen = [agent, *self.family()]
         for process in self.frozen[1:]:
             process.suspend()
 

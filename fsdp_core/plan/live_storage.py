@@ -26,6 +26,7 @@ class LiveStorage:
     Attributes:
         live: Bytes alive.
         peak: Most since `forget_peak`.
+        operators: Results of operators so far.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class LiveStorage:
         self._of_fakes = of_fakes
         self.live = 0
         self.peak = 0
+        self.operators = 0
         self._granularity = granularity
         self._levels: list[int] | None = None
         self._look_into = look_into
@@ -100,6 +102,7 @@ class LiveStorage:
         self._levels_within.append(self.live + self._rounded(extra))
 
     def _seen(self, operator: object, tensor: torch.Tensor) -> None:
+        self.operators += 1
         if torch_private.is_without_memory(tensor) is self._of_fakes:
             self._count(tensor.untyped_storage())
         if self._also is not None:

@@ -324,7 +324,9 @@ def _trace(conditions: Conditions, steps: Mapping[int, RawStep]) -> Trace:
         )
         for column in columns
     )
-    return Trace(conditions, segments, _growth({size: step.sent for size, step in steps.items()}))
+    sent = _growth({size: step.sent for size, step in steps.items()})
+    operators = _growth({size: step.operators for size, step in steps.items()})
+    return Trace(conditions, segments, sent, operators)
 
 
 def _check_alike(steps: Mapping[int, RawStep]) -> None:

@@ -49,11 +49,13 @@ class RawStep:
         segments: In order.
         outputs: Bytes that each stop's forward returned.
         sent: Bytes that the collectives within it send.
+        operators: How many ran.
     """
 
     segments: list[RawSegment]
     outputs: dict[str, int]
     sent: int
+    operators: int
 
     def levels_between(self, begins: Boundary, module: str) -> list[int]:
         """Bytes over those at which forward or backward of `module` began, until it ended."""
@@ -129,7 +131,8 @@ def follow_step(
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return RawStep(recorder.segments, recorder.outputs, recorder.sent)
+    live = recorder.live
+    return RawStep(recorder.segments, recorder.outputs, recorder.sent, live.operators)
 
 
 class _Recorder:

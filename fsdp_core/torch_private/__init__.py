@@ -39,6 +39,7 @@ from fsdp_core.torch_private.groups import (
     meet_in_memory,
     set_symmetric_backend,
     symmetric_pool,
+    uncounted_all_reduce,
 )
 from fsdp_core.torch_private.meshes import (
     flattened_mesh,
@@ -138,6 +139,7 @@ __all__ = [
     "symmetric_pool",
     "transforms_active",
     "tree_map_only",
+    "uncounted_all_reduce",
     "waited",
     "watching_resizes",
     "when_freed",

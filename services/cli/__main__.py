@@ -5,14 +5,16 @@ import sys
 from types import FrameType
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from services.cli.app import app
 from services.cli.errors import CliError
+from services.cli.terminal import errors
+from services.contract.own_process import hide_process
 
 
 def main() -> None:
     """Run the command line."""
+    hide_process()
     # As an exception, so that a live view gives the terminal back its cursor.
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -32,9 +34,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _refuse(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"meshloom: {text}", style="red", markup=False
-    )
+    errors.print(f"meshloom: {text}", style="red")
     sys.exit(2)
 
 

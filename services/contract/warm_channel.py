@@ -1,7 +1,8 @@
-"""What an agent and its warm process say to each other, over a unix stream socket.
+"""What an agent says to its template and its warm process, and they to it, over unix sockets.
 
 One JSON object a line, both ways. Descriptors travel with the line that says how many it has
-(SCM_RIGHTS): the rank's end of its pipe, and for rank 0 the bound rendezvous socket.
+(SCM_RIGHTS): a warm process's channel and lifeline; the rank's end of its pipe, and for rank 0 the
+bound rendezvous socket.
 """
 
 import json
@@ -15,6 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from services.contract.messages.rank_pipe import RankSeat
 
+NODE_MARK: Final = "MESHLOOM_NODE_MARK"
+"""The variable by which processes of a life of an agent are found again."""
+BLANK_MARK: Final = "-" * 160
+"""Its value in a template, which is of no life of an agent; a mark is written over it."""
 _READ_BYTES: Final = 65_536
 _DESCRIPTORS_AT_ONCE: Final = 64
 
@@ -23,12 +28,45 @@ class _WarmMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WarmReady(_WarmMessage):
-    """Warm to agent: everything is imported. ``threads`` beyond 1 would make forks unsafe."""
+class TemplateReady(_WarmMessage):
+    """Template to agent: everything is imported. ``threads`` beyond 1 would make forks unsafe.
 
-    kind: Literal["warm_ready"] = "warm_ready"
+    ``key`` names what was imported, and with which environment.
+    """
+
+    kind: Literal["template_ready"] = "template_ready"
+    key: str
     import_s: float
     threads: int
+
+
+class ForkWarm(_WarmMessage):
+    """Agent to template: fork a warm process. Answered by one of the next two.
+
+    Attributes:
+        mark: Of this life of the agent.
+        agent: Its process.
+        descriptors: The warm process's end of its channel, and of a pipe with whose end it dies.
+    """
+
+    kind: Literal["fork_warm"] = "fork_warm"
+    mark: str = Field(max_length=len(BLANK_MARK))
+    agent: int
+    descriptors: Literal[2] = 2
+
+
+class WarmForked(_WarmMessage):
+    """Template to agent: the warm process lives."""
+
+    kind: Literal["warm_forked"] = "warm_forked"
+    pid: int
+
+
+class WarmRefused(_WarmMessage):
+    """Template to agent: there is no warm process to be had from it."""
+
+    kind: Literal["warm_refused"] = "warm_refused"
+    reason: str
 
 
 class ForkRank(_WarmMessage):
@@ -65,7 +103,15 @@ class RankReaped(_WarmMessage):
 
 
 WarmMessage = Annotated[
-    WarmReady | ForkRank | RankForked | ForkFailed | RankReaped, Field(discriminator="kind")
+    TemplateReady
+    | ForkWarm
+    | WarmForked
+    | WarmRefused
+    | ForkRank
+    | RankForked
+    | ForkFailed
+    | RankReaped,
+    Field(discriminator="kind"),
 ]
 WARM_MESSAGE: TypeAdapter[WarmMessage] = TypeAdapter(WarmMessage)
 
@@ -83,7 +129,7 @@ class _UnreadFork(BaseModel):
 
 
 class WarmChannel:
-    """One end of the socket between an agent and its warm process.
+    """One end of the socket between an agent and its template, or its warm process.
 
     Args:
         channel: A connected stream socket in blocking mode, owned from now on.
@@ -151,7 +197,7 @@ class WarmChannel:
         except ValidationError as error:
             self._refuse(line, error)
             return None
-        return message, self._take(message.descriptors if isinstance(message, ForkRank) else 0)
+        return message, self._take(getattr(message, "descriptors", 0))
 
     def _refuse(self, line: bytes, error: ValidationError) -> None:
         """Answer a request that cannot be read, as far as it tells whom it is about.

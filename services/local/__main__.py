@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from services.contract.own_process import set_up_process
 from services.local.children import die_with_parent
 from services.local.embedded_redis import RedisUnavailableError
 from services.local.settings import LocalSettings, child_environment
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -84,7 +85,7 @@ async def _until_signalled(work: Coroutine[None, None, int]) -> int | None:
 async def _follow(file: Path, url: str) -> int:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.cli", "submit", file, "--follow", "--rejoin"),
+        *("-P", "-m", "services.cli", "submit", file, "--follow", "--rejoin"),
         env=child_environment(MESHLOOM_URL=url),
         # A session of its own: Ctrl-C is the owner's, who ends the follower too.
         start_new_session=True,
@@ -99,8 +100,9 @@ async def _follow(file: Path, url: str) -> int:
 
 
 if __name__ == "__main__":
+    set_up_process(holds_secrets=True)
     try:
         app()
     except (StackError, RedisUnavailableError) as error:
-        console.print(f"meshloom: {error}", style="red", markup=False)
+        console.print(f"meshloom: {error}", style="red")
         sys.exit(_CANNOT_START)

@@ -4,10 +4,13 @@ import asyncio
 import ctypes
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from rich.console import Console
 
 from services.local.settings import child_environment
 
@@ -16,6 +19,7 @@ _STOP_TIMEOUT_S: Final = 30
 _RESTART_PAUSE_S: Final = 0.5
 _TAIL_BYTES: Final = 2_000
 CONFIGURATION_ERROR: Final = 2
+_console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class ChildFailedError(Exception):
@@ -29,12 +33,16 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: a command, variables beside the inherited ones, and a file for its output."""
+    """What to run, and a file for its output.
+
+    It inherits the environment, ``without`` these variables and with those of ``environment``.
+    """
 
     name: str
     command: Sequence[str | Path]
     log: Path
     environment: dict[str, str]
+    without: frozenset[str] = frozenset()
 
 
 class Child:
@@ -50,10 +58,16 @@ class Child:
             ChildFailedError: It exited with the code of a configuration error.
         """
         while True:
-            code = await self._run_once()
+            began = time.monotonic()
+            try:
+                code = await self._run_once()
+            except OSError as error:  # no room for its log, or none for another process
+                _console.print(f"{self._program.name} cannot be started: {error}")
+                code = 0
             if code == CONFIGURATION_ERROR:
                 raise ChildFailedError(f"{self._program.name}: {self._last_words()}")
-            await asyncio.sleep(_RESTART_PAUSE_S)
+            # One that has lived for a while starts again at once; one that cannot start waits.
+            await asyncio.sleep(max(0.0, began + _RESTART_PAUSE_S - time.monotonic()))
 
     async def _run_once(self) -> int:
         with self._program.log.open("ab") as log:
@@ -62,7 +76,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=child_environment(**self._program.environment),
+                env=child_environment(without=self._program.without, **self._program.environment),
                 # A session of its own: Ctrl-C reaches the owner alone, who ends all in order.
                 start_new_session=True,
                 preexec_fn=die_with_parent,

@@ -75,8 +75,7 @@ def redis_program(folder: Path) -> Iterator[RedisProgram]:
     password = _password(folder / "password")
     with _socket_path(folder) as socket:
         config = folder / "redis.conf"
-        config.touch(mode=0o600)
-        config.write_text(_config(folder, socket, password))
+        _write(config, _config(folder, socket, password))
         yield RedisProgram((binary, config), f"unix://:{password}@{socket}", folder / "redis.log")
 
 
@@ -159,7 +158,14 @@ def _check_version(binary: Path, record: Path) -> None:
             f"{binary} is Redis {version}, but {record.parent} was written by Redis {known}: put that "
             "one on PATH, or set MESHLOOM_HOME to begin anew"
         )
-    record.write_text(version)
+    _write(record, version)
+
+
+def _write(path: Path, text: str) -> None:
+    """Have a private file hold ``text``: on a full disk one that holds it already must stay."""
+    if not path.exists() or path.read_text() != text:
+        path.touch(mode=0o600)
+        path.write_text(text)
 
 
 def _as_numbers(version: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -43,6 +44,7 @@ def redis_server_on_path() -> Path | None:
     return Path(found) if found else None
 
 
-def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with ``changes``, for a child process."""
-    return {**os.environ, **changes}
+def child_environment(*, without: Collection[str] = (), **changes: str) -> dict[str, str]:
+    """This process's environment ``without`` some variables and with ``changes``, for a child."""
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return {**kept, **changes}

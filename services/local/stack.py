@@ -20,6 +20,7 @@ from services.local.settings import LocalSettings
 
 _READY_TIMEOUT_S: Final = 60
 _POLL_S: Final = 0.1
+_OPERATORS: Final = frozenset({"MESHLOOM_TOKEN"})  # whoever has it is the operator
 
 
 class StackError(Exception):
@@ -40,6 +41,8 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
     home = settings.home.resolve()
     logs = home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # somebody else's, who decides who reads it
+        home.chmod(0o700)
     with _sole_owner(home), _redis(settings, home, logs) as (redis_url, redis_programs):
         _check_port(settings.host, settings.port)
         environment = {
@@ -49,10 +52,16 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
             "MESHLOOM_PORT": str(settings.port),
         }
         programs = [
-            Program(name, [sys.executable, "-m", module], logs / f"{name}.log", environment)
-            for name, module in (
-                ("controller", "services.controller"),
-                ("agent", "services.worker.agent"),
+            Program(
+                name,
+                [sys.executable, "-P", "-m", module],
+                logs / f"{name}.log",
+                environment,
+                without,
+            )
+            for name, module, without in (
+                ("controller", "services.controller", frozenset[str]()),
+                ("agent", "services.worker.agent", _OPERATORS),
             )
         ]
         async with _kept_alive(redis_programs) as redis_failed:
@@ -93,7 +102,7 @@ def _redis(settings: LocalSettings, home: Path, logs: Path) -> Iterator[tuple[st
         yield settings.redis_url, []
         return
     with redis_program(home / "redis") as redis:
-        yield redis.url, [Program("redis", redis.command, logs / "redis.log", {})]
+        yield redis.url, [Program("redis", redis.command, logs / "redis.log", {}, _OPERATORS)]
 
 
 def _check_port(host: str, port: int) -> None:

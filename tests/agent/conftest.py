@@ -87,7 +87,8 @@ class Controller:
             )
 
     def facts(self) -> list[Fact]:
-        return [FACT.validate_json(text) for text in self._stream(redis_keys.FACTS)]
+        arrived: Any = self.client.lrange(redis_keys.ARRIVED_FACTS, 0, -1)
+        return [FACT.validate_json(text) for text in arrived]
 
     def steps(self) -> list[StepRecord]:
         stream = self._stream(redis_keys.job_steps(JOB))
@@ -131,7 +132,15 @@ class AgentProcess:
 
     def warm(self) -> psutil.Process:
         """The process that forks its ranks."""
-        return self._child("services.worker.rank.warm")
+        pids = self.marked()
+        (warm,) = (p for p in map(psutil.Process, pids) if p.ppid() not in pids and _is_template(p))
+        return warm
+
+    def template(self) -> psutil.Process:
+        """The process of which ``warm`` is a fork."""
+        parent = self.warm().parent()
+        assert parent is not None
+        return parent
 
     def sentinel(self) -> psutil.Process:
         """The process that ends what it leaves."""
@@ -151,6 +160,10 @@ class AgentProcess:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(10)
+
+
+def _is_template(process: psutil.Process) -> bool:
+    return "services.worker.rank.template" in process.cmdline()
 
 
 StartAgent = Callable[..., AgentProcess]

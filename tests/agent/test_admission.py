@@ -7,13 +7,13 @@ import pytest
 from redis import Redis
 
 from services.contract.entry_points import EntryPoints
+from services.contract.mask import Mask
 from services.contract.messages.facts import LaunchRefused, NodeJoined
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankFailed
 from services.contract.specs import JobSpec
 from services.controller.api.guard import AccessPolicy
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.log_tail import LogTail
-from services.worker.agent.mask import Mask
 from services.worker.rank.seat import DEFAULT_TRAINER
 from tests.agent.conftest import PROGRAMS, Controller, StartAgent, launch
 from tests.controller.conftest import job_body, open_house
@@ -137,7 +137,10 @@ def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(
         stored = "\n".join(_dump(redis, str(key)) for key in redis.scan_iter("*"))
     assert '{"secret":"HUB"}' in stored
     agent.stop()
-    kept = "".join(p.read_text() for p in agent.folder.path.rglob("*.json"))
+    files = [path for path in agent.home.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o077 for path in (agent.home, *files)} == {0}
+    kept = "".join(p.read_text() for p in files if p.suffix in {".json", ".log"})
+    assert "using [secret HUB]" in kept
     for place in (stored, answers, agent.log.read_text(), capsys.readouterr().out, kept):
         for form in _telling(SECRET):
             assert form not in place

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from services.contract.messages.facts import Device
+from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.devices import parse_devices, take_inventory
 from services.worker.agent.folders import NodeBusyError, NodeFolder
-from services.worker.agent.processes import NODE_MARK
 from services.worker.agent.settings import AgentSettings, rank_environment
 from tests.agent.conftest import JOB, NODE, launch
 
@@ -95,7 +95,7 @@ def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_FLAG", "1")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    asked = settings(user_path="/models", rank_env="MY_FLAG, MESHLOOM_TOKEN")
+    asked = settings(rank_env="MY_FLAG, MESHLOOM_TOKEN")
     monkeypatch.setenv("MESHLOOM_TOKEN", "x")
     environment = rank_environment(asked, "mark", "eth7")
     assert environment["MY_FLAG"] == "1"
@@ -104,5 +104,5 @@ def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
     assert environment["NCCL_SOCKET_IFNAME"] == "ib0"
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
-    assert environment["PYTHONPATH"] == "/theirs:/models"
+    assert environment["PYTHONPATH"] == "/theirs"
     assert environment[NODE_MARK] == "mark"

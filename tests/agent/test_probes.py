@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,7 @@ from services.worker.agent.asking import Asker, Ended, _end
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.prober import NICENESS
 from services.worker.agent.self_test import SelfTest
+from services.worker.agent.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
@@ -139,7 +140,9 @@ def test_a_probe_finds_what_a_profile_in_this_process_does(node: Node) -> None:
 
     expected = profile_model(ModelUnderStudy(make, loss), CONDITIONS, stops=("blocks",))
     assert answer.failure is None
-    assert answer.profile == expected
+    assert answer.profile is not None
+    assert answer.profile.timed is not None
+    assert replace(answer.profile, timed=None) == expected
     assert answer.optimizer == ADAMW_FUSED
     assert answer.sequence_tokens == LENGTH
 
@@ -225,6 +228,8 @@ def test_a_node_is_measured_once_and_its_figures_are_kept(node: Node) -> None:
     rates = (facts.memory_bandwidth, facts.link_bandwidth, facts.network_bandwidth)
     assert min(*facts.matmul_flops.values(), *rates, facts.collective_latency) > 0
     assert 0 <= facts.overlap <= 1
+    assert set(facts.exchanges) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert min(facts.dispatch_s, facts.update_s) > 0
     assert facts.ranks == 2
     assert "not measured" in str(first.detail["network_bandwidth"])
     again = node.measure()
@@ -240,7 +245,14 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
         )
         folder = NodeFolder(tmp_path, NODE)
         folder.path.mkdir(parents=True, exist_ok=True)
-        return SelfTest(folder, NODE, "a", inventory, Asker({}, tmp_path), asyncio.Event().wait)
+        return SelfTest(
+            folder,
+            NODE,
+            "a",
+            inventory,
+            Asker(Imported({}, "", (), 0.0), tmp_path),
+            asyncio.Event().wait,
+        )
 
     found = SelfTestResult(facts=NodeFacts({"fp32": 1.0}, 1.0, 1.0, 1.0, 1.0, 2))
     self_test(torch="1")._keep("cpu", found)

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.contract.warm_channel import NODE_MARK
 from services.local.settings import child_environment
-from services.worker.agent.processes import NODE_MARK, marked
+from services.worker.agent.processes import marked
 from tests.agent.conftest import (
     AgentProcess,
     Controller,

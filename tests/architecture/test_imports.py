@@ -18,7 +18,7 @@ TORCH_FREE = [
 ]
 CREDENTIAL_FREE = [
     "services.worker.rank.trainer",
-    "services.worker.rank.warm",
+    "services.worker.rank.template",
     "services.worker.rank.probe",
     "services.worker.rank.self_test",
 ]

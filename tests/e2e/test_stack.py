@@ -18,6 +18,7 @@ from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, Stack, free_port, tiny_spec
 from tests.waiting import until
 
+OPERATOR = "an-operator-of-this-test"
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 
@@ -64,19 +65,28 @@ def test_redis_killed_alone_comes_back_and_nobody_who_watches_a_job_notices(stac
     assert stack.part("redis-server").pid != server.pid
 
 
-def test_killing_the_owner_leaves_no_process(tmp_path: Path) -> None:
+def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_process(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     owner = subprocess.Popen(
         [sys.executable, "-m", "services.local", "up"],
-        env=child_environment(MESHLOOM_HOME=str(tmp_path), MESHLOOM_PORT=str(port)),
+        env=child_environment(
+            MESHLOOM_HOME=str(tmp_path),
+            MESHLOOM_PORT=str(port),
+            MESHLOOM_TOKEN=OPERATOR,
+            MESHLOOM_TEMPLATE_LINGER_S="0",
+        ),
         stderr=subprocess.DEVNULL,
     )
-    with Client(f"http://127.0.0.1:{port}") as client:
+    with Client(f"http://127.0.0.1:{port}", OPERATOR) as client:
         until(lambda: _is_up(client, owner))
         job = client.submit(tiny_spec(**LONG))
         until(lambda: client.job(job.id).progress.step > 0)
     family = psutil.Process(owner.pid).children(recursive=True)
     assert len(family) >= 6, "Redis, controller, agent, warm process, two ranks"
+    holders = [p for p in family if OPERATOR in p.environ().values()]
+    assert [p.cmdline()[-1] for p in holders] == ["services.controller"]
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     _, alive = psutil.wait_procs(family, timeout=30)

@@ -13,16 +13,20 @@ from fsdp_core.plan.model import (
     SGD,
     Conditions,
     Estimate,
+    Exchange,
     MeshPlan,
     ModelProfile,
     NodeFacts,
     OptimizerFacts,
+    PassTimes,
     ShardDim,
     ShardingPlan,
+    StepTime,
     Training,
     UnitPlan,
     estimate,
 )
+from fsdp_core.plan.model.traffic import Kind
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import Mlp, vector_loss
 
@@ -180,6 +184,48 @@ def test_time_follows_the_node(profile: ModelProfile) -> None:
     assert seconds(replace(NODE, network_bandwidth=1e6)) == seconds(NODE)
     assert seconds(replace(NODE, network_bandwidth=1e6), ranks=8) > seconds(NODE, ranks=8)
     assert seconds(replace(NODE, overlap=0.0)) > seconds(NODE)
+
+
+def test_each_kind_of_collective_goes_at_its_own_pace(profile: ModelProfile) -> None:
+    slow, quick = Exchange(1.0, 1e12), Exchange(1e-9, 1e12)
+    plans = {
+        "sharded": ShardingPlan(MeshPlan(dp_shard=4), LAYER_UNITS),
+        "replicated": ShardingPlan(MeshPlan(dp_replicate=4), LAYER_UNITS),
+    }
+
+    def started(kind: Kind, mesh: str) -> int:
+        kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+        exchanges = {each: slow if each == kind else quick for each in kinds}
+        node = replace(NODE, exchanges=exchanges, overlap=0.0)
+        time = estimate(profile, plans[mesh], Training(8), node).time
+        assert time is not None
+        return round(sum(time.communication.values()))
+
+    gathers, reduces = 2 * LAYERS + 1, LAYERS + 1
+    assert started("all_gather", "sharded") == gathers
+    assert started("reduce_scatter", "sharded") == started("all_reduce", "replicated") == reduces
+    assert started("all_reduce", "sharded") == started("all_gather", "replicated") == 0
+
+
+def test_every_pass_costs_what_does_not_shrink_with_the_micro_batch(profile: ModelProfile) -> None:
+    def of_passes(node: NodeFacts, passes: int, timed: PassTimes | None = None) -> StepTime:
+        plan = ShardingPlan(MeshPlan(dp_replicate=4), LAYER_UNITS)
+        training = Training(8 // passes, passes)
+        time = estimate(replace(profile, timed=timed), plan, training, node).time
+        assert time is not None
+        return time
+
+    hooked = replace(NODE, unit_s=1.0, parameter_s=0.1)
+    parameters = len(profile.parameters)
+    assert of_passes(hooked, 1).engine == pytest.approx(LAYERS + 1 + 0.1 * parameters)
+    assert of_passes(hooked, 4).engine == pytest.approx(4 * of_passes(hooked, 1).engine)
+    launching = replace(NODE, dispatch_s=1.0)
+    assert of_passes(launching, 4).compute == 4 * of_passes(launching, 1).compute
+    timed = PassTimes(((1, 0.3, 0.3), (4, 0.6, 0.6)), 1e12)  # 0.4 s and 0.2 s a sample
+    assert of_passes(NODE, 1, timed).compute == pytest.approx(0.4 + 8 * 0.2)
+    assert of_passes(NODE, 8, timed).compute == pytest.approx(8 * (0.4 + 0.2))
+    twice_as_fast = replace(NODE, matmul_flops={"fp32": 2e12})
+    assert of_passes(twice_as_fast, 1, timed).compute == pytest.approx(0.4 + 8 * 0.1)
 
 
 def test_gathers_in_groups_within_a_node_go_at_its_links_rate(profile: ModelProfile) -> None:

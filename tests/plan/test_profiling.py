@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +31,7 @@ from fsdp_core.plan.model import (
     estimate,
 )
 from fsdp_core.plan.optimizer_facts import optimizer_facts
+from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
 from tests.plan.wide_suite import ByRows, CheckpointedMlp, Lion, Towers, in_batch_loss
@@ -133,6 +136,32 @@ def test_recomputation_keeps_only_inputs_until_backward(mlp: ModelProfile) -> No
     )
     assert kept["layers.1"] == Growth(0, 4 * (WIDTH + HIDDEN))
     assert again["layers.1"] == Growth(0, 4 * WIDTH)
+
+
+def test_passes_of_a_model_that_fits_are_timed_in_a_process_of_their_own(
+    mlp: ModelProfile,
+) -> None:
+    study = mlp_study()
+    timed = timed_passes(study, mlp, 1 << 30, None)
+    assert timed is not None
+    sizes = [size for size, _, _ in timed.seconds]
+    assert sizes == sorted(sizes)
+    assert min(timed.flops, *(min(times[1:]) for times in timed.seconds)) > 0
+    assert timed_passes(study, mlp, 1 << 10, None) is None
+    assert timed_passes(study, mlp, 1 << 30, "bf16") is not None
+
+
+def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed(mlp: ModelProfile) -> None:
+    def dies(model: nn.Module, size: int) -> torch.Tensor:
+        del model, size
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def fails(model: nn.Module, size: int) -> torch.Tensor:
+        raise RuntimeError(f"{size} samples are not to my taste: {type(model)}")
+
+    for loss in (dies, fails):
+        assert timed_passes(replace(mlp_study(), loss=loss), mlp, 1 << 30, None) is None
 
 
 def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:

@@ -1,6 +1,7 @@
 """The parts of a rank that need no process: factories, data, schedules, first values, the board."""
 
 import mmap
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,17 @@ import pytest
 import torch
 
 from fsdp_core import TrainingState
+from services.contract.plans import default_micro_batch
 from services.contract.rank_channel import BOARD_BYTES, BoardReader, BoardWriter
 from services.contract.specs import Factory
 from services.contract.states import RankPhase
 from services.worker.rank import registry
 from services.worker.rank.board_watch import BoardWatch
+from services.worker.rank.data.corpus import stdlib_sources
 from services.worker.rank.data.ngrams import bigram_loss, unigram_loss
 from services.worker.rank.data.stdlib_bytes import StdlibBytes, stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.optimizers import adamw
-from services.worker.rank.run import micro_batch
 from services.worker.rank.schedules import warmup_cosine
 from services.worker.rank.seeds import derive
 
@@ -54,6 +56,24 @@ def test_the_interpreters_own_library_is_about_eleven_megabytes() -> None:
     source = stdlib_bytes()
     losses = source.baselines()
     assert 2.0 < losses["bigram"] < 2.8 < losses["unigram"] < 3.6
+
+
+def test_packages_beside_the_library_are_not_even_looked_for(tmp_path: Path) -> None:
+    for folder in ("site-packages/other", "json/tests", "json"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "one.py").write_text("pass\n")
+    entered = []
+    listening = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if listening and event == "os.scandir":
+            entered.append(Path(str(arguments[0])))
+
+    sys.addaudithook(hear)  # for the rest of the process: there is no way to remove one
+    files = stdlib_sources(tmp_path)
+    listening = False
+    assert [file.name for file in files] == ["json/one.py"]
+    assert entered == [tmp_path, tmp_path / "json"]
 
 
 def test_a_sequence_longer_than_the_corpus_is_refused(library: Path) -> None:
@@ -115,11 +135,10 @@ def test_what_the_trainer_offers_yields_to_the_spec(library: Path) -> None:
 
 
 def test_an_automatic_micro_batch_divides_the_share_and_bounds_the_tokens() -> None:
-    assert micro_batch("auto", 8, 256) == 8
-    assert micro_batch("auto", 96, 1024) == 16
-    assert micro_batch("auto", 7, 16_384) == 1
-    assert micro_batch("auto", 4, 1_000_000) == 1
-    assert micro_batch(3, 12, 8) == 3
+    assert default_micro_batch(8, 256) == 8
+    assert default_micro_batch(96, 1024) == 16
+    assert default_micro_batch(7, 16_384) == 1
+    assert default_micro_batch(4, 1_000_000) == 1
 
 
 def test_seeds_differ_by_purpose() -> None:

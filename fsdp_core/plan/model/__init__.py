@@ -54,7 +54,7 @@ from fsdp_core.plan.model.sharding import (
     is_pattern,
     matches,
 )
-from fsdp_core.plan.model.step_time import NodeFacts, StepTime
+from fsdp_core.plan.model.step_time import Exchange, NodeFacts, PassTimes, StepTime
 
 __all__ = [
     "ADAMW_FUSED",
@@ -69,6 +69,7 @@ __all__ = [
     "Change",
     "Conditions",
     "Estimate",
+    "Exchange",
     "Fixed",
     "FixedUnit",
     "Growth",
@@ -83,6 +84,7 @@ __all__ = [
     "NodeFacts",
     "OptimizerFacts",
     "ParameterFacts",
+    "PassTimes",
     "Peak",
     "Precision",
     "RankedBy",

@@ -12,9 +12,9 @@ from fsdp_core.plan.model.optimizer import SGD, OptimizerFacts
 from fsdp_core.plan.model.profile import Conditions, ModelProfile, Segment
 from fsdp_core.plan.model.sharding import ShardingPlan
 from fsdp_core.plan.model.shares import UnitShare, shares_of
-from fsdp_core.plan.model.step_time import NodeFacts, StepTime, step_time
+from fsdp_core.plan.model.step_time import NodeFacts, StepTime, StepWork, step_time
 from fsdp_core.plan.model.timeline import Placement, Timeline
-from fsdp_core.plan.model.traffic import Traffic
+from fsdp_core.plan.model.traffic import Moved, Traffic
 
 # The first step does not foresee the order of forward; all others are alike.
 _STEPS = 2
@@ -118,14 +118,8 @@ def estimate(
     flops = flops_of(profile, plan, shares, training)
     time = None
     if node is not None:
-        time = step_time(
-            node,
-            mesh,
-            (flops, plan.param_dtype or "fp32"),
-            (traffic.sent, traffic.collectives),
-            held.updated,
-            traffic.sent_in_groups,
-        )
+        work = work_of(profile, plan, shares, training, (traffic.moved, held.updated))
+        time = step_time(node, mesh, work)
     building = _building(profile, shares) if is_host and profile.built_whole else Peak.none()
     return Estimate(
         max(ledger.peak, building, key=lambda peak: peak.memory.total),
@@ -253,6 +247,43 @@ _PHASES: Mapping[str, str] = {
     "backward": "backward",
     "backward_end": "backward",
 }
+
+
+def work_of(
+    profile: ModelProfile,
+    plan: ShardingPlan,
+    shares: Sequence[UnitShare],
+    training: Training,
+    counted: tuple[Moved, int],
+) -> StepWork:
+    """What a rank does in a step.
+
+    Args:
+        profile: Of the model.
+        plan: For any number of ranks.
+        shares: Of the plan.
+        training: Sizes.
+        counted: What is sent, and bytes that the optimizer goes through.
+    """
+    moved, updated_bytes = counted
+    flops = flops_of(profile, plan, shares, training)
+    once = profile.flops.at(training.micro_batch) * training.accumulation // plan.mesh.tp
+    trace = profile.trace(_conditions(plan, shares[0]))
+    return StepWork(
+        micro_batch=training.micro_batch,
+        passes=training.accumulation,
+        flops=flops,
+        # A forward is a third of forward and backward.
+        again=3 * (flops - once) / once if once else float(flops > once),
+        operators=trace.operators.at(training.micro_batch),
+        precision=plan.param_dtype or "fp32",
+        units=sum(1 for share in shares if share.own),
+        parameters=len(profile.parameters),
+        updated=sum(1 for each in profile.parameters if each.requires_grad),
+        updated_bytes=updated_bytes,
+        moved=moved,
+        timed=profile.timed,
+    )
 
 
 def _conditions(plan: ShardingPlan, share: UnitShare) -> Conditions:

@@ -7,12 +7,13 @@ on the plan. So one profile serves every plan whose units are among its `stops`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.growth import Growth, Highest
 from fsdp_core.plan.model.sharding import Precision
+from fsdp_core.plan.model.step_time import PassTimes
 
 PROFILE_VERSION = 1
 
@@ -141,11 +142,13 @@ class Trace:
         conditions: These.
         segments: In order; those of all traces begin alike.
         tp_bytes: What a rank sends for the split matrices in forward and backward.
+        operators: How many run in forward and backward.
     """
 
     conditions: Conditions
     segments: tuple[Segment, ...]
     tp_bytes: Growth
+    operators: Growth = field(default=Growth(0, 0))
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class ModelProfile:
         built_whole: Whether each rank builds the whole model, in the host's memory, before it is
             sharded.
         version: Of this schema.
+        timed: Its passes, if they were run on real tensors and timed.
     """
 
     device_type: str
@@ -180,6 +184,7 @@ class ModelProfile:
     smallest: int = 1
     built_whole: bool = False
     version: int = PROFILE_VERSION
+    timed: PassTimes | None = None
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:

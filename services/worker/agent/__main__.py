@@ -11,6 +11,7 @@ import sys
 import structlog
 from pydantic import ValidationError
 
+from services.contract.own_process import set_up_process
 from services.worker.agent.agent import run_agent
 from services.worker.agent.folders import NodeBusyError
 from services.worker.agent.lease_check import lease_is_held
@@ -24,6 +25,7 @@ _NOT_ALONE = 3
 
 def main() -> None:
     """Run the agent. Exit code 2: bad settings; 3: another agent has this node."""
+    set_up_process(holds_secrets=True)
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent")
     parser.add_argument("--check", action="store_true", help="only see whether it is alive")
     only_check = parser.parse_args().check

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from services.contract.entry_points import EntryPoints, factories_of
+from services.contract.mask import MIN_SECRET_CHARACTERS
 from services.contract.secret_references import references
 from services.contract.specs import JobSpec
 
-# Shorter ones occur by chance, and could not be masked without masking half of the output.
-MIN_SECRET_CHARACTERS: Final = 8
 _MAX_SECRET_BYTES: Final = 65_536
 
 

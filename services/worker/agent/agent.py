@@ -9,6 +9,7 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
+from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.answers import Answers
 from services.worker.agent.asking import Asker
 from services.worker.agent.devices import take_inventory
@@ -20,7 +21,7 @@ from services.worker.agent.leftovers import Leftover, find_leftovers, forget_lef
 from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
 from services.worker.agent.prober import Prober
-from services.worker.agent.processes import NODE_MARK, sweep
+from services.worker.agent.processes import sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.self_test import SelfTest
 from services.worker.agent.sentinel_keeper import SentinelKeeper
@@ -29,8 +30,10 @@ from services.worker.agent.settings import AgentSettings, rank_environment, sent
 from services.worker.agent.storage import Storage
 from services.worker.agent.storage_rounds import Holdings, StorageRounds
 from services.worker.agent.supervisor import Supervisor
+from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
 
+_ENTERED_BY_OTHERS: Final = 0o711
 _RANKS_GONE_WITHIN_S: Final = 5.0
 _TOLD_WITHIN_S: Final = 2.0
 _log = structlog.get_logger()
@@ -45,6 +48,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
     """
     folder = NodeFolder(settings.home, settings.node_id)
     with folder.locked():
+        if settings.ranks_are is not None:  # checkpoints may lie below; nothing else can be read
+            settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
@@ -82,10 +87,16 @@ class Agent:
         self._folder = folder
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
-        environment = rank_environment(settings, mark, network.interface)
-        self._warm = WarmKeeper(environment, settings.trainer, folder)
-        storage = Storage(settings.checkpoint_root, node_id)
-        asker = Asker(environment, folder.path)
+        imported = Imported(
+            rank_environment(settings, mark, network.interface),
+            settings.trainer,
+            settings.user_path,
+            settings.template_linger_s,
+            settings.rank_user,
+        )
+        self._warm = WarmKeeper(imported, mark, folder)
+        storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
+        asker = Asker(imported, folder.path)
         answers = Answers(
             node_id,
             storage,
@@ -118,7 +129,13 @@ class Agent:
         self._rounds = StorageRounds(
             writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
         )
-        self._inbox = Inbox(waiting, node_id, self._supervisor.handle, self._outbox.acknowledge)
+        self._inbox = Inbox(
+            waiting,
+            node_id,
+            self._supervisor.handle,
+            self._supervisor.refuse,
+            self._outbox.acknowledge,
+        )
 
     async def serve(self, leftovers: list[Leftover], stop: asyncio.Event) -> None:
         """Join, work until ``stop`` is set, leave.
@@ -152,7 +169,10 @@ class Agent:
 
     async def _join(self, leftovers: list[Leftover]) -> None:
         await self._session.take_lease(self._folder.previous_incarnation())
-        self._folder.record_incarnation(self._incarnation)
+        try:
+            self._folder.record_incarnation(self._incarnation)
+        except OSError as error:  # the next agent waits until the lease has run out
+            _log.warning("incarnation_not_recorded", why=str(error))
         await self._session.hand_over([leftover.records for leftover in leftovers])
         for leftover in leftovers:
             self._outbox.tell(leftover.fact)

@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.durable import make_folders, sync_folder
 from services.contract.manifests import Manifest, ShardFile
+from services.contract.own_process import set_up_process
 
 FILE_BYTES: Final = 5_000_000_000
 _MODEL: Final = "model."
@@ -265,6 +266,7 @@ def _put(descriptor: int, content: memoryview, place: int) -> None:
 
 def main() -> None:
     """Export as the command line says; code 0 with the files, else 1."""
+    set_up_process()
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent.export")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--job", required=True)

@@ -35,8 +35,7 @@ class Exporter:
         """Run the process to its end."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "services.worker.agent.export",
+            *("-P", "-m", "services.worker.agent.export"),
             *("--root", str(self._root)),
             *("--job", command.job_id),
             *("--checkpoint", command.checkpoint_id),

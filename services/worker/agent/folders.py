@@ -10,7 +10,7 @@
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
-        rank-<r>.stdout.log, rank-<r>.stderr.log
+        rank-<r>.stdout.log, rank-<r>.stderr.log, and with .1 what was before, where it was cut
     /dev/shm/meshloom-<mark>-<uid>/<job id>-<fence>/rank-<r>.board
 """
 
@@ -124,6 +124,11 @@ class NodeFolder:
         return self.path / "warm.log"
 
     @property
+    def template_socket(self) -> Path:
+        """Where a template whose agent is gone waits for the next one."""
+        return self.path / "template.sock"
+
+    @property
     def sentinel_log(self) -> Path:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"
@@ -158,8 +163,14 @@ class NodeFolder:
             return None
 
     def record_incarnation(self, incarnation: str) -> None:
-        """Say who works here now."""
-        (self.path / "incarnation").write_text(incarnation)
+        """Say who works here now.
+
+        Raises:
+            OSError: The disk refuses; what was recorded before stays.
+        """
+        draft = self.path / "incarnation.draft"
+        draft.write_text(incarnation)
+        draft.replace(self.path / "incarnation")
 
     def attempt(self, job_id: str, fence: int) -> AttemptFolder:
         """The folder of an attempt, there or not."""

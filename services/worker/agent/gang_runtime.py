@@ -9,6 +9,7 @@ from typing import Final
 
 import structlog
 
+from services.contract.mask import Mask
 from services.contract.messages.facts import Fact, GangEnded, RunningGang
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import RankMessage, RankReady, RankSeat
@@ -31,7 +32,6 @@ from services.worker.agent.gang import (
     Ticked,
     decide,
 )
-from services.worker.agent.mask import Mask
 from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import is_dying, kill_group, sweep_sessions
 from services.worker.agent.rank_link import RankLink

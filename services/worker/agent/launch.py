@@ -17,8 +17,9 @@ from services.contract.plans import RankPlacement
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.processes import kill_group
+from services.worker.agent.template_link import WarmGoneError
 from services.worker.agent.warm_keeper import WarmKeeper
-from services.worker.agent.warm_link import ForkRefusedError, WarmGoneError, WarmLink
+from services.worker.agent.warm_link import ForkRefusedError, WarmLink
 
 _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 4096  # every rank of the gang connects at about the same moment

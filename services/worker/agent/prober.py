@@ -12,11 +12,11 @@ import psutil
 import structlog
 from pydantic import ValidationError
 
+from services.contract.mask import Mask
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.asking import MOST_ANSWERED, Asker, Asking, Ended
-from services.worker.agent.mask import Mask
 
 # Below ranks, so that a step waits little for a probe; not far below, or on a node whose ranks take
 # all processors a probe would not end in time.

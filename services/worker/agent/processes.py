@@ -2,16 +2,51 @@
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-NODE_MARK: Final = "MESHLOOM_NODE_MARK"
+from services.contract.warm_channel import NODE_MARK
+
+_DIES_WITHIN_S: Final = 5.0
 _PF_EXITING: Final = 0x4
 _FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
+
+
+class ProcessHandle:
+    """A process, child of this one or not, and never another one that has its number by now.
+
+    Args:
+        pid: The process.
+        child: Where it is a child of this process, which must reap it.
+    """
+
+    def __init__(self, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._child = child
+        self._descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """SIGKILL it, if it still lives."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def end(self) -> int | None:
+        """See a process that is dying to its end; its exit code, where that can be known."""
+        if self._descriptor is not None:
+            self.kill()
+            select.select([self._descriptor], [], [], _DIES_WITHIN_S)
+            os.close(self._descriptor)
+            self._descriptor = None
+        return None if self._child is None else self._child.wait()
 
 
 def kill_group(pid: int) -> None:

@@ -9,8 +9,8 @@ from typing import Final
 import structlog
 from pydantic import ValidationError
 
+from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMessage, RankOrder
-from services.worker.agent.mask import Mask
 
 _READ_BYTES: Final = 65_536
 _log = structlog.get_logger()

@@ -14,6 +14,7 @@ from typing import Final
 
 import psutil
 
+from services.contract.own_process import set_up_process
 from services.worker.agent.processes import marked
 
 _QUIET_LOOKS: Final = 3
@@ -23,6 +24,7 @@ _GONE_WITHIN_S: Final = 1.0
 
 def main() -> None:
     """Wait for the end of the agent, then end everything that carries the mark of its life."""
+    set_up_process()
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent.sentinel")
     parser.add_argument("--pipe", type=int, required=True, help="descriptor; the agent's end of it")
     parser.add_argument("--mark", required=True, help="what the environment of its processes says")

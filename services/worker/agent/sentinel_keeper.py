@@ -69,7 +69,7 @@ class SentinelKeeper:
         with self._log_path.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "services.worker.agent.sentinel"),
+                *("-P", "-m", "services.worker.agent.sentinel"),
                 *("--pipe", str(reading), "--mark", self._mark),
                 env=self._environment,
                 stdin=DEVNULL,

@@ -11,9 +11,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.entry_points import entry_points
 from services.contract.ids import NodeId
+from services.contract.rank_user import RankUser
 from services.contract.redis_address import redis_address
+from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.admission import Admission
-from services.worker.agent.processes import NODE_MARK
 
 _OURS: Final = "MESHLOOM_"
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -53,7 +54,9 @@ class AgentSettings(BaseSettings):
     ``factory_prefixes`` (by commas) are the entry points that jobs may name; unset, all that can be
     imported. ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
     (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
-    commas) names variables that ranks get beside those that computing needs.
+    commas) names variables that ranks get beside those that computing needs. ``template_linger_s`` is
+    how long the process that has imported torch waits for the next agent, should this one be killed.
+    ``rank_user`` is the system user of ranks and probes; for that the agent must run as root.
     """
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
@@ -72,6 +75,8 @@ class AgentSettings(BaseSettings):
     secrets_dir: Path | None = None
     data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
     rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
+    rank_user: str | None = None
+    template_linger_s: float = Field(default=20.0, ge=0, le=3600)
     trainer: str = "services.worker.rank.trainer:train"
 
     @field_validator("home")
@@ -85,6 +90,23 @@ class AgentSettings(BaseSettings):
         if value == Path():
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
+
+    @field_validator("rank_user")
+    @classmethod
+    def _can_be_become(cls, value: str | None) -> str | None:
+        if value is not None:
+            RankUser.named(value)
+            if os.geteuid() != 0:
+                raise ValueError(
+                    "only an agent that runs as root can run ranks as another user; start it as "
+                    "root, or leave MESHLOOM_RANK_USER out"
+                )
+        return value
+
+    @property
+    def ranks_are(self) -> RankUser | None:
+        """The system user of ranks; None: the agent's own."""
+        return None if self.rank_user is None else RankUser.named(self.rank_user)
 
     @property
     def redis_address(self) -> str:
@@ -141,15 +163,12 @@ def rank_environment(settings: AgentSettings, mark: str, interface: str | None) 
         for name, value in os.environ.items()
         if _is_passed_on(name, value) or (name in settings.rank_env and not name.startswith(_OURS))
     }
-    path = [str(entry) for entry in settings.user_path]
-    if kept.get("PYTHONPATH"):
-        path.insert(0, kept["PYTHONPATH"])
     # Libraries that start their threads when they are loaded would make the forks unsafe; each
     # rank sets the number that its seat allows.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     # Left alone, gloo takes what the host's name resolves to, which others may not reach.
     network = {} if interface is None else dict.fromkeys(_INTERFACE_NAMES, interface)
-    return {**network, **kept, **threads, "PYTHONPATH": os.pathsep.join(path), NODE_MARK: mark}
+    return {**network, **kept, **threads, NODE_MARK: mark}
 
 
 def _is_passed_on(name: str, value: str) -> bool:

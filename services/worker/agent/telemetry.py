@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 import structlog
 
+from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
@@ -21,7 +22,6 @@ from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.hang import Mark
 from services.worker.agent.log_tail import LogTail
-from services.worker.agent.mask import Mask
 from services.worker.agent.processes import process_state
 from services.worker.agent.stacks import Stacks
 from services.worker.agent.verdict import LastSeen
@@ -87,6 +87,8 @@ class GangTelemetry:
         Args:
             ready: By rank, what names the groups of its board.
         """
+        for tail in self._tails.values():
+            tail.cut_back()
         begun = {}
         for rank in self._seats:
             reader = self._reader(rank)

@@ -1,7 +1,11 @@
-"""Keeps one warm process alive, whatever kills it, without starting it in a hot loop."""
+"""Keeps one warm process alive, whatever kills it, without starting it in a hot loop.
+
+It is a fork of a template, which is kept alive, too, and has the import of torch behind it.
+"""
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -9,7 +13,8 @@ import structlog
 
 from services.contract.warm_channel import RankReaped
 from services.worker.agent.folders import NodeFolder
-from services.worker.agent.warm_link import WarmGoneError, WarmLink
+from services.worker.agent.template_link import Imported, TemplateLink, WarmGoneError
+from services.worker.agent.warm_link import WarmLink
 
 READY_WITHIN_S: Final = 120.0
 _FIRST_PAUSE_S: Final = 0.5
@@ -18,46 +23,34 @@ _log = structlog.get_logger()
 
 
 class WarmKeeper:
-    """The node's warm process, through all of its lives.
+    """The node's template and warm process, through all of their lives.
 
     Args:
-        environment: What it and all ranks may know.
-        trainer: What ranks run, as ``package.module:callable``.
-        folder: Where its output goes.
+        imported: What they and all ranks know.
+        mark: Of this life of the agent.
+        folder: Where their output goes.
     """
 
-    def __init__(self, environment: dict[str, str], trainer: str, folder: NodeFolder) -> None:
-        self._environment = environment
-        self._trainer = trainer
+    def __init__(self, imported: Imported, mark: str, folder: NodeFolder) -> None:
+        self._imported = imported
+        self._mark = mark
         self._folder = folder
+        self._template: TemplateLink | None = None
         self._link: WarmLink | None = None
         self._failure: str | None = None
         self._changed = asyncio.Condition()
 
-    @property
-    def pid(self) -> int | None:
-        """The process of the present life."""
-        return self._link.pid if self._link is not None else None
-
     async def run(
         self, on_reaped: Callable[[RankReaped], None], on_gone: Callable[[str], None]
     ) -> None:
-        """Start it, wait for its end, start it again; until cancelled, which ends it.
+        """Start them, wait for their ends, start them again; until cancelled, which ends them.
 
         ``on_reaped`` is called with every dead rank, ``on_gone`` with the reason when the warm
         process died, and all of its ranks with it.
         """
-        pause = _FIRST_PAUSE_S
-        while True:
-            link = WarmLink.start(
-                self._environment, self._trainer, self._folder.warm_log, on_reaped
-            )
-            try:
-                pause = await self._live(link, pause, on_gone)
-            finally:
-                link.kill()
-                await link.gone.wait()
-            await asyncio.sleep(pause)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_template())
+            group.create_task(self._keep_warm(on_reaped, on_gone))
 
     async def ready(self) -> WarmLink:
         """The live process, once it has imported everything.
@@ -81,24 +74,79 @@ class WarmKeeper:
         with contextlib.suppress(WarmGoneError):
             await self.ready()
 
-    async def _live(self, link: WarmLink, pause: float, on_gone: Callable[[str], None]) -> float:
+    async def _keep_template(self) -> None:
+        pause = _FIRST_PAUSE_S
+        template = await TemplateLink.adopt(self._imported, self._folder)
+        while True:
+            try:
+                template = template or TemplateLink.start(self._imported, self._folder)
+                pause = await self._live_template(template, pause)
+            except OSError as error:
+                await self._fail(f"the template cannot be started: {error}")
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            finally:
+                if template is not None:
+                    template.kill()
+                    await template.gone.wait()
+            template = None
+            await asyncio.sleep(pause)
+
+    async def _live_template(self, template: TemplateLink, pause: float) -> float:
         """One life of it; answers how long to wait before the next."""
         try:
-            ready = await link.ready
+            ready = await template.ready
         except WarmGoneError as error:
-            _log.error("warm_process_failed", reason=str(error))
-            await self._change(None, str(error))
+            await self._fail(str(error))
             return min(2 * pause, _LONGEST_PAUSE_S)
-        _log.info("warm_process_ready", pid=link.pid, import_s=round(ready.import_s, 3))
-        await self._change(link, None)
+        _log.info("template_ready", pid=template.pid, import_s=round(ready.import_s, 3))
+        async with self._changed:
+            self._template, self._failure = template, None
+            self._changed.notify_all()
+        await template.gone.wait()
+        self._template = None
+        _log.error("template_gone", reason=template.last_words())
+        return _FIRST_PAUSE_S
+
+    async def _keep_warm(
+        self, on_reaped: Callable[[RankReaped], None], on_gone: Callable[[str], None]
+    ) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._template)
+                template = self._template
+            if template is None:  # it is gone already
+                continue
+            began = time.monotonic()
+            try:
+                link = await WarmLink.fork_from(
+                    template, self._mark, self._folder.warm_log, on_reaped
+                )
+            except (WarmGoneError, OSError) as error:
+                _log.error("warm_process_failed", reason=str(error))
+            else:
+                try:
+                    await self._live(link, on_gone)
+                finally:
+                    link.kill()
+                    await link.gone.wait()
+            await asyncio.sleep(max(0.0, began + _FIRST_PAUSE_S - time.monotonic()))
+
+    async def _live(self, link: WarmLink, on_gone: Callable[[str], None]) -> None:
+        _log.info("warm_process_ready", pid=link.pid)
+        await self._change(link)
         await link.gone.wait()
         reason = f"the warm process (pid {link.pid}) of the node died"
         _log.error("warm_process_gone", reason=link.last_words())
-        await self._change(None, None)
+        await self._change(None)
         on_gone(reason)
-        return _FIRST_PAUSE_S
 
-    async def _change(self, link: WarmLink | None, failure: str | None) -> None:
+    async def _change(self, link: WarmLink | None) -> None:
         async with self._changed:
-            self._link, self._failure = link, failure
+            self._link = link
+            self._changed.notify_all()
+
+    async def _fail(self, why: str) -> None:
+        _log.error("template_failed", reason=why)
+        async with self._changed:
+            self._failure = why
             self._changed.notify_all()

@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.warm_channel import (
@@ -19,14 +17,15 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
     WarmMessage,
-    WarmReady,
 )
-
-_LOG_TAIL_BYTES: Final = 4_000
-
-
-class WarmGoneError(Exception):
-    """The warm process is dead: no rank can be forked, and those that it forked die with it."""
+from services.worker.agent.processes import ProcessHandle
+from services.worker.agent.template_link import (
+    TemplateLink,
+    WarmGoneError,
+    last_words,
+    reject,
+    resolve,
+)
 
 
 class ForkRefusedError(Exception):
@@ -34,63 +33,60 @@ class ForkRefusedError(Exception):
 
 
 class WarmLink:
-    """A live warm process. Use ``start``, in the main thread: the kernel binds its life to it.
+    """A live warm process. Use ``fork_from``.
 
     Args:
         process: The warm process.
         channel: The agent's end of the socket to it.
+        lifeline: The only writing end of the pipe with whose end it dies.
         log_path: Where its own output goes.
         on_reaped: Called with every dead rank.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: ProcessHandle,
         channel: WarmChannel,
+        lifeline: int,
         log_path: Path,
         on_reaped: Callable[[RankReaped], None],
     ) -> None:
         self.pid = process.pid
-        self.ready: asyncio.Future[WarmReady] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         self._process = process
         self._channel = channel
+        self._lifeline = lifeline
         self._log_path = log_path
         self._on_reaped = on_reaped
         self._forks: deque[asyncio.Future[int]] = deque()
         self._sending = asyncio.Lock()
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
 
     @classmethod
-    def start(
+    async def fork_from(
         cls,
-        environment: dict[str, str],
-        trainer: str,
+        template: TemplateLink,
+        mark: str,
         log_path: Path,
         on_reaped: Callable[[RankReaped], None],
     ) -> Self:
-        """Start a warm process with exactly this environment and listen to it."""
+        """Fork a warm process that carries ``mark``, and listen to it.
+
+        Raises:
+            WarmGoneError: The template died, or refused.
+        """
         ours, theirs = socket.socketpair()
-        arguments = ["--channel", str(theirs.fileno()), "--agent", str(os.getpid())]
-        with theirs, log_path.open("ab") as log:
-            process = subprocess.Popen(  # noqa: S603 our own module in our own interpreter
-                [
-                    sys.executable,
-                    "-m",
-                    "services.worker.rank.warm",
-                    *arguments,
-                    "--trainer",
-                    trainer,
-                ],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the agent's to handle
-            )
-        link = cls(process, WarmChannel(ours), log_path, on_reaped)
-        asyncio.get_running_loop().add_reader(ours.fileno(), link._receive)
-        return link
+        reading, writing = os.pipe()
+        try:
+            with theirs:
+                pid = await template.fork_warm(mark, (theirs.fileno(), reading))
+        except BaseException:
+            ours.close()
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+        return cls(ProcessHandle(pid), WarmChannel(ours), writing, log_path, on_reaped)
 
     async def fork(self, seat: RankSeat, descriptors: tuple[int, ...]) -> int:
         """Fork a rank and answer its process id. ``descriptors`` stay the caller's to close.
@@ -110,16 +106,12 @@ class WarmLink:
         return await answer
 
     def last_words(self) -> str:
-        """The end of what the warm process wrote."""
-        with contextlib.suppress(OSError), self._log_path.open("rb") as log:
-            log.seek(max(0, self._log_path.stat().st_size - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
-        return ""
+        """The end of what it and the template wrote."""
+        return last_words(self._log_path)
 
     def kill(self) -> None:
         """End the warm process and with it all of its ranks; ``gone`` is set soon after."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     def _receive(self) -> None:
         try:
@@ -130,39 +122,21 @@ class WarmLink:
 
     def _handle(self, message: WarmMessage) -> None:
         match message:
-            case WarmReady():
-                self.ready.set_result(message)
             case RankForked(pid=pid):
-                _resolve(self._forks.popleft(), pid)
+                resolve(self._forks.popleft(), pid)
             case ForkFailed(reason=reason):
-                _reject(self._forks.popleft(), ForkRefusedError(f"fork failed: {reason}"))
+                reject(self._forks.popleft(), ForkRefusedError(f"fork failed: {reason}"))
             case RankReaped():
                 self._on_reaped(message)
-            case ForkRank():
-                raise AssertionError("the warm process asked its agent for a fork")
+            case _:
+                raise AssertionError(f"a warm process says no {message.kind}")
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
-        # It closed its end, so it is dead or about to be: this wait is short.
-        self._process.kill()
-        self._process.wait()
-        error = WarmGoneError(
-            f"the warm process ended ({self._process.returncode}): {self.last_words()}"
-        )
-        if not self.ready.done():
-            self.ready.set_exception(error)
-            self.ready.exception()  # nobody may be waiting: that is no mistake
+        os.close(self._lifeline)
+        self._process.end()
+        error = WarmGoneError(f"the warm process ended: {self.last_words()}")
         while self._forks:
-            _reject(self._forks.popleft(), error)
+            reject(self._forks.popleft(), error)
         self.gone.set()
-
-
-def _resolve(future: asyncio.Future[int], value: int) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _reject(future: asyncio.Future[int], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

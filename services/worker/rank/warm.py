@@ -1,34 +1,34 @@
-"""The warm process: it has imported torch and the trainer once, and forks every rank of a node.
+"""The warm process: a fork of the template, it forks every rank of a node.
 
 It has one thread and never touches CUDA, for neither survives a fork. It holds no credential: its
 environment was scrubbed by the agent. It dies with the agent, and its ranks die with it.
 """
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
 import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.own_process import LossyOutput
+from services.contract.rank_user import RankUser
 from services.contract.warm_channel import (
     ForkFailed,
     ForkRank,
     RankForked,
     RankReaped,
     WarmChannel,
-    WarmReady,
 )
-from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer, take_seat
+from services.worker.rank.seat import take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -37,12 +37,27 @@ _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was 
 _prctl = ctypes.CDLL(None).prctl
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What all ranks of a node are.
+
+    Attributes:
+        trainer: What they run, as ``package.module:callable``.
+        notices: What rank 0 of a gang writes first.
+        user: The system user that they become; None: they stay this process's.
+    """
+
+    trainer: str
+    notices: tuple[str, ...] = ()
+    user: RankUser | None = None
+
+
 class WarmProcess:
     """Forks ranks on request and reports how each ended.
 
     Args:
         channel: The end of the socket to the agent.
-        trainer: What a rank runs, as ``package.module:callable``.
+        ranks: What ranks are.
         agent: Its process, which may look into ranks.
         wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
     """
@@ -50,12 +65,12 @@ class WarmProcess:
     def __init__(
         self,
         channel: WarmChannel,
-        trainer: str,
+        ranks: Ranks,
         agent: int,
         wake: tuple[socket.socket, socket.socket],
     ) -> None:
         self._channel = channel
-        self._trainer = trainer
+        self._is = ranks
         self._agent = agent
         self._wake = wake
         self._ranks: set[int] = set()
@@ -127,17 +142,30 @@ class WarmProcess:
                 end.close()
             for descriptor in later:
                 os.close(descriptor)
-            _redirect_output(Path(seat.log_folder), seat.rank)
+            _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
+            if seat.rank == 0:
+                sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._is.notices)
             faulthandler.enable()
             _limit_threads(seat.threads)
             channel, *listening = descriptors
             listen_fd = listening[0] if listening else None
-            take_seat(seat, socket.socket(fileno=channel), listen_fd, self._trainer)
+            take_seat(
+                seat,
+                socket.socket(fileno=channel),
+                listen_fd,
+                self._is.trainer,
+                lambda: self._become_user(warm),
+            )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
             sys.stderr.flush()
         finally:
             os._exit(_NOT_STARTED)
+
+    def _become_user(self, warm: int) -> None:
+        if self._is.user is not None:
+            self._is.user.become()
+            die_with_parent(warm)  # the kernel forgets it with the old user
 
 
 def die_with_parent(parent: int) -> None:
@@ -151,29 +179,15 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
-def main() -> None:
-    """Import the trainer, say so, and serve."""
-    parser = argparse.ArgumentParser(prog="python -m services.worker.rank.warm")
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the unix socket")
-    parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
-    parser.add_argument("--trainer", default=DEFAULT_TRAINER, help="package.module:callable")
-    arguments = parser.parse_args()
-    die_with_parent(arguments.agent)
+def serve_agent(
+    channel: WarmChannel,
+    ranks: Ranks,
+    agent: int,
+    wake: tuple[socket.socket, socket.socket],
+) -> None:
+    """Be the warm process of an agent until it closes the channel."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    wake = socket.socketpair()
-    for end in wake:
-        end.settimeout(0)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake[1].fileno(), warn_on_full_buffer=False)
-    channel = WarmChannel(socket.socket(fileno=arguments.channel))
-    started = time.monotonic()
-    load_trainer(arguments.trainer)
-    # What is alive now is shared by all ranks: the collector must not touch (and so copy) it.
-    gc.collect()
-    gc.freeze()
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    channel.send(WarmReady(import_s=time.monotonic() - started, threads=threads))
-    WarmProcess(channel, arguments.trainer, arguments.agent, wake).serve()
+    WarmProcess(channel, ranks, agent, wake).serve()
 
 
 def _reaped(pid: int, status: int) -> RankReaped:
@@ -189,15 +203,13 @@ def _children() -> list[int]:
         return []
 
 
-def _redirect_output(folder: Path, rank: int) -> None:
+def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
             os.dup2(log.fileno(), number)
-    # Files are buffered by blocks: a person who follows the log wants lines.
-    for stream in (sys.stdout, sys.stderr):
-        getattr(stream, "reconfigure", lambda **_: None)(line_buffering=True)
+        setattr(sys, name, LossyOutput.text(number, mask.line))
 
 
 def _limit_threads(threads: int) -> None:
@@ -205,7 +217,3 @@ def _limit_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-
-
-if __name__ == "__main__":
-    main()

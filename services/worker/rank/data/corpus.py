@@ -1,8 +1,9 @@
 """The text at hand on every machine: the sources of the running interpreter's standard library."""
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,11 +38,7 @@ def stdlib_sources(
         FileNotFoundError: There is no source file (some distributions ship compiled code only).
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
-    names = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if _SKIPPED.isdisjoint(path.relative_to(root).parts)
-    )
+    names = sorted(_names(root))
     if not names:
         raise FileNotFoundError(
             f"data: {root} holds no Python sources; install the interpreter's standard library "
@@ -51,6 +48,14 @@ def stdlib_sources(
         for name in names:
             inside(root / name, roots)
     return [CorpusFile(name, (root / name).read_bytes()) for name in names]
+
+
+def _names(root: Path) -> Iterator[str]:
+    # Folders that are skipped are not entered: site-packages holds more files than the library.
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - _SKIPPED
+        below = Path(folder).relative_to(root)
+        yield from ((below / file).as_posix() for file in files if file.endswith(".py"))
 
 
 def manifest(files: list[CorpusFile]) -> str:

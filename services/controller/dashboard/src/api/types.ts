@@ -509,7 +509,7 @@ export interface PlanAlternative {
 }
 
 export interface PlanFailure {
-  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "no_answer" | "search_failed";
+  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "wrong_spec" | "no_answer" | "search_failed";
   reason: string;
   advice: string;
   traceback: string | null;
@@ -581,6 +581,7 @@ export interface PlanView {
 
 export interface AttemptList {
   items: AttemptView[];
+  left_out: number;
 }
 
 export interface StopRequest {

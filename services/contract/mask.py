@@ -1,4 +1,4 @@
-"""Takes the values of secrets out of what ranks say, before it leaves the node.
+"""Takes the values of secrets out of what ranks say, before it is written or leaves the node.
 
 This guards against accidents: a value that is printed, logged, or part of an error. A program that
 means to give its secret away can always spell it differently.
@@ -9,7 +9,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from services.worker.agent.admission import MIN_SECRET_CHARACTERS
+# Shorter ones occur by chance, and could not be masked without masking half of the output.
+MIN_SECRET_CHARACTERS: Final = 8
 
 
 class Mask:
