@@ -17,6 +17,7 @@ ENV PYTHONUNBUFFERED=1 \
 
 RUN groupadd --gid 10001 meshloom \
     && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/meshloom meshloom \
+    && useradd --uid 10002 --user-group --create-home meshloom-rank \
     && install -d -o meshloom -g meshloom /var/lib/meshloom/checkpoints
 
 WORKDIR /opt/meshloom
@@ -28,6 +29,7 @@ COPY fsdp_core fsdp_core
 COPY services services
 RUN pip install --constraint constraints.txt '.[agent,rank]'
 
+# Started as root, with MESHLOOM_RANK_USER=meshloom-rank, ranks run as that user (docker-compose.yml).
 USER 10001:10001
 WORKDIR /var/lib/meshloom
 ENV MESHLOOM_HOME=/var/lib/meshloom

@@ -21,6 +21,7 @@ from fsdp_core.torch_private.dtensors import (
     waited,
 )
 from fsdp_core.torch_private.fakes import (
+    LookInto,
     OperatorWatch,
     fake_ranks,
     is_without_memory,
@@ -28,6 +29,7 @@ from fsdp_core.torch_private.fakes import (
     storage_key,
     watching_resizes,
     when_freed,
+    with_memory,
     without_memory,
 )
 from fsdp_core.torch_private.groups import (
@@ -82,6 +84,7 @@ from fsdp_core.torch_private.tensors import (
 )
 
 __all__ = [
+    "LookInto",
     "OperatorWatch",
     "Spec",
     "allocator_of",
@@ -140,6 +143,7 @@ __all__ = [
     "waited",
     "watching_resizes",
     "when_freed",
+    "with_memory",
     "without_drawing_twice",
     "without_memory",
     "wrapper_of",

@@ -413,6 +413,14 @@ def undrain(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's i
 
 
 @app.command()
+def forget(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")]) -> None:
+    """Delete the record of a lost node."""
+    with _connect() as client:
+        client.forget(node)
+    console.print(f"{node} is deleted; its agent may join again")
+
+
+@app.command()
 def doctor() -> None:
     """Check, from here, all that a job needs."""
     settings = CliSettings()

@@ -248,6 +248,10 @@ class Client:
         response = self._request("POST", f"/v1/nodes/{node_id}/drain", json=body)
         return NodeView.model_validate_json(response.content)
 
+    def forget(self, node_id: str) -> None:
+        """Delete the record of a lost node."""
+        self._request("DELETE", f"/v1/nodes/{node_id}")
+
     def undrain(self, node_id: str) -> NodeView:
         """Have gangs placed on the node again."""
         response = self._request("POST", f"/v1/nodes/{node_id}/undrain")

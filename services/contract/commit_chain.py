@@ -33,9 +33,12 @@ from services.contract.manifests import (
     DamagedRecord,
     Manifest,
 )
+from services.contract.rank_user import RankUser
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
 _OPENED: Final = "opened-"
+_ALL_READ: Final = 0o644
+_ALL_READ_AND_ENTER: Final = 0o755
 DRAFT_PREFIX: Final = ".draft-"
 Record = Manifest | AttemptOpened | CheckpointDeleted
 
@@ -212,6 +215,27 @@ class CommitChain:
                 return number
         finally:
             draft.unlink(missing_ok=True)
+
+    def share_with(self, user: RankUser) -> None:
+        """Let ``user`` read the chain, and write shards.
+
+        Only what was there before ``user`` could write here is handed over: later it might be a link
+        that leads elsewhere.
+
+        Raises:
+            OSError: The storage refuses.
+        """
+        for folder in (self._job.parent, self._job, self._folder):
+            folder.chmod(_ALL_READ_AND_ENTER)
+        for record in self._folder.iterdir():
+            record.chmod(_ALL_READ)
+        shards = self._job / "shards"
+        make_folders(shards, self._job.parent)
+        if shards.stat().st_uid != user.uid:
+            for place, folders, files in os.walk(shards, topdown=False):
+                for name in (*folders, *files):
+                    os.chown(Path(place, name), user.uid, user.gid, follow_symlinks=False)
+            os.chown(shards, user.uid, user.gid)
 
     def _last_number(self) -> int:
         if not self._folder.is_dir():

@@ -22,6 +22,7 @@ class MemoryView(_View):
 
     ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
     makes them, until they are reduced. ``communication``: what is being gathered or reduced.
+    ``workspace``: what operators take within themselves.
     """
 
     parameters: int = 0
@@ -32,6 +33,7 @@ class MemoryView(_View):
     whole_gradients: int = 0
     activations: int = 0
     communication: int = 0
+    workspace: int = 0
     total: int = 0
 
 

@@ -6,19 +6,19 @@
 | ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
 | ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
-| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, trimmed |
-| ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
-| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
-| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
-| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
+| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
-| ``ml:nodes`` | hash: node id to JSON | permanent |
+| ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
-| ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | permanent |
+| ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | with the node |
 | ``ml:node:<id>:measuring:<device type>`` | string: that it was asked to | TTL 60 s |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
-| ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
+| ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | with the node |
 | ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
 | ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
 | ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
@@ -67,6 +67,7 @@ PLAN_TTL_S: Final = 7 * 86_400
 PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
+TELEMETRY_KEPT_S: Final = 7 * 86_400
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000

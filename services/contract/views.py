@@ -346,9 +346,13 @@ class NodeList(_View):
 
 
 class AttemptList(_View):
-    """All tries of a job, oldest first."""
+    """A job's tries, oldest first: the first one and the newest 20.
+
+    ``left_out``: how many between them are no longer kept.
+    """
 
     items: tuple[AttemptView, ...]
+    left_out: int = 0
 
 
 class StopRequest(_View):

@@ -84,7 +84,8 @@ async def _serve_until_signalled(settings: Settings, listener: socket.socket) ->
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
-    async with redis_ports(settings.redis_address, settings.max_streams) as ports:
+    kept_s = int(settings.keep_telemetry_days * 86_400)
+    async with redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         patience = Patience(room_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)

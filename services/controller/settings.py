@@ -32,6 +32,7 @@ class Settings(BaseSettings):
     ``grow_after_s``. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
     files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
     ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
+    So many days after its end a job's steps, output and history are kept: ``keep_telemetry_days``.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -53,6 +54,7 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(default=30.0, gt=0, le=3_600)
     plan_wait_s: float = Field(default=5, ge=0, le=60)
     probe_timeout_s: float = Field(default=120, gt=0, le=3_600)
+    keep_telemetry_days: float = Field(default=7, ge=0.01, le=3_650)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property

@@ -33,6 +33,7 @@ from services.worker.agent.asking import Asker, Ended, _end
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.prober import NICENESS
 from services.worker.agent.self_test import SelfTest
+from services.worker.agent.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
@@ -244,7 +245,14 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
         )
         folder = NodeFolder(tmp_path, NODE)
         folder.path.mkdir(parents=True, exist_ok=True)
-        return SelfTest(folder, NODE, "a", inventory, Asker({}, (), tmp_path), asyncio.Event().wait)
+        return SelfTest(
+            folder,
+            NODE,
+            "a",
+            inventory,
+            Asker(Imported({}, "", (), 0.0), tmp_path),
+            asyncio.Event().wait,
+        )
 
     found = SelfTestResult(facts=NodeFacts({"fp32": 1.0}, 1.0, 1.0, 1.0, 1.0, 2))
     self_test(torch="1")._keep("cpu", found)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.events import JobEvent, KillAsked, PauseAsked
 from services.controller.domain.gang import ANSWER_DUE_MS
 from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.node import LOST_NODE_KEPT_MS, Drain, Lease
 from services.controller.domain.retry import BACKOFF_MS
 from services.controller.ports.jobs import Stored
 from services.controller.ports.machines import Entry
@@ -179,3 +180,27 @@ def test_a_fact_whose_place_in_the_stream_lies_ahead_happens_now(ahead_ms: int) 
     assert after.state is JobState.RESTARTING
     assert after.updated_ms == NOW
     assert after.not_before_ms <= NOW + LONGEST_WAIT_MS
+
+
+@pytest.mark.parametrize("drain", [None, Drain(asked_ms=NOW)])
+def test_a_node_that_was_lost_for_a_week_is_forgotten_unless_it_is_to_be_drained(
+    drain: Drain | None,
+) -> None:
+    clock = NOW
+    server = MemoryServer(now_ms=lambda: clock, epoch=1)
+    server.nodes[NODE] = node(state=NodeState.LOST)
+    if drain is not None:
+        server.drains[NODE] = drain
+    reconciler = Reconciler(memory_ports(server), 1)
+
+    async def look() -> None:
+        nonlocal clock
+        await reconciler.look()
+        clock += LOST_NODE_KEPT_MS
+        await reconciler.look()
+        assert list(server.nodes) == [NODE]
+        clock += 1
+        await reconciler.look()
+
+    asyncio.run(look())
+    assert list(server.nodes) == ([] if drain is None else [NODE])

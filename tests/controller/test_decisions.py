@@ -20,6 +20,7 @@ from services.contract.messages.facts import (
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankEvaluated
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
+from services.controller.domain.attempt import ATTEMPTS_KEPT
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
@@ -30,6 +31,8 @@ from services.controller.domain.events import (
 )
 from services.controller.domain.job import Job
 from services.controller.domain.lifecycle import TRANSITIONS
+from services.controller.domain.retry import BACKOFF_MS
+from services.controller.use_cases.present import attempt_views
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -365,3 +368,17 @@ def test_an_overdue_answer_sends_the_command_again() -> None:
 
 def test_every_state_has_its_row_in_the_table() -> None:
     assert set(TRANSITIONS) == set(JobState)
+
+
+def test_a_record_keeps_the_first_attempt_and_the_newest_and_says_how_many_it_left_out() -> None:
+    job = new_job(faults={"max_restarts": 100})
+    for fence in range(1, 61):
+        job = play(job, [placed(job), launched(job, fence), killed(job, fence=fence)]).job
+    assert job.state is JobState.RESTARTING
+    assert [a.fence for a in job.attempts] == [1, *range(61 - ATTEMPTS_KEPT, 61)]
+    assert job.attempts_left_out == 60 - ATTEMPTS_KEPT - 1
+    assert (job.fence, job.restarts) == (60, 60)
+    assert job.not_before_ms == NOW + BACKOFF_MS[-1]
+    views = attempt_views(job)
+    assert views[0].time_to_restart_s is None
+    assert views[1].time_to_restart_s is not None

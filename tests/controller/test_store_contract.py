@@ -36,7 +36,8 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import PauseAsked
+from services.controller.domain.events import KillAsked, PauseAsked, ResumeAsked
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain, Lease, Measurement
 from services.controller.domain.pace import PACES_KEPT, Pace
@@ -44,6 +45,7 @@ from services.controller.domain.plan import Plan, fail
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports
+from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to
 
@@ -343,6 +345,51 @@ async def test_a_node_that_joined_meanwhile_is_not_overwritten(world: World) -> 
     with pytest.raises(StaleWriteError):
         await nodes.put(node("b"), epoch, node("b"))
     assert await nodes.nodes() == [joined]
+
+
+async def test_a_node_is_forgotten_with_all_of_its_own_unless_it_lives(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    for name in ("a", "a-2"):
+        await nodes.put(node(name), epoch, None)
+        await nodes.drain(name, Drain(asked_ms=1))
+        await nodes.keep_measured(name, "cpu", Measurement(at_ms=1), epoch)
+    known, other = await nodes.nodes()
+    with pytest.raises(DeposedError):
+        await nodes.forget(known, epoch + 1)
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(known.model_copy(update={"fact_id": "2-0"}), None)
+    await nodes.forget(known, epoch)
+    assert await nodes.nodes() == [other]
+    await nodes.put(node("a"), epoch, None)
+    assert (await nodes.nodes())[0] == node("a")
+    world.outside.lease("a", "life-1")
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(node("a"), None)
+
+
+async def test_what_a_job_told_is_kept_for_some_days_after_its_end(redis_url: str) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url, telemetry_kept_s=1_000) as ports:
+            world = World(ports, OutsideRedis(redis))
+            stored = await world.keep(job())
+            name = stored.job.id
+            world.outside.step(
+                name, StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1)
+            )
+            world.outside.output(name, "{}")
+            streams = (keys.job_steps(name), keys.job_logs(name), keys.job_history(name))
+            for event, kept in (
+                (PauseAsked(StopRequest()), False),
+                (KillAsked(), True),
+                (ResumeAsked(), False),
+            ):
+                happened = [Occurrence(event, 10)]
+                stored = await apply_events(ports, name, happened, ACTOR)
+                found = [redis.ttl(stream) for stream in streams]
+                assert all(0 < left <= 1_000 if kept else left == -1 for left in found), event
+            assert redis.ttl(keys.job_events(name)) == -1
 
 
 async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:

@@ -94,6 +94,8 @@ def test_traffic_is_two_gathers_and_a_reduction(profile: ModelProfile) -> None:
 
 
 def test_what_costs_memory_and_what_saves_it(profile: ModelProfile) -> None:
+    # What a communication library holds depends on how often it gathers.
+    profile = replace(profile, device_type="cuda")
     base = of(profile).peak.memory
     assert (
         of(profile, UnitPlan(("layers.*",), reshard_after_forward=False)).peak.memory.total
@@ -115,6 +117,31 @@ def test_the_peak_is_told_with_its_place(profile: ModelProfile) -> None:
     assert of(profile).peak.unit.startswith("layers.")
     greedy = OptimizerFacts(state_copies=2, step_copies_of_all=50)
     assert of(profile, training=Training(1, optimizer=greedy)).peak.where == "optimizer step"
+
+
+def test_gloo_holds_a_copy_of_what_it_reduces_and_nccl_does_not(profile: ModelProfile) -> None:
+    one = ShardingPlan(MeshPlan(dp_shard=2))
+    training = Training(1, optimizer=SGD)
+    there = replace(profile, device_type="cuda")
+    tensors = estimate(profile, one, training, only_tensors=True).peak.memory
+    assert estimate(there, one, training).peak.memory == tensors
+    held = estimate(profile, one, training).peak.memory
+    whole = 4 * sum(_numel(p.shape) for p in profile.parameters)
+    # What is reduced and its copy, besides the result.
+    assert held.communication > 2 * whole > tensors.communication
+    alone = ShardingPlan(MeshPlan())
+    without = estimate(profile, alone, training, only_tensors=True)
+    assert estimate(profile, alone, training).peak == without.peak
+
+
+def test_building_counts_where_each_rank_builds_the_whole() -> None:
+    study = ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, 16), vector_loss)
+    profile = profile_model(study, sizes=(1,))
+    many, training = ShardingPlan(MeshPlan(dp_shard=64), LAYER_UNITS), Training(1, optimizer=SGD)
+    built = estimate(replace(profile, built_whole=True), many, training).peak
+    whole = 4 * sum(_numel(p.shape) for p in profile.parameters)
+    assert (built.where, built.memory.unsharded) == ("building", whole)
+    assert estimate(profile, many, training).peak.memory.total < built.memory.total
 
 
 def test_offloading_moves_memory_to_the_host_of_a_device(profile: ModelProfile) -> None:

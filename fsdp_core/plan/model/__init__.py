@@ -17,7 +17,7 @@ from fsdp_core.plan.model.answer import (
 from fsdp_core.plan.model.estimate import Estimate, Training, estimate
 from fsdp_core.plan.model.growth import Growth, Highest
 from fsdp_core.plan.model.ledger import Memory, MemoryKind, Peak
-from fsdp_core.plan.model.optimizer import ADAMW_FUSED, SGD, OptimizerFacts
+from fsdp_core.plan.model.optimizer import ADAMW_FUSED, SGD, MatrixState, OptimizerFacts
 from fsdp_core.plan.model.profile import (
     PROFILE_VERSION,
     BufferFacts,
@@ -76,6 +76,7 @@ __all__ = [
     "Highest",
     "LayoutAnswer",
     "LayoutQuestion",
+    "MatrixState",
     "Memory",
     "MemoryKind",
     "MeshPlan",

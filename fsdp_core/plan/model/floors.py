@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of, work_of
@@ -121,10 +122,11 @@ class Floors:
         parameters = state = grads = kept = updated = 0
         copies, largest = 0, 0
         for kind, count in model.kinds.items():
-            row, local = _cut(kind.whole, shards)
+            row, shape = _cut(kind.whole, shards)
+            local = prod(shape)
             slices = profile.rounded(row * kind.itemsize)
             own = profile.rounded(local * kind.itemsize)
-            mine = optimizer.state_copies * own + optimizer.state_bytes if kind.is_trained else 0
+            mine = optimizer.state_of(shape, own) if kind.is_trained else 0
             if kind.is_trained:
                 updated += count * (slices + own + mine)
             if kind.has_grad:
@@ -290,10 +292,7 @@ def _from_first(whole: Slicing) -> Slicing:
 
 
 @lru_cache(maxsize=65_536)
-def _cut(whole: Slicing, parts: int) -> tuple[int, int]:
-    """Elements of a padded slice, and of the first rank's own."""
+def _cut(whole: Slicing, parts: int) -> tuple[int, tuple[int, ...]]:
+    """Elements of a padded slice, and the shape of the first rank's own."""
     cut = Slicing.of(whole.shape, whole.dim, parts)
-    size = 1
-    for length in cut.shape_of(0):
-        size *= length
-    return cut.row, size
+    return cut.row, tuple(cut.shape_of(0))

@@ -19,6 +19,7 @@ _WORDS = {
     "whole_gradients": "whole gradients",
     "activations": "activations",
     "communication": "buffers of collectives",
+    "workspace": "what operators take within themselves",
 }
 _AXES = {
     "tp": "sums over tp",

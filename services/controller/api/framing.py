@@ -20,6 +20,7 @@ MAX_BODY_BYTES: Final = 1 << 18
 # closes, the kernel shows a reset in place of the answer.
 _READ_AT_MOST: Final = 1 << 21
 _LARGE_BODY_BYTES: Final = 1 << 14
+_TURN_S: Final = 0.05
 # No browser takes an answer for a script or a page, nor hands it to a page of another origin.
 _ALWAYS: Final = {
     "X-Content-Type-Options": "nosniff",
@@ -90,8 +91,8 @@ class Framing:
 class BodyLimit:
     """ASGI middleware: refuses bodies above 256 KiB, announced or not.
 
-    Large ones take turns. To parse and judge one takes up to a tenth of a second, and the loop that
-    does so also renews the lead: many that come together must not keep it from that.
+    Large ones take turns, 20 a second. To parse and judge one takes up to a tenth of a second, and the
+    loop that does so also renews the lead: many that come together must not keep it from that.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -126,7 +127,7 @@ class BodyLimit:
             return
         if len(body) > _LARGE_BODY_BYTES:
             async with self._turn:
-                await asyncio.sleep(0)  # one round of the loop, for all that is due
+                await asyncio.sleep(_TURN_S)
         await self._app(scope, _replayed(bytes(body), receive), send)
 
 

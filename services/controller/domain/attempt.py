@@ -1,5 +1,7 @@
 """One numbered try of a job: its gang on its nodes, and how it ended."""
 
+from typing import Final
+
 from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.base import Address
@@ -7,6 +9,9 @@ from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
+
+ATTEMPTS_KEPT: Final = 20
+"""So many of the newest attempts a job's record keeps, beside its first one."""
 
 
 class Failure(Record):

@@ -20,7 +20,7 @@ from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
 from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain import diagnose
-from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
+from services.controller.domain.attempt import ATTEMPTS_KEPT, Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -62,7 +62,8 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.attempts and job.attempts[-1].world_size != attempt.world_size:
         _note_resize(draft, job.attempts[-1], attempt.world_size)
     nodes = ", ".join(event.incarnations)
-    draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
+    _append(draft, attempt)
+    draft.change(plan=event.plan, fence=fence)
     draft.move(
         JobState.PLACING,
         f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
@@ -70,6 +71,14 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
     _launch(draft, [event.plan.ranks[0].node_id])
+
+
+def _append(draft: Draft, attempt: Attempt) -> None:
+    """Add an attempt; the record, which is written as a whole, keeps the first and the newest."""
+    first, later = (*draft.job.attempts, attempt)[:1], (*draft.job.attempts, attempt)[1:]
+    surplus = max(len(later) - ATTEMPTS_KEPT, 0)
+    left_out = draft.job.attempts_left_out + surplus
+    draft.change(attempts=(*first, *later[surplus:]), attempts_left_out=left_out)
 
 
 def on_delayed(event: PlacementDelayed, draft: Draft) -> None:

@@ -68,10 +68,11 @@ class Job(Record):
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
-    the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
-    foresaw by which it runs. ``found``: storage told of it, and its ranks may still train.
-    ``planning``: its layout is still to be chosen. ``asked``: its spec
-    as far as it was open before that.
+    the node whose agent removes all that storage holds of the job. ``attempts``: the first one and
+    the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
+    the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
+    train. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
+    before that.
     """
 
     id: JobId
@@ -88,6 +89,7 @@ class Job(Record):
     fence: int = 0
     run_fence: int = 0
     attempts: tuple[Attempt, ...] = ()
+    attempts_left_out: int = 0
     plan: GangPlan | None = None
     estimate: JobEstimate | None = None
     planning: Planning | None = None

@@ -26,6 +26,19 @@ class NodeStore(Protocol):
         """
         ...
 
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """Remove a node's record with all that is kept with it, unless its lease lives.
+
+        Args:
+            node: As it was read.
+            epoch: The leadership in whose name this is done; None for a person's wish.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+            StaleWriteError: It has joined or left since it was read, or its lease lives.
+        """
+        ...
+
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """Note that an operator wants the node empty, or (None) no longer does.
 

@@ -109,7 +109,7 @@ async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
         NotFoundError: There is no such job.
     """
     stored = await ports.jobs.load(job_id)
-    return AttemptList(items=attempt_views(stored.job))
+    return AttemptList(items=attempt_views(stored.job), left_out=stored.job.attempts_left_out)
 
 
 async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:

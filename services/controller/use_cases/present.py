@@ -109,7 +109,9 @@ def failure_view(failure: Failure | None) -> FailureView | None:
 
 def attempt_views(job: Job) -> tuple[AttemptView, ...]:
     """A job's attempts, oldest first."""
-    following = (*job.attempts, None)[1:]
+    following = list((*job.attempts, None)[1:])
+    if job.attempts_left_out:
+        following[0] = None  # what followed the first one is not kept
     return tuple(_attempt_view(a, b) for a, b in zip(job.attempts, following, strict=True))
 
 

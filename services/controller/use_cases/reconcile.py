@@ -1,5 +1,6 @@
 """One look at everything: what should happen by now and has not."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -79,7 +80,7 @@ class Reconciler:
         """
         now_ms = await self._ports.clock.now_ms()
         healthy_ms = self._answered(now_ms).healthy_ms
-        known, leases = await self._judge_nodes(healthy_ms)
+        known, leases = await self._judge_nodes(healthy_ms, now_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
         jobs = [await self._set_back(job, now_ms) for job in jobs]
         unread = await self._alive_but_unread(jobs, known)
@@ -88,18 +89,21 @@ class Reconciler:
         jobs = [await self._keep_bounds(job, now_ms) for job in jobs]
         chances = await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
         await self._grow(chances, now_ms)
+        await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
 
     def _answered(self, now_ms: int) -> Watch:
         self._watch = Watch(now_ms, now_ms) if self._watch is None else self._watch.after(now_ms)
         return self._watch
 
-    async def _judge_nodes(self, healthy_ms: int) -> tuple[dict[str, Node], dict[str, Lease]]:
+    async def _judge_nodes(
+        self, healthy_ms: int, now_ms: int
+    ) -> tuple[dict[str, Node], dict[str, Lease]]:
         known = await self._ports.nodes.nodes()
         leases = await self._ports.nodes.leases([node.id for node in known])
         judged: dict[str, Node] = {}
         for node in known:
-            judged[node.id] = nodes.judge(node, leases.get(node.id), healthy_ms)
+            judged[node.id] = nodes.judge(node, leases.get(node.id), healthy_ms, now_ms)
             if judged[node.id] != node:
                 try:
                     await self._ports.nodes.put(judged[node.id], self._epoch, node)
@@ -122,6 +126,22 @@ class Reconciler:
         busy = {name for job in jobs if job.attempt is not None for name in job.attempt.live_nodes}
         unread = sorted(busy.difference(known))
         return await self._ports.nodes.leases(unread) if unread else {}
+
+    async def _forget_nodes(
+        self,
+        known: Mapping[str, Node],
+        leases: Mapping[str, Lease],
+        jobs: Sequence[Job],
+        now_ms: int,
+    ) -> None:
+        """Forget nodes that were lost long ago and on which no job waits."""
+        busy = {name for job in jobs if job.attempt for name in job.attempt.incarnations}
+        for node in known.values():
+            is_needed = node.id in busy or node.id in leases
+            if not is_needed and nodes.is_forgettable(node, now_ms):
+                with contextlib.suppress(StaleWriteError):
+                    await self._ports.nodes.forget(node, self._epoch)
+                    _log.info("node_forgotten", node_id=node.id)
 
     async def _check_attempt(
         self, job: Job, known: dict[str, Node], unread: Mapping[str, Lease], now_ms: int

@@ -33,6 +33,7 @@ from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
 
+_ENTERED_BY_OTHERS: Final = 0o711
 _RANKS_GONE_WITHIN_S: Final = 5.0
 _TOLD_WITHIN_S: Final = 2.0
 _log = structlog.get_logger()
@@ -47,6 +48,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
     """
     folder = NodeFolder(settings.home, settings.node_id)
     with folder.locked():
+        if settings.ranks_are is not None:  # checkpoints may lie below; nothing else can be read
+            settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
@@ -84,13 +87,16 @@ class Agent:
         self._folder = folder
         self._sentinel = SentinelKeeper(sentinel_environment(), mark, folder.sentinel_log)
         self._outbox = Outbox(writing, node_id)
-        environment = rank_environment(settings, mark, network.interface)
         imported = Imported(
-            environment, settings.trainer, settings.user_path, settings.template_linger_s
+            rank_environment(settings, mark, network.interface),
+            settings.trainer,
+            settings.user_path,
+            settings.template_linger_s,
+            settings.rank_user,
         )
         self._warm = WarmKeeper(imported, mark, folder)
-        storage = Storage(settings.checkpoint_root, node_id)
-        asker = Asker(environment, settings.user_path, folder.path)
+        storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
+        asker = Asker(imported, folder.path)
         answers = Answers(
             node_id,
             storage,

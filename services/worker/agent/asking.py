@@ -13,7 +13,6 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -26,6 +25,7 @@ from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import kill_group, sweep
 from services.worker.agent.stacks import training_frames
+from services.worker.agent.template_link import Imported
 
 MOST_ANSWERED: Final = 16 << 20
 _STARTS_WITHIN_S: Final = 300.0
@@ -93,16 +93,13 @@ class Asker:
     """Runs such programs for one life of an agent.
 
     Args:
-        environment: That of ranks, with the mark of this life.
-        user_path: Where modules of users are found.
+        imported: The environment of ranks, with the mark of this life, and what else they know.
         folder: On whose disk the nameless files are.
     """
 
-    def __init__(
-        self, environment: Mapping[str, str], user_path: Sequence[Path], folder: Path
-    ) -> None:
-        self._environment = dict(environment)
-        self._user_path = tuple(f"--user-path={entry}" for entry in user_path)
+    def __init__(self, imported: Imported, folder: Path) -> None:
+        self._environment = dict(imported.environment)
+        self._arguments = imported.ranks_arguments
         self._folder = folder
 
     async def ask(self, asking: Asking) -> Ended:
@@ -137,7 +134,7 @@ class Asker:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-P", "-m", asking.module),
-                    *self._user_path,
+                    *self._arguments,
                     *("--answer", str(answer.fileno()), "--agent", str(os.getpid())),
                     env=self._environment | {NODE_MARK: mark},
                     stdin=theirs.fileno(),

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.entry_points import entry_points
 from services.contract.ids import NodeId
+from services.contract.rank_user import RankUser
 from services.contract.redis_address import redis_address
 from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.admission import Admission
@@ -55,6 +56,7 @@ class AgentSettings(BaseSettings):
     (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
     commas) names variables that ranks get beside those that computing needs. ``template_linger_s`` is
     how long the process that has imported torch waits for the next agent, should this one be killed.
+    ``rank_user`` is the system user of ranks and probes; for that the agent must run as root.
     """
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
@@ -73,6 +75,7 @@ class AgentSettings(BaseSettings):
     secrets_dir: Path | None = None
     data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
     rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
+    rank_user: str | None = None
     template_linger_s: float = Field(default=20.0, ge=0, le=3600)
     trainer: str = "services.worker.rank.trainer:train"
 
@@ -87,6 +90,23 @@ class AgentSettings(BaseSettings):
         if value == Path():
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
+
+    @field_validator("rank_user")
+    @classmethod
+    def _can_be_become(cls, value: str | None) -> str | None:
+        if value is not None:
+            RankUser.named(value)
+            if os.geteuid() != 0:
+                raise ValueError(
+                    "only an agent that runs as root can run ranks as another user; start it as "
+                    "root, or leave MESHLOOM_RANK_USER out"
+                )
+        return value
+
+    @property
+    def ranks_are(self) -> RankUser | None:
+        """The system user of ranks; None: the agent's own."""
+        return None if self.rank_user is None else RankUser.named(self.rank_user)
 
     @property
     def redis_address(self) -> str:

@@ -42,6 +42,7 @@ from services.contract.messages.facts import (
     JobPurged,
     RunningGang,
 )
+from services.contract.rank_user import RankUser
 from services.contract.states import JobState
 
 _READ_BYTES: Final = 1 << 20
@@ -58,12 +59,14 @@ class Storage:
     Args:
         root: The storage root.
         node_id: Who reports.
+        ranks_are: The system user of ranks; None: this process's own.
     """
 
-    def __init__(self, root: Path, node_id: str) -> None:
+    def __init__(self, root: Path, node_id: str, ranks_are: RankUser | None = None) -> None:
         self.root = root
         self._node_id = node_id
         self._writing_cards = threading.Lock()
+        self._ranks_are = ranks_are
 
     def open_attempt(self, command: LaunchGang) -> ChainDamaged | None:
         """Open the attempt in the job's chain; from then on older ones can commit nothing.
@@ -103,6 +106,10 @@ class Storage:
                 _log.warning("not_removed", folder=str(folder), why=str(error))
             else:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
+        if self._ranks_are is not None:
+            chain.share_with(self._ranks_are)
+            if source is not None:
+                CommitChain(self.root, job_of_checkpoint(source)).share_with(self._ranks_are)
         damaged = chain.read().damaged
         return self._damaged(command, damaged) if damaged else None
 

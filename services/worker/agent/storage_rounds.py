@@ -117,8 +117,11 @@ class StorageRounds:
                 await self._report(job_id, gangs)
             elif standing.deleted:
                 await asyncio.to_thread(self._put_away, job_id)
+        # One that was told of just now may need to be told again, once all its nodes have joined.
         waiting = any(
-            standings[job].state in _UNADOPTED_STATES for job in gangs if job in standings
+            standings[job].is_lost or standings[job].state in _UNADOPTED_STATES
+            for job in gangs
+            if job in standings
         )
         over = [job_id for job_id, s in standings.items() if s.is_over and job_id not in gangs]
         await asyncio.to_thread(self._remove_orphans, jobs, over)

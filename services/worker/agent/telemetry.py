@@ -95,6 +95,8 @@ class GangTelemetry:
         Args:
             ready: By rank, what names the groups of its board.
         """
+        for tail in self._tails.values():
+            tail.cut_back()
         begun = self.begun()
         self._watch_steps()
         self._watch_arrivals(ready)

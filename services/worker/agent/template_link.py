@@ -49,12 +49,20 @@ class Imported:
         trainer: What they run, as ``package.module:callable``.
         user_path: Where modules of users are found.
         linger_s: How long it waits for another agent once this one is dead.
+        rank_user: The system user that ranks become; None: they stay the agent's.
     """
 
     environment: Mapping[str, str]
     trainer: str
     user_path: tuple[Path, ...]
     linger_s: float
+    rank_user: str | None = None
+
+    @property
+    def ranks_arguments(self) -> tuple[str, ...]:
+        """What the programs in which user code runs are told beside their own arguments."""
+        user = () if self.rank_user is None else (f"--rank-user={self.rank_user}",)
+        return (*(f"--user-path={entry}" for entry in self.user_path), *user)
 
     @property
     def template_environment(self) -> dict[str, str]:
@@ -63,7 +71,7 @@ class Imported:
 
     def key(self) -> str:
         """Differs where a template would fork other ranks: other settings, or other code."""
-        known = [sys.executable, self.trainer, *map(str, self.user_path)]
+        known = [sys.executable, self.trainer, *self.ranks_arguments]
         known += sorted(f"{name}={value}" for name, value in self.template_environment.items())
         for package in ("services", "fsdp_core"):
             for file in sorted((_CODE / package).rglob("*.py")):
@@ -111,7 +119,7 @@ class TemplateLink:
                     *("--linger-s", str(imported.linger_s)),
                     *("--key", imported.key()),
                     *("--trainer", imported.trainer),
-                    *(f"--user-path={entry}" for entry in imported.user_path),
+                    *imported.ranks_arguments,
                 ],
                 env=imported.template_environment,
                 stdin=subprocess.DEVNULL,

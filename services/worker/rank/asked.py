@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from services.contract.own_process import set_up_process
 from services.contract.rank_stacks import STACKS_SIGNAL
+from services.contract.rank_user import RankUser
 from services.worker.rank.user_path import add_user_path
 from services.worker.rank.warm import die_with_parent
 
@@ -49,6 +50,7 @@ def take_question(program: str) -> Asked:
     parser.add_argument("--answer", type=int, required=True, help="descriptor of the answer's file")
     parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
     parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
+    parser.add_argument("--rank-user", help="system user to become")
     arguments = parser.parse_args()
     add_user_path(arguments.user_path)
     die_with_parent(arguments.agent)
@@ -60,4 +62,7 @@ def take_question(program: str) -> Asked:
         question = asked.read()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
+    if arguments.rank_user is not None:
+        RankUser.named(arguments.rank_user).become()
+        die_with_parent(arguments.agent)
     return Asked(question, arguments.answer)

@@ -207,7 +207,14 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
     def loss(model: nn.Module, sequences: int) -> torch.Tensor:
         return mean_loss(model, torch.zeros(sequences, length + 1, dtype=torch.int64))
 
-    return ModelUnderStudy(make, loss, question.device_type, question.tensor_parallel)
+    factory = registry.find("model", question.spec.model.factory)
+    return ModelUnderStudy(
+        make,
+        loss,
+        question.device_type,
+        question.tensor_parallel,
+        built_whole=not getattr(factory, "meta_init", False),
+    )
 
 
 def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

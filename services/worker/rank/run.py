@@ -1,5 +1,6 @@
 """What a rank trains with: everything that the loop needs, built whole."""
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
@@ -108,7 +109,10 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
             "data: all nodes of a job need the same files (for stdlib_bytes: the same Python)"
         )
     if gang.rank == 0 and isinstance(data, HasManifest):
-        (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
+        with contextlib.suppress(
+            PermissionError
+        ):  # ranks of a user of their own may not write there
+            (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
     length = data.batch(1, [0]).shape[1] - 1
     # From here on the ranks differ: dropout must not drop the same places on all of them. Those
     # of one tp group compute one thing together, so they must agree.

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, cast
@@ -87,9 +88,15 @@ def load_trainer(name: str) -> Train:
 
 
 def take_seat(
-    seat: RankSeat, channel: socket.socket, listen_fd: int | None, trainer: str = DEFAULT_TRAINER
+    seat: RankSeat,
+    channel: socket.socket,
+    listen_fd: int | None,
+    trainer: str = DEFAULT_TRAINER,
+    become_user: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Run the trainer in this process, then end the process: code 0, or 1 after an exception.
+
+    ``become_user`` is called before any user code, once the files in the attempt's folder are open.
 
     The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
     must not turn a success into a failure. Every kind of exception counts, ``SystemExit`` too.
@@ -101,6 +108,7 @@ def take_seat(
         board = BoardWriter.create(Path(seat.board_path), seat.fence)
         board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
         _show_life(seat, board)
+        become_user()
         try:
             load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
             code = 0

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from services.contract.own_process import set_up_process
+from services.contract.rank_user import RankUser
 from services.contract.warm_channel import (
     BLANK_MARK,
     NODE_MARK,
@@ -34,7 +35,7 @@ from services.contract.warm_channel import (
 )
 from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer
 from services.worker.rank.user_path import add_user_path, hidden_by_us
-from services.worker.rank.warm import serve_agent
+from services.worker.rank.warm import Ranks, serve_agent
 
 _F_SETSIG: Final = 10
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
@@ -49,8 +50,7 @@ class Template:
         ready: What each agent is told first.
         listener: Where the next agent comes to, once the present one is gone.
         linger_s: How long to wait for it.
-        trainer: What ranks run.
-        notices: What the first rank of each gang writes into its log.
+        ranks: What ranks are.
     """
 
     def __init__(
@@ -58,14 +58,12 @@ class Template:
         ready: TemplateReady,
         listener: socket.socket,
         linger_s: float,
-        trainer: str,
-        notices: tuple[str, ...],
+        ranks: Ranks,
     ) -> None:
         self._ready = ready
         self._listener = listener
         self._linger_s = linger_s
-        self._trainer = trainer
-        self._notices = notices
+        self._ranks = ranks
         self._wake = wake_at_a_childs_end()
 
     def serve(self, first: WarmChannel) -> None:
@@ -136,10 +134,9 @@ class Template:
                 end.close()
             serve_agent(
                 WarmChannel(socket.socket(fileno=channel)),
-                self._trainer,
+                self._ranks,
                 asked.agent,
                 wake_at_a_childs_end(),
-                self._notices,
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
@@ -214,6 +211,7 @@ def main() -> None:
     parser.add_argument("--key", required=True, help="names the settings and the code")
     parser.add_argument("--trainer", default=DEFAULT_TRAINER, help="package.module:callable")
     parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
+    parser.add_argument("--rank-user", help="system user that ranks become")
     arguments = parser.parse_args()
     channel = WarmChannel(socket.socket(fileno=arguments.channel))
     listener = _listen(arguments.listen)
@@ -228,13 +226,12 @@ def main() -> None:
         import_s=time.monotonic() - started,
         threads=len(list(Path("/proc/self/task").iterdir())),
     )
-    Template(
-        ready,
-        listener,
-        arguments.linger_s,
+    ranks = Ranks(
         arguments.trainer,
         hidden_by_us(arguments.user_path),
-    ).serve(channel)
+        None if arguments.rank_user is None else RankUser.named(arguments.rank_user),
+    )
+    Template(ready, listener, arguments.linger_s, ranks).serve(channel)
 
 
 if __name__ == "__main__":

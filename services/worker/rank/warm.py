@@ -13,12 +13,14 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
 from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.own_process import LossyOutput
+from services.contract.rank_user import RankUser
 from services.contract.warm_channel import (
     ForkFailed,
     ForkRank,
@@ -35,28 +37,40 @@ _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was 
 _prctl = ctypes.CDLL(None).prctl
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What all ranks of a node are.
+
+    Attributes:
+        trainer: What they run, as ``package.module:callable``.
+        notices: What rank 0 of a gang writes first.
+        user: The system user that they become; None: they stay this process's.
+    """
+
+    trainer: str
+    notices: tuple[str, ...] = ()
+    user: RankUser | None = None
+
+
 class WarmProcess:
     """Forks ranks on request and reports how each ended.
 
     Args:
         channel: The end of the socket to the agent.
-        trainer: What a rank runs, as ``package.module:callable``.
+        ranks: What ranks are.
         agent: Its process, which may look into ranks.
         wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
-        notices: What rank 0 of a gang writes first.
     """
 
     def __init__(
         self,
         channel: WarmChannel,
-        trainer: str,
+        ranks: Ranks,
         agent: int,
         wake: tuple[socket.socket, socket.socket],
-        notices: tuple[str, ...] = (),
     ) -> None:
         self._channel = channel
-        self._notices = notices
-        self._trainer = trainer
+        self._is = ranks
         self._agent = agent
         self._wake = wake
         self._ranks: set[int] = set()
@@ -130,17 +144,28 @@ class WarmProcess:
                 os.close(descriptor)
             _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
             if seat.rank == 0:
-                sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._notices)
+                sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._is.notices)
             faulthandler.enable()
             _limit_threads(seat.threads)
             channel, *listening = descriptors
             listen_fd = listening[0] if listening else None
-            take_seat(seat, socket.socket(fileno=channel), listen_fd, self._trainer)
+            take_seat(
+                seat,
+                socket.socket(fileno=channel),
+                listen_fd,
+                self._is.trainer,
+                lambda: self._become_user(warm),
+            )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
             sys.stderr.flush()
         finally:
             os._exit(_NOT_STARTED)
+
+    def _become_user(self, warm: int) -> None:
+        if self._is.user is not None:
+            self._is.user.become()
+            die_with_parent(warm)  # the kernel forgets it with the old user
 
 
 def die_with_parent(parent: int) -> None:
@@ -156,14 +181,13 @@ def die_with_parent(parent: int) -> None:
 
 def serve_agent(
     channel: WarmChannel,
-    trainer: str,
+    ranks: Ranks,
     agent: int,
     wake: tuple[socket.socket, socket.socket],
-    notices: tuple[str, ...],
 ) -> None:
     """Be the warm process of an agent until it closes the channel."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    WarmProcess(channel, trainer, agent, wake, notices).serve()
+    WarmProcess(channel, ranks, agent, wake).serve()
 
 
 def _reaped(pid: int, status: int) -> RankReaped:

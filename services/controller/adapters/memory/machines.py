@@ -42,6 +42,19 @@ class MemoryNodes:
         self._server.nodes[node.id] = node
         await self._server.wake()
 
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """See ``NodeStore.forget``."""
+        self._server.refuse_deposed(epoch)
+        known = self._server.nodes.get(node.id)
+        if known is None or known.fact_id != node.fact_id or node.id in self._server.leases:
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+        del self._server.nodes[node.id]
+        self._server.drains.pop(node.id, None)
+        self._server.inboxes.pop(node.id, None)
+        for key in [key for key in self._server.measured if key[0] == node.id]:
+            del self._server.measured[key]
+        await self._server.wake()
+
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""
         if node_id not in self._server.nodes:

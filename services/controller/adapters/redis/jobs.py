@@ -35,7 +35,7 @@ from services.controller.ports.jobs import (
 _PAGE: Final = 256
 _NOTHING_DOOMED: Final = (0, "", "")
 # In the script's keys the inboxes come behind those of the job.
-_FIRST_INBOX: Final = 7
+_FIRST_INBOX: Final = 11
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
 
 
@@ -49,10 +49,18 @@ class _Row(NamedTuple):
 
 
 class RedisJobs:
-    """The port ``JobStore``."""
+    """The port ``JobStore``.
 
-    def __init__(self, clients: RedisClients) -> None:
+    Args:
+        clients: Redis.
+        telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
+    """
+
+    def __init__(
+        self, clients: RedisClients, telemetry_kept_s: int = keys.TELEMETRY_KEPT_S
+    ) -> None:
         self._clients = clients
+        self._telemetry_kept_s = telemetry_kept_s
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
         self._restore = clients.writes.register_script(scripts.RESTORE)
@@ -162,6 +170,10 @@ class RedisJobs:
                     keys.job_events(job.id),
                     keys.job_checkpoints(job.id),
                     keys.job_history(job.id),
+                    keys.job_ranks(job.id),
+                    keys.job_steps(job.id),
+                    keys.job_logs(job.id),
+                    keys.job_stacks(job.id),
                     *inboxes,
                     *([] if doomed is None else _doomed(doomed.job.id)),
                 ],
@@ -187,6 +199,7 @@ class RedisJobs:
                     *_listed(outgoing),
                     keys.HISTORY_KEPT,
                     *_listed(_bodies(change.history)),
+                    self._telemetry_kept_s if job.is_terminal else "",
                 ],
             )
         _refuse(status, job.id)

@@ -33,6 +33,7 @@ class RedisNodes:
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
         self._put = clients.writes.register_script(scripts.PUT_NODE)
+        self._forget = clients.writes.register_script(scripts.FORGET_NODE)
         self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
         self._measure = clients.writes.register_script(scripts.MEASURED_NODE)
 
@@ -82,6 +83,26 @@ class RedisNodes:
             raise DeposedError("another controller leads now")
         if status == "stale":
             raise StaleWriteError(f"node {node.id} changed meanwhile")
+
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """See ``NodeStore.forget``."""
+        with answering():
+            status = await self._forget(
+                keys=[
+                    keys.EPOCH,
+                    keys.NODES,
+                    keys.DRAINING_NODES,
+                    keys.MEASURED_NODES,
+                    keys.node_lease(node.id),
+                    keys.node_beat(node.id),
+                    keys.node_inbox(node.id),
+                ],
+                args=["" if epoch is None else epoch, node.id, node.fact_id, keys.WAKE],
+            )
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
+        if status == "stale":
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""
@@ -155,7 +176,9 @@ class RedisFacts:
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
             await self._clients.facts.blmove(
-                keys.ARRIVED_FACTS, keys.TAKEN_FACTS, min(timeout_s, MAX_BLOCK_S)
+                keys.ARRIVED_FACTS,
+                keys.TAKEN_FACTS,
+                min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
             )
         return await self._taken(limit)
 

@@ -25,7 +25,8 @@ COMMIT: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, then the inboxes; from KEYS[doomed]
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
+-- inboxes; from KEYS[doomed]
 -- on, if a job is deleted with this: that job, all jobs, deleted jobs, all else kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -48,11 +49,15 @@ for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
 for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
 local sends = take_list()
 for i = 1, #sends, 2 do
-  redis.call('XADD', KEYS[6 + tonumber(sends[i])], '*', field, sends[i + 1])
+  redis.call('XADD', KEYS[10 + tonumber(sends[i])], '*', field, sends[i + 1])
 end
 local remembered = take()
 for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
+end
+local lives_s = take()
+for i = 6, 10 do
+  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
 end
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
@@ -146,6 +151,26 @@ PUT_NODE: Final = (
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
 if ARGV[5] ~= '' and newest_fact(KEYS[2], ARGV[2]) ~= ARGV[5] then return 'stale' end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+FORGET_NODE: Final = (
+    _REFUSE_DEPOSED
+    + _NEWEST_FACT
+    + """
+-- KEYS: epoch, nodes, draining nodes, measured nodes, lease, beat, inbox
+-- ARGV: epoch, node id, the fact that was the newest, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+if newest_fact(KEYS[2], ARGV[2]) ~= ARGV[3] or redis.call('EXISTS', KEYS[5]) == 1 then
+  return 'stale'
+end
+for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[2]) end
+for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
+  if string.sub(field, 1, #ARGV[2] + 1) == ARGV[2] .. '/' then redis.call('HDEL', KEYS[4], field) end
+end
+redis.call('DEL', KEYS[6], KEYS[7])
 redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """

@@ -229,6 +229,7 @@ export interface MemoryView {
   whole_gradients: number;
   activations: number;
   communication: number;
+  workspace: number;
   total: number;
 }
 
@@ -580,6 +581,7 @@ export interface PlanView {
 
 export interface AttemptList {
   items: AttemptView[];
+  left_out: number;
 }
 
 export interface StopRequest {

@@ -1,0 +1,100 @@
+"""Ranks of a system user of their own: they train and checkpoint, and read nothing of the agent's."""
+
+import contextlib
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.cli.errors import CliError
+from services.contract.states import JobState
+from services.local.settings import child_environment
+from tests.agent.conftest import is_gone
+from tests.e2e.conftest import LONG, Stack, running_stack
+from tests.waiting import until
+
+USER = pwd.getpwnam("nobody")
+
+
+def cannot_be_tried() -> str | None:
+    if os.getuid() != 0:
+        return "only root can run ranks as another user"
+    tried = [sys.executable, "-c", "import torch, services.worker.rank.trainer"]
+    if subprocess.run(tried, user=USER.pw_uid, capture_output=True, check=False).returncode:
+        return "this interpreter lies where other users cannot read it"
+    return None
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Where another user can get to, other than below pytest's own folder."""
+    reason = cannot_be_tried()
+    if reason is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
+
+
+def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
+    home: Path,
+) -> None:
+    with running_stack(home, MESHLOOM_RANK_USER=USER.pw_name) as stack:
+        agent = stack.part("services.worker.agent")
+        redis = home / "redis"
+        private = [f"/proc/{agent.pid}/environ", "/proc/parent/environ"]
+        private += map(str, (redis / "redis.conf", redis / "password", home / "owner.lock"))
+        job_id = stack.submit(
+            model={
+                "factory": "curious_models:CuriousDecoder",
+                "args": {"files": private, "dim": 32, "layers": 2, "heads": 2},
+            },
+            train={**LONG["train"], "steps": 10**6},
+            checkpoint={"every_steps": 60},
+        ).id
+        until(lambda: stack.job(job_id).latest_checkpoint)
+        lines = [line.text for line in stack.client.logs(job_id)]
+        told = f"as {(USER.pw_uid,) * 3} {os.getgrouplist(USER.pw_name, USER.pw_gid)}"
+        assert f"{told}: ['PermissionError']" in lines
+        ranks = [psutil.Process(r.pid) for r in stack.client.ranks(job_id).items if r.pid]
+        assert {rank.uids().real for rank in ranks} == {USER.pw_uid}
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{ranks[0].pid}/status").read_text()
+        stack.client.diagnose(job_id)
+        until(lambda: diagnosed(stack, job_id))
+        os.kill(ranks[0].ppid(), signal.SIGSTOP)  # so that the kernel alone can end its ranks
+        agent.kill()
+        until(lambda: all(is_gone(rank.pid) for rank in ranks))
+        again = until(lambda: job if (job := stack.job(job_id)).attempt == 2 else None)
+        assert again.latest_checkpoint is not None
+        until(lambda: stack.client.attempts(job_id).items[-1].first_step_at)
+        assert stack.client.attempts(job_id).items[-1].resumed_from is not None
+        stack.client.kill(job_id)
+        until(lambda: stack.job(job_id).state is JobState.CANCELLED)
+
+
+def diagnosed(stack: Stack, job_id: str) -> bool:
+    """Whether the agent has seen the stacks of both ranks."""
+    with contextlib.suppress(CliError):
+        return {found.rank for found in stack.client.diagnosis(job_id).stacks} == {0, 1}
+    return False
+
+
+@pytest.mark.parametrize("name", ["no-such-user", "root"])
+def test_an_agent_refuses_a_user_that_ranks_cannot_become(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "services.worker.agent"],
+        env=child_environment(MESHLOOM_REDIS_URL="redis://nowhere", MESHLOOM_RANK_USER=name),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("meshloom agent: MESHLOOM_RANK_USER: ")
+    assert name in done.stderr
