@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_core.errors import ArgumentError
+from fsdp_core.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,24 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def offload_policy_of(policy: object) -> OffloadPolicy:
+    """`policy` as a class of this module; PyTorch's own classes are known by their names.
+
+    Raises:
+        ArgumentTypeError: It is neither.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    names = {each.__name__ for each in type(policy).__mro__}
+    if CPUOffloadPolicy.__name__ in names:
+        return CPUOffloadPolicy(bool(getattr(policy, "pin_memory", True)))
+    if OffloadPolicy.__name__ in names:
+        return OffloadPolicy()
+    raise ArgumentTypeError(
+        f"offload_policy is a {type(policy).__name__}; pass OffloadPolicy() or CPUOffloadPolicy()."
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,8 +49,8 @@ def load_optimizer_state(
 ) -> None:
     """Fills the optimizer from shards named as by `optimizer_state`, saved at any world size.
 
-    Parameters that have saved entries get their state made first, by the optimizer's own step
-    on a stand-in; neither parameters nor gradients are touched. The others lose theirs, as they
+    Parameters that have saved entries get their state made first, by one step of the optimizer
+    on stand-ins for all of them; neither parameters nor gradients are touched. The others lose theirs, as they
     had none when the state was saved.
 
     Args:
@@ -64,13 +64,15 @@ def load_optimizer_state(
     """
     mine = [shard for shard in saved if shard.fqn.startswith(PREFIX)]
     names = {shard.fqn for shard in mine}
+    # A name may be a prefix of another's: only the last segment is no part of the parameter's.
+    with_state = {name.rpartition(".")[0] for name in names}
+    without: list[nn.Parameter] = []
     for fqn, param in _params(model, optimizer).items():
-        # A name may be a prefix of another's, so only one further segment belongs to it.
-        stem = f"{PREFIX}{fqn}."
-        if not any(n.startswith(stem) and "." not in n.removeprefix(stem) for n in names):
+        if f"{PREFIX}{fqn}" not in with_state:
             optimizer.state.pop(param, None)
         elif not optimizer.state.get(param):
-            _make_state(optimizer, param)
+            without.append(param)
+    _make_state(optimizer, without)
     target = optimizer_state(model, optimizer)
     if unknown := sorted(names - target.keys()):
         raise CheckpointError(
@@ -96,23 +98,31 @@ def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return found
 
 
-def _make_state(optimizer: Optimizer, param: nn.Parameter) -> None:
-    # Lazily made state has no other constructor than a step. On a stand-in of zeros with a
-    # gradient of zeros it cannot move anything the user sees.
-    stand_in = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
-    stand_in.grad = torch.zeros_like(param)
+def _make_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    # Lazily made state has no other constructor than a step. On stand-ins of zeros with
+    # gradients of zeros it cannot move anything the user sees. One step for all: each step
+    # costs the host about as much as updating many parameters does.
+    if not params:
+        return
+    stand_ins = {param: _stand_in(param) for param in params}
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
     try:
         for group in groups:
-            mine = any(param is other for other in group["params"])
-            group["params"] = [stand_in] if mine else []
+            group["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
         # The class's step: schedulers count calls by replacing the instance's.
         type(optimizer).step(optimizer)
     finally:
-        for group, params in zip(groups, before, strict=True):
-            group["params"] = params
-    optimizer.state[param] = optimizer.state.pop(stand_in, {})
+        for group, kept in zip(groups, before, strict=True):
+            group["params"] = kept
+    for param, stand_in in stand_ins.items():
+        optimizer.state[param] = optimizer.state.pop(stand_in, {})
+
+
+def _stand_in(param: nn.Parameter) -> nn.Parameter:
+    stand_in = nn.Parameter(torch.zeros_like(param), requires_grad=param.requires_grad)
+    stand_in.grad = torch.zeros_like(param)
+    return stand_in
 
 
 def _put_numbers_back(

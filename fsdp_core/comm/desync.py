@@ -154,8 +154,7 @@ def _agree(group: dist.ProcessGroup, log: _Log) -> None:
     digest = int.from_bytes(sha256(log.last[log.count].encode()).digest()[:7], "big")
     # The largest and the smallest digest are the same exactly if all are.
     extremes = torch.tensor([digest, -digest])
-    # Past the functions of torch.distributed, which users may wrap and count.
-    _wait(group.allreduce([extremes], dist.ReduceOp.MAX), group, log)
+    _wait(torch_private.uncounted_all_reduce(extremes, dist.ReduceOp.MAX, group), group, log)
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         _tell(group, log)

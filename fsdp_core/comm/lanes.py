@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -43,11 +44,8 @@ class Lanes(Protocol):
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """What is placed on `lane` from now on starts after all that is on `earlier`."""
 
-    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """What is placed on the user's `stream` from now on starts after all on `lane`."""
-
-    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """What is placed on `lane` from now on starts after all on the user's `stream`."""
+    def enter_stream(self, stream: torch.Stream, lane: Lane) -> AbstractContextManager[object]:
+        """Work within belongs to the user's `stream`, after what is on `lane` and before the rest."""
 
     def wait_on_host(self, mark: Mark) -> None:
         """Returns when the device has passed `mark`."""
@@ -78,11 +76,11 @@ class HostLanes:
     def follow(self, lane: Lane, earlier: Lane) -> None:
         """Already so."""
 
-    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """Already so."""
-
-    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """Already so."""
+    def enter_stream(self, stream: torch.Stream, lane: Lane) -> AbstractContextManager[object]:
+        """Makes `stream` current, which orders nothing on the host."""
+        del lane
+        # The class of the host's streams is no context manager itself.
+        return torch.cpu.stream(cast("torch.cpu.Stream", stream))
 
     def wait_on_host(self, mark: Mark) -> None:
         """Already so."""
@@ -134,12 +132,12 @@ class DeviceLanes:
         if lane is not earlier:
             self._stream(lane).wait_stream(self._stream(earlier))
 
-    def before_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """Makes the user's stream wait; the host goes on."""
+    @contextmanager
+    def enter_stream(self, stream: torch.Stream, lane: Lane) -> Iterator[None]:
+        """Makes the user's stream wait, then the lane's; the host goes on."""
         stream.wait_stream(self._stream(lane))
-
-    def after_stream(self, stream: torch.Stream, lane: Lane) -> None:
-        """Makes the lane's stream wait; the host goes on."""
+        with self._module.stream(stream):
+            yield
         self._stream(lane).wait_stream(stream)
 
     def wait_on_host(self, mark: Mark) -> None:

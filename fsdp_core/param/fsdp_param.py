@@ -38,14 +38,14 @@ from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place, whole_local
 from fsdp_core.param.replacement import check_replacement
-from fsdp_core.param.sharded_grad import add_to_grad
+from fsdp_core.param.sharded_grad import add_to_grad, check_grad
 from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
     from fsdp_core.param.param_options import ParamOptions
@@ -192,6 +192,7 @@ class FSDPParam:
         if parameter.requires_grad != self.is_trainable:
             # The method is forbidden within a transform of torch.func, even where that is off.
             parameter.requires_grad = self.is_trainable
+        self._unreduced.watch(parameter)
         self.slot.register(parameter)
         self._drop_smaller()
 
@@ -281,6 +282,10 @@ class FSDPParam:
         dtype = self.reduce_dtype or self.compute_dtype
         return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
 
+    def watch_grads(self, on_arrival: Callable[[torch.Tensor], None]) -> None:
+        """Has `on_arrival` called each time autograd has added to the whole gradient."""
+        self._unreduced.on_arrival = on_arrival
+
     def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
         """Takes the gradient for a reduction.
 
@@ -322,6 +327,7 @@ class FSDPParam:
         self._add_local_grad(self._order.seen(self._own_slice(padded)), link, lane)
 
     def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        check_grad(self.fqn, self.sharded_param, local)
         add_to_grad(self.sharded_param, local, self._placing, self._memory, link, lane)
 
     # -- Inside

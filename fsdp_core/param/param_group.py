@@ -118,10 +118,15 @@ class FSDPParamGroup:
         if self._gather is None:
             return
         gather, self._gather = self._gather, None
-        gather.land()
-        for param in self.params:
-            param.to_unsharded()
+        # Until it has landed some parameters may be whole: one that raises frees them all.
         self._sharded_state = ShardedState.UNSHARDED
+        try:
+            gather.land()
+            for param in self.params:
+                param.to_unsharded()
+        except BaseException:
+            self.reshard()
+            raise
 
     def drop_gather(self) -> None:
         """Ends a gather that nobody used; its values would be stale after an update."""

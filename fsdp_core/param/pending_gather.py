@@ -128,6 +128,12 @@ class PendingGather:
     def land(self) -> None:
         """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
         buffer = self._arrive()
+        try:
+            self._copy_out(buffer)
+        finally:
+            self._release()
+
+    def _copy_out(self, buffer: torch.Tensor) -> None:
         arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
         outs = [out for of_param in arrived for out in of_param]
         if self._as_bytes:
@@ -137,7 +143,6 @@ class PendingGather:
             torch.split_with_sizes_copy(rows, list(self._packing.sizes), dim=1, out=outs)
         for each, of_param in zip(self._inputs, arrived, strict=True):
             each.param.finish_gather(of_param)
-        self._release()
 
     def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""

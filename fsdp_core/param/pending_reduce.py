@@ -179,10 +179,8 @@ class PendingReduce:
             with link.lanes.enter(Lane.ALL_REDUCE):
                 hook(grads)
             return
-        link.lanes.before_stream(stream, Lane.ALL_REDUCE)
-        with stream:
+        with link.lanes.enter_stream(stream, Lane.ALL_REDUCE):
             hook(grads)
-        link.lanes.after_stream(stream, Lane.ALL_REDUCE)
 
     @property
     def _sizes(self) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -13,10 +15,21 @@ class UnreducedGrad:
     """What autograd left on the whole parameter, and the sum of what earlier backwards did.
 
     The methods take the whole parameter; None if none was made yet.
+
+    Attributes:
+        on_arrival: Called with the whole parameter when autograd has added to its gradient.
     """
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
+        self._watched: nn.Parameter | None = None
+        self.on_arrival: Callable[[torch.Tensor], None] | None = None
+
+    def watch(self, whole: nn.Parameter) -> None:
+        """Has `on_arrival` called each time autograd has added to the gradient of `whole`."""
+        if self.on_arrival is not None and whole.requires_grad and whole is not self._watched:
+            whole.register_post_accumulate_grad_hook(self.on_arrival)  # type: ignore[no-untyped-call]  # PyTorch's
+            self._watched = whole
 
     def take(self, whole: nn.Parameter | None) -> torch.Tensor | None:
         """Removes and returns all of it."""

@@ -14,6 +14,8 @@ from fsdp_core import torch_private
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from fsdp_core.torch_private import LookInto
+
 
 class LiveStorage:
     """Within it, adds up the storages of all tensors that operators return, until they are freed.
@@ -24,6 +26,7 @@ class LiveStorage:
     Attributes:
         live: Bytes alive.
         peak: Most since `forget_peak`.
+        operators: Results of operators so far.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class LiveStorage:
         also: Callable[[str, torch.Tensor], None] | None = None,
         *,
         of_fakes: bool = False,
+        look_into: LookInto | None = None,
     ) -> None:
         """Counts nothing yet.
 
@@ -40,20 +44,26 @@ class LiveStorage:
             also: Told each operator's name and result, too.
             of_fakes: Count tensors without memory as if they had some, and no others. By default
                 they do not count: DTensor tries operators on such.
+            look_into: Says what an operator takes within itself; see `OperatorWatch`.
         """
         self._also = also
         self._of_fakes = of_fakes
         self.live = 0
         self.peak = 0
+        self.operators = 0
         self._granularity = granularity
         self._levels: list[int] | None = None
+        self._look_into = look_into
+        self._levels_within: list[int] = []
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._ignored: dict[int, torch.UntypedStorage] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(torch_private.watching_resizes(self._resized))
-        self._stack.enter_context(torch_private.OperatorWatch(self._seen))
+        self._stack.enter_context(
+            torch_private.OperatorWatch(self._seen, self._look_into, self._within)
+        )
         return self
 
     def __exit__(
@@ -83,7 +93,16 @@ class LiveStorage:
         levels, self._levels = self._levels, []
         return levels or []
 
+    def take_levels_within(self) -> list[int]:
+        """What `live` was with what operators take within themselves, for each that was looked into."""
+        levels, self._levels_within = self._levels_within, []
+        return levels
+
+    def _within(self, extra: int) -> None:
+        self._levels_within.append(self.live + self._rounded(extra))
+
     def _seen(self, operator: object, tensor: torch.Tensor) -> None:
+        self.operators += 1
         if torch_private.is_without_memory(tensor) is self._of_fakes:
             self._count(tensor.untyped_storage())
         if self._also is not None:

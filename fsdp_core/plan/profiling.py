@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,9 +32,10 @@ from fsdp_core.plan.model import (
     UnitFacts,
     matches,
 )
-from fsdp_core.plan.step_trace import RawStep, StepOptions, follow_step
+from fsdp_core.plan.step_trace import RawSegment, RawStep, StepOptions, follow_step
 from fsdp_core.plan.tensor_parallel import split
 from fsdp_core.plan.unit_counts import UnitCounts, count
+from fsdp_core.plan.workspace import Workspaces
 
 if TYPE_CHECKING:
     from fsdp_core.plan.model.profile import UnitKind
@@ -43,6 +45,11 @@ _GRANULARITY = {"cuda": 512}
 
 SIZES = (1, 2, 4)
 """Micro-batches that are followed: two make a line, a third shows whether it is one."""
+
+# Where SIZES show too little of what grows with the square, and a part by which lines may be wrong
+# there.
+_FAR = (64, 128, 256)
+_STRAIGHT, _STRAIGHT_BYTES = 0.02, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,14 @@ class ModelUnderStudy:
             and returns a scalar.
         device_type: Where the job will run.
         tensor_parallel: What is split over the `tp` axis, where there is one.
+        built_whole: Whether ranks build it with values, and not on the meta device.
     """
 
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
     device_type: str = "cpu"
     tensor_parallel: tuple[TensorParallelPlan, ...] = ()
+    built_whole: bool = False
 
 
 def profile_model(
@@ -68,9 +77,9 @@ def profile_model(
     conditions: Sequence[Conditions] = (Conditions(),),
     *,
     stops: Sequence[str] = (),
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
 ) -> ModelProfile:
-    """Profiles a model without running it.
+    """Profiles a model without running it. Single operators are run, see `Workspaces`.
 
     With `Conditions.tp` above 1 there must be no default process group: one whose ranks do
     nothing is made for the time being.
@@ -80,24 +89,33 @@ def profile_model(
         conditions: Under which steps are followed; at least one.
         stops: Modules that a plan may name as units, besides those that suit; patterns as of a
             plan's units.
-        sizes: Micro-batches.
+        sizes: Micro-batches; None: `SIZES`, twice as many samples if the model takes no single
+            one, and large ones besides if memory does not grow in lines.
 
     Raises:
-        PlanError: The device is not there, or the model has no module that a stop or split means.
+        PlanError: The device is not there, the model has no module that a stop or split means, or
+            it cannot be followed.
         Exception: Whatever the model raises.
     """
     _check_device(study.device_type)
     model = _on_meta(study)
-    kinds = _suitable(study, candidate_units(model), min(sizes))
+    near, kinds = _first_sizes(study, candidate_units(model), sizes)
     names = [name for name, _ in model.named_modules()]
     if unknown := [stop for stop in stops if not any(matches(stop, name) for name in names)]:
         raise PlanError(f"The model has no modules {unknown} at which to follow it.")
     named = {name for name in names if any(matches(stop, name) for stop in stops)}
     stopping = [name for name in names if name in kinds or name in named or name == ""]
+    workspaces = Workspaces.on(study.device_type)
     followed = [
-        {size: _follow(study, each, stopping, size) for size in sizes} for each in conditions
+        {size: _follow(study, each, stopping, size, workspaces) for size in near}
+        for each in conditions
     ]
-    ends = (min(sizes), max(sizes))
+    # Large micro-batches are followed without running operators.
+    is_open = sizes is None and not workspaces.has_resized
+    if is_open and not _is_straight(study, conditions[0], stopping, followed[0]):
+        for each, steps in zip(conditions, followed, strict=True):
+            steps.update({size: _follow(study, each, stopping, size, None) for size in _FAR})
+    ends = (min(near), max(near))
     counts = {size: _count(study, stopping, size) for size in ends}
     return ModelProfile(
         device_type=study.device_type,
@@ -109,10 +127,48 @@ def profile_model(
         flops=_growth({size: each.flops[""] for size, each in counts.items()}),
         traces=tuple(_trace(each, steps) for each, steps in zip(conditions, followed, strict=True)),
         granularity=_GRANULARITY.get(study.device_type, 1),
+        smallest=min(near),
+        built_whole=study.built_whole,
     )
 
 
 # -- Running it without memory
+
+
+def _first_sizes(
+    study: ModelUnderStudy, kinds: Mapping[str, UnitKind], sizes: Sequence[int] | None
+) -> tuple[Sequence[int], dict[str, UnitKind]]:
+    """Sizes to follow, and modules that suit as units."""
+    if sizes is not None:
+        return sizes, _suitable(study, kinds, min(sizes))
+    try:
+        return SIZES, _suitable(study, kinds, min(SIZES))
+    except ValueError:
+        # Statistics over a batch need two samples. What is wrong with all sizes is raised here.
+        doubled = [2 * size for size in SIZES]
+        return doubled, _suitable(study, kinds, min(doubled))
+
+
+def _is_straight(
+    study: ModelUnderStudy,
+    conditions: Conditions,
+    stops: Sequence[str],
+    steps: Mapping[int, RawStep],
+) -> bool:
+    """Whether lines through what was followed hold for a large micro-batch."""
+    size = max(_FAR)
+    try:
+        far = _follow(study, conditions, stops, size, None)
+    except Exception:  # noqa: BLE001 - a model may refuse such a batch
+        return True
+    trace = _trace(conditions, steps)
+    if len(far.segments) != len(trace.segments):
+        return True
+    return all(
+        abs(max(raw.levels, default=0) - max(known.peak.at(size), 0))
+        <= max(_STRAIGHT * max(raw.levels, default=0), _STRAIGHT_BYTES)
+        for raw, known in zip(far.segments, trace.segments, strict=True)
+    )
 
 
 def _suitable(
@@ -124,25 +180,46 @@ def _suitable(
 
 
 def _follow(
-    study: ModelUnderStudy, conditions: Conditions, stops: Sequence[str], size: int
+    study: ModelUnderStudy,
+    conditions: Conditions,
+    stops: Sequence[str],
+    size: int,
+    workspaces: Workspaces | None,
 ) -> RawStep:
+    within: list[str] = []
     with _running(study, conditions) as model:
         if conditions.recompute:
             for name in stops:
                 if name:
                     module = model.get_submodule(name)
-                    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+                    forward = _noted(module.forward, name, within)
+                    module.forward = partial(checkpoint, forward, use_reentrant=False)
         options = StepOptions(
             None if conditions.param_dtype is None else DTYPES[conditions.param_dtype],
             None if conditions.output_dtype is None else DTYPES[conditions.output_dtype],
             conditions.tp,
             _GRANULARITY.get(study.device_type, 1),
+            workspaces,
+            within,
         )
         loss = partial(study.loss, model, size)
         if conditions.tp > 1:
             # The first time, DTensor tries each operator on tensors of its own.
             follow_step(model, stops, loss, options)
         return follow_step(model, stops, loss, options)
+
+
+def _noted(forward: Callable[..., Any], name: str, within: list[str]) -> Callable[..., Any]:
+    """Has `within` name the module while its forward runs."""
+
+    def noting(*args: object, **kwargs: object) -> object:
+        within.append(name)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            within.pop()
+
+    return noting
 
 
 def _count(study: ModelUnderStudy, stops: Sequence[str], size: int) -> UnitCounts:
@@ -234,6 +311,7 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
 
 
 def _trace(conditions: Conditions, steps: Mapping[int, RawStep]) -> Trace:
+    _check_alike(steps)
     columns = list(zip(*(step.segments for step in steps.values()), strict=True))
     segments = tuple(
         Segment(
@@ -242,10 +320,34 @@ def _trace(conditions: Conditions, steps: Mapping[int, RawStep]) -> Trace:
             Highest.through(dict(zip(steps, (each.levels for each in column), strict=True))),
             _growth(dict(zip(steps, (each.change for each in column), strict=True))),
             tuple(column[0].grads),
+            _within(steps, column),
         )
         for column in columns
     )
-    return Trace(conditions, segments, _growth({size: step.sent for size, step in steps.items()}))
+    sent = _growth({size: step.sent for size, step in steps.items()})
+    operators = _growth({size: step.operators for size, step in steps.items()})
+    return Trace(conditions, segments, sent, operators)
+
+
+def _check_alike(steps: Mapping[int, RawStep]) -> None:
+    """That a step goes the same way whenever it is followed."""
+    ways = [[(each.begins, each.module) for each in step.segments] for step in steps.values()]
+    for (size, way), other in zip(list(zip(steps, ways, strict=True))[1:], ways, strict=False):
+        if way != other:
+            near = zip_longest(way, other, fillvalue=("end", ""))
+            (_, module), (_, expected) = next(pair for pair in near if pair[0] != pair[1])
+            raise PlanError(
+                f"The model does not run the same modules in every step: with {size} samples it "
+                f"came to {module or 'the root'!r}, where it had come to "
+                f"{expected or 'the root'!r}. Its forward draws, or looks at the batch."
+            )
+
+
+def _within(sizes: Iterable[int], column: Sequence[RawSegment]) -> Highest | None:
+    looked = {size: each for size, each in zip(sizes, column, strict=True) if each.within}
+    if all(max(each.within) <= max(each.levels, default=0) for each in looked.values()):
+        return None
+    return Highest.through({size: each.within for size, each in looked.items()})
 
 
 def _unit(

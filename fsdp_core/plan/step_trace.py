@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from fsdp_core import torch_private
+from fsdp_core.errors import PlanError
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.runtime.autograd_boundary import call_after_backward
 from fsdp_core.runtime.tensor_tree import grad_tensors, map_tensors
 
 if TYPE_CHECKING:
     from fsdp_core.plan.model.profile import Boundary
+    from fsdp_core.plan.workspace import Workspaces
 
 
 @dataclass
@@ -26,6 +28,7 @@ class RawSegment:
         begins: Its boundary.
         module: Whose.
         levels: Bytes over those at its start, whenever more became alive.
+        within: The same with what operators take within themselves, while such are at work.
         change: Activation bytes at its end minus those at its start.
         grads: Parameters whose gradients became known.
     """
@@ -33,6 +36,7 @@ class RawSegment:
     begins: Boundary
     module: str
     levels: list[int] = field(default_factory=list)
+    within: list[int] = field(default_factory=list)
     change: int = 0
     grads: list[int] = field(default_factory=list)
 
@@ -45,11 +49,13 @@ class RawStep:
         segments: In order.
         outputs: Bytes that each stop's forward returned.
         sent: Bytes that the collectives within it send.
+        operators: How many ran.
     """
 
     segments: list[RawSegment]
     outputs: dict[str, int]
     sent: int
+    operators: int
 
     def levels_between(self, begins: Boundary, module: str) -> list[int]:
         """Bytes over those at which forward or backward of `module` began, until it ended."""
@@ -75,12 +81,16 @@ class StepOptions:
         output_dtype: To which the root's outputs are cast.
         tp: Ranks over which matrices are split.
         granularity: Of memory.
+        workspaces: Of operators.
+        within: Is not empty while a stop's own recomputation runs.
     """
 
     param_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     tp: int
     granularity: int
+    workspaces: Workspaces | None = None
+    within: Sequence[str] = ()
 
 
 def follow_step(
@@ -96,6 +106,9 @@ def follow_step(
         stops: Modules at whose boundaries segments are cut.
         make_loss: Makes a batch, runs the model on it, and returns the loss.
         options: Dtypes and ranks.
+
+    Raises:
+        PlanError: The step has no boundaries in backward.
     """
     recorder = _Recorder(options)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -118,7 +131,8 @@ def follow_step(
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return RawStep(recorder.segments, recorder.outputs, recorder.sent)
+    live = recorder.live
+    return RawStep(recorder.segments, recorder.outputs, recorder.sent, live.operators)
 
 
 class _Recorder:
@@ -126,12 +140,15 @@ class _Recorder:
 
     def __init__(self, options: StepOptions) -> None:
         note = self._note_operator if options.tp > 1 else None
-        self.live = LiveStorage(options.granularity, note, of_fakes=True)
+        look_into = None if options.workspaces is None else options.workspaces.look
+        self.live = LiveStorage(options.granularity, note, of_fakes=True, look_into=look_into)
         self.segments: list[RawSegment] = []
         self.outputs: dict[str, int] = {}
         self.sent = 0
         self._options = options
         self._in_backward: set[str] = set()
+        self._again: str | None = None
+        self._without_grad: set[str] = set()
         self._grads: dict[int, int] = {}
         self._all_grads = 0
         self._began = (0, 0)
@@ -147,6 +164,7 @@ class _Recorder:
         if self.segments:
             began, activations = self._began
             self.segments[-1].levels = [level - began for level in self.live.take_levels()]
+            self.segments[-1].within = [level - began for level in self.live.take_levels_within()]
             self.segments[-1].change = self._activations - activations
 
     def note_grad(self, place: int) -> Callable[[torch.Tensor], None]:
@@ -168,8 +186,11 @@ class _Recorder:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - as they come
             args, kwargs = self._cast((args, kwargs), self._options.param_dtype)
             if torch_private.in_backward():
-                return args, kwargs  # recomputation is part of backward
+                self._begin_again(name)
+                return args, kwargs
             self.cut("forward", name)
+            if not torch.is_grad_enabled():
+                self._without_grad.add(name)
             return call_after_backward((args, kwargs), lambda: self._leave_backward(name))
 
         def after(_: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 - as it comes
@@ -184,14 +205,29 @@ class _Recorder:
                 )
             return self._cast(output, self._options.output_dtype if name == "" else None)
 
+        def ended(*_: object) -> None:
+            # Recomputation ends by an exception once all is there that backward needs.
+            if self._again == name:
+                self._again = None
+                self.cut("again_end", name)
+
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after),
+            module.register_forward_hook(ended, always_call=True),
         ]
 
     @property
     def _activations(self) -> int:
         return self.live.live - self._all_grads
+
+    def _begin_again(self, name: str) -> None:
+        """Of what the model recomputes by itself, the outermost stops gather."""
+        if name in self._without_grad:
+            raise PlanError(_REENTRANT)
+        if name and self._again is None and not self._options.within:
+            self._again = name
+            self.cut("again", name)
 
     def _enter_backward(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         if name not in self._in_backward:
@@ -215,6 +251,11 @@ class _Recorder:
         if part is not None:
             self.sent += int(result.nbytes * part(ranks))
 
+
+_REENTRANT = (
+    "The model recomputes activations with use_reentrant=True. Such a step has no boundaries of "
+    "modules in backward: set use_reentrant=False to have it followed."
+)
 
 # What a ring over n ranks sends, as a part of what the collective returns.
 _SENT: Mapping[str, Callable[[int], float]] = {

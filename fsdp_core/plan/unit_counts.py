@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def count(
         make_loss: Runs forward.
         stops: Names of modules.
     """
-    counter = torch_private.flop_counter(_ATTENTION_ON_CPU)
+    counter = torch_private.flop_counter(_ON_CPU)
     with counter:
         saved, loss = _saved_by(model, make_loss, stops)
         loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
@@ -46,7 +47,7 @@ def count(
         name.removeprefix(f"{root}."): sum(by_operator.values())
         for name, by_operator in counts.items()
     }
-    return UnitCounts(saved, {**flops, "": sum(counts["Global"].values())})
+    return UnitCounts(saved, {**flops, "": sum(counts.get("Global", {}).values())})
 
 
 def _saved_by(
@@ -102,8 +103,19 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return _attention(query, key, value) * 5 // 2
 
 
+def _recurrent(sequence: Any, of_inputs: Any, of_states: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401 - as above
+    length, batch, _width = sequence
+    return int(2 * length * batch * (prod(of_inputs) + prod(of_states)))
+
+
+def _recurrent_backward(*shapes: Any, **named: Any) -> int:  # noqa: ANN401 - as above
+    return 2 * _recurrent(*shapes, **named)
+
+
 # The counter that comes with PyTorch knows the kernels of accelerators alone.
-_ATTENTION_ON_CPU = {
+_ON_CPU = {
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001 - an operator's name
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001 - as above
 }

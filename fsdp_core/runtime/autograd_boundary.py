@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -35,6 +36,28 @@ def call_before_backward(
             # value that leaves the transform does: it needs a node of its own.
             return map_tensors(lambda t: t if t.requires_grad else _output(callback, t), tree)
     return tree
+
+
+def call_with_grads(tree: object, callback: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Calls `callback` with the gradient of each tensor in `tree` that has one, as it arrives."""
+    if torch.is_grad_enabled():
+        for tensor in grad_tensors(tree):
+            tensor.register_hook(callback)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+def weakly(method: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that calls a bound method while its object lives.
+
+    A parameter that owned its unit would keep it alive: the garbage collector does not see all
+    that autograd refers to.
+    """
+    found = weakref.WeakMethod(method)
+
+    def hook(_: torch.Tensor) -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return hook
 
 
 def _output(callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,16 @@ class ForwardCalls:
         self._yet_to_run: set[nn.Module] = set()
         self._depth = 0
         self._methods = 0
-        self._has_returned = False
 
     @property
     def is_partial(self) -> bool:
         """Whether some modules ran and others have yet to."""
         return bool(self._yet_to_run)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a call has begun that neither returned nor raised."""
+        return self._depth > 0
 
     def enter(self) -> None:
         """A call begins."""

@@ -6,10 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.runtime.autograd_boundary import call_after_backward, call_before_backward
+from fsdp_core.runtime.autograd_boundary import (
+    call_after_backward,
+    call_before_backward,
+    call_with_grads,
+    weakly,
+)
 from fsdp_core.runtime.casting import Casting
 from fsdp_core.runtime.comm_home import CommHome
 from fsdp_core.runtime.forward_calls import ForwardCalls
@@ -21,8 +27,6 @@ from fsdp_core.runtime.unit_params import UnitParams
 from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
-    import torch
-
     from fsdp_core.comm import CommLink
     from fsdp_core.param import FSDPParam, FSDPParamGroup
     from fsdp_core.policy import MixedPrecisionPolicy
@@ -70,6 +74,8 @@ class FSDPState:
         self._index = 0
         self._calls = ForwardCalls(self.modules)
         self._has_returned = False
+        self._has_new_grads = False
+        self._params.watch_grads(weakly(self._note_grad))
         self.home = CommHome(device)
         self.context = RootContext([self], self.home, self.relay, is_solo=True)
 
@@ -77,6 +83,16 @@ class FSDPState:
     def training_state(self) -> TrainingState:
         """Where the unit is in the step."""
         return self._training_state
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether its forward has begun and not ended, be it that some modules have yet to run."""
+        return self._training_state is TrainingState.FORWARD
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of its modules has begun that neither returned nor raised."""
+        return self._calls.are_running
 
     @property
     def index(self) -> int:
@@ -217,8 +233,13 @@ class FSDPState:
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Slices the parameters again, unless they are kept, and foresees backward."""
-        if not self._is_recomputing and self._calls.leave(module):
-            output = self._complete_forward(output)
+        if not self._is_recomputing:
+            if self._calls.leave(module) or self._runs_alone_without_backward:
+                self._calls.forget()
+                output = self._complete_forward(output)
+            else:
+                # This part may go backward before the rest, after it, or alone.
+                call_with_grads(output, self._pre_partial_backward)
         output = self._casting.output(output)
         self._has_returned = True
         return output
@@ -268,6 +289,12 @@ class FSDPState:
         return self.context.end_forward(self, output)
 
     @property
+    def _runs_alone_without_backward(self) -> bool:
+        # The rest of a group need not follow, and what stayed whole would miss the next update.
+        is_alone = self.context.has_opened(self) and not self._calls.are_running
+        return is_alone and not torch.is_grad_enabled()
+
+    @property
     def _is_recomputing(self) -> bool:
         # Between the gradient of its outputs and those of its inputs. Recomputation at any other
         # time, as by reentrant checkpointing, is a forward with a backward of its own. Outside
@@ -285,19 +312,35 @@ class FSDPState:
     @torch_private.opaque_to_dynamo
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         self.context.recover_if_failed()
+        self.context.begin_backward()
         if self._training_state is not TrainingState.PRE_BACKWARD:
             with self.tracer.phase("pre_backward"):
                 self._enter(TrainingState.PRE_BACKWARD)
                 self._params.hold()
-                self.context.begin_backward()
                 self.prefetch_in_backward()
                 self.finish_unshard()
                 self.context.prefetch_backward(self._index, self.prefetch_after_backward)
         return grad
 
     @torch_private.opaque_to_dynamo
+    def _pre_partial_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """An earlier backward, of another part or of this one, may have freed the parameters."""
+        self.context.recover_if_failed()
+        self._note_grad()
+        self.prefetch_in_backward()
+        self.finish_unshard()
+        return grad
+
+    def _note_grad(self) -> None:
+        """Gradients came or will come, whether or not autograd has been through the outputs."""
+        self._has_new_grads = True
+        self.context.join_backward(self)
+
+    @torch_private.opaque_to_dynamo
     def _post_backward(self, *, was_reached: bool = True) -> None:
         """Phases: take the gradients, free the parameters, make room, reduce."""
+        self.context.join_backward(self)
+        self._has_new_grads = False
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
         with self.tracer.phase("post_backward"):
@@ -325,13 +368,17 @@ class FSDPState:
     def complete_backward(self) -> None:
         """Runs post-backward if no input needed a gradient, so autograd had no reason to.
 
-        Other units may have added to gradients after they were reduced.
+        Gradients may have been added to after they were reduced, by other units for example.
         """
-        if self._training_state is not TrainingState.POST_BACKWARD or self._params.are_lent:
-            self._post_backward(was_reached=self._training_state is TrainingState.PRE_BACKWARD)
+        if self._training_state is not TrainingState.POST_BACKWARD:
+            was_entered = self._training_state is TrainingState.PRE_BACKWARD
+            self._post_backward(was_reached=was_entered or self._has_new_grads)
+        elif self._has_new_grads or self._params.are_lent:
+            self._post_backward(was_reached=False)
 
     def go_idle(self) -> None:
         """Ends the iteration."""
+        self._has_new_grads = False
         self._calls.forget()
         self._params.let_go()
         self._enter(TrainingState.IDLE)

@@ -10,6 +10,7 @@ import torch
 
 from fsdp_core import torch_private
 from fsdp_core.comm import CommLink, Lane, Mark
+from fsdp_core.errors import StateError
 from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
@@ -30,6 +31,14 @@ class Unit(Protocol):
     @property
     def tracer(self) -> UnitTracer:
         """Names its phases."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether its forward has begun and not ended."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of its modules goes on."""
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the unit's next forward needs."""
@@ -82,6 +91,8 @@ class RootContext:
         self._forward_root: Unit | None = None
         self._expects_backward = True
         self._end: weakref.ref[_EndOfBackward] | None = None
+        self._ends_all = False
+        self._reached: set[Unit] = set()
         self._prefetched: list[Unit] = []
         home.tell(relay)
 
@@ -198,10 +209,32 @@ class RootContext:
         self._forward_root = None
 
     def begin_backward(self) -> None:
-        """Has the iteration ended when the running backward is, once."""
+        """Has the iteration of all units ended when the running backward is."""
+        self._queue_end()
+        self._ends_all = True
+
+    def join_backward(self, unit: Unit) -> None:
+        """Has at least `unit` ended when the running backward is.
+
+        Not every backward comes through the output of a unit's forward: some modules of a group
+        may run alone, and what a module returns may hide a tensor, or be kept elsewhere. Then
+        the other units' iteration goes on.
+        """
+        self._queue_end()
+        self._reached.add(unit)
+
+    def _queue_end(self) -> None:
+        if not torch_private.in_backward():
+            return
+        if self._end is not None and self._end() is None:
+            raise StateError(
+                "An earlier backward raised, and this one did not come through the output of a "
+                "unit's forward, so gradients of the two cannot be told apart. Call "
+                "reset_iter_state() on the root after a backward that raised."
+            )
         if self._end is None:
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
-            end = _EndOfBackward(self.end_backward)
+            end = _EndOfBackward(self._end_reached)
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
 
@@ -215,21 +248,38 @@ class RootContext:
             pending.land(self.link)
 
     def end_backward(self) -> None:
-        """Ends the backward of all units; autograd calls it, and a pipeline for held gradients."""
-        with self.units[0].tracer.phase("root_post_backward_callback"):
+        """Ends the backward of all units; a pipeline calls it for gradients that it held."""
+        self._ends_all = True
+        self._end_reached()
+
+    def _end_reached(self) -> None:
+        """Ends the backward of the units that it reached, or of all."""
+        ends_all, opener = self._ends_all, self._forward_root
+        reached = [unit for unit in self.units if ends_all or unit in self._reached]
+        if opener is not None and opener.is_running:
+            # A backward within forward. What that has begun will have a backward of its own.
+            reached = [unit for unit in reached if not unit.is_in_forward]
+        elif ends_all or opener in self._reached:
             self._forward_root = None
-            for unit in self.units:
+        with self.units[0].tracer.phase("root_post_backward_callback"):
+            for unit in reached:
                 unit.complete_backward()
             if self.units[0].options.is_last_backward:
                 for pending in self.reduces.drain():
                     pending.land(self.link)
-                for unit in self.units:
-                    unit.drop_gathers()
-                self.backward_order.clear()
+                if ends_all:
+                    for unit in self.units:
+                        unit.drop_gathers()
+                    self.backward_order.clear()
                 self.link.end_backward()
-            for unit in self.units:
+            for unit in reached:
                 unit.go_idle()
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         self._end = None
+        self._ends_all = False
+        self._reached.clear()
 
     def recover_if_failed(self) -> None:
         """Forgets the previous backward if it raised; called where forward or backward begins.
@@ -254,7 +304,7 @@ class RootContext:
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None
-        self._end = None
+        self._forget_backward()
 
 
 class _EndOfBackward:

@@ -16,7 +16,12 @@ from fsdp_core import torch_private
 from fsdp_core.comm import DataParallelMeshInfo, mesh_info_of
 from fsdp_core.errors import AlreadyShardedError, ArgumentError, ContainerError, UnsupportedError
 from fsdp_core.param import ParamOptions
-from fsdp_core.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    offload_policy_of,
+)
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
 from fsdp_core.runtime.fsdp_state import COMPOSABLE_NAME, FSDPState, state_of
 from fsdp_core.runtime.grouping import GroupingOptions, PlacementFn, group_params
@@ -106,6 +111,7 @@ class FullyShard:
             The same module or modules, now also `FSDPModule`.
 
         Raises:
+            ArgumentTypeError: `offload_policy` is no such policy.
             AlreadyShardedError: A module was given to `fully_shard` before.
             ContainerError: A `ModuleList` or `ModuleDict` without a forward.
             ArgumentError: A bad mesh, reshard size, placement or parameter.
@@ -119,6 +125,7 @@ class FullyShard:
             _check_unsharded(each)
         info = mesh_info_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
         reshard = _Reshard.of(reshard_after_forward, info)
+        param_options = ParamOptions(mp_policy, offload_policy_of(offload_policy))
 
         ignored = ignored_params or set()
         managed = without_ignored(managed_modules(modules), ignored)
@@ -128,9 +135,7 @@ class FullyShard:
             originals,
             modules,
             info,
-            GroupingOptions(
-                ParamOptions(mp_policy, offload_policy), reshard.ranks, shard_placement_fn
-            ),
+            GroupingOptions(param_options, reshard.ranks, shard_placement_fn),
         )
         options = UnitOptions(reshard_after_forward=reshard.at_all)
         FSDPState(modules, groups, info.device, mp_policy, options).install()

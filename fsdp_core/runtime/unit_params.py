@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_core import torch_private
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from fsdp_core.comm import CommLink
@@ -105,6 +106,11 @@ class UnitParams:
         for group in self._borrowed:
             if not group.is_held:
                 group.reshard()
+
+    def watch_grads(self, on_arrival: Callable[[torch.Tensor], None]) -> None:
+        """Has `on_arrival` called each time autograd has added to the gradient of a parameter."""
+        for param in self.all:
+            param.watch_grads(on_arrival)
 
     def watch_state_dicts(self, *, before_load: Callable[..., None]) -> None:
         """Has state dicts see slices only, and padding restored after a load.

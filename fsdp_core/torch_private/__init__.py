@@ -21,6 +21,7 @@ from fsdp_core.torch_private.dtensors import (
     waited,
 )
 from fsdp_core.torch_private.fakes import (
+    LookInto,
     OperatorWatch,
     fake_ranks,
     is_without_memory,
@@ -28,6 +29,7 @@ from fsdp_core.torch_private.fakes import (
     storage_key,
     watching_resizes,
     when_freed,
+    with_memory,
     without_memory,
 )
 from fsdp_core.torch_private.groups import (
@@ -37,6 +39,7 @@ from fsdp_core.torch_private.groups import (
     meet_in_memory,
     set_symmetric_backend,
     symmetric_pool,
+    uncounted_all_reduce,
 )
 from fsdp_core.torch_private.meshes import (
     flattened_mesh,
@@ -81,6 +84,7 @@ from fsdp_core.torch_private.tensors import (
 )
 
 __all__ = [
+    "LookInto",
     "OperatorWatch",
     "Spec",
     "allocator_of",
@@ -135,9 +139,11 @@ __all__ = [
     "symmetric_pool",
     "transforms_active",
     "tree_map_only",
+    "uncounted_all_reduce",
     "waited",
     "watching_resizes",
     "when_freed",
+    "with_memory",
     "without_drawing_twice",
     "without_memory",
     "wrapper_of",

@@ -6,23 +6,44 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 from fsdp_core.torch_private.fake_answers import AnsweringFakes
 
 _DEVICE = torch.ops.prim.device.default
 
+LookInto: TypeAlias = Callable[
+    [torch._ops.OpOverload, tuple[object, ...], Mapping[str, Any], object],
+    tuple[object, int | None],
+]
+
 
 def without_memory() -> AbstractContextManager[object]:
     """Tensors made within have a device, shape, strides and storage size, but no memory."""
     return cast("AbstractContextManager[object]", AnsweringFakes())
+
+
+@contextmanager
+def with_memory() -> Iterator[None]:
+    """Within, also within `without_memory`, operators run as kernels on tensors with memory.
+
+    No mode looks at them and autograd records nothing, though gradients stay enabled if they are:
+    on that depends what some kernels keep for backward.
+    """
+    below = cast("AbstractContextManager[object]", torch._C._AutoDispatchBelowAutograd())
+    with cast("AbstractContextManager[object]", _disable_current_modes()), below:
+        yield
 
 
 def is_without_memory(tensor: torch.Tensor) -> bool:
@@ -49,9 +70,24 @@ class OperatorWatch(TorchDispatchMode):
     What an operator allocates and frees within itself is not seen.
     """
 
-    def __init__(self, on_result: Callable[[torch._ops.OpOverload, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        on_result: Callable[[torch._ops.OpOverload, torch.Tensor], None],
+        look_into: LookInto | None = None,
+        on_look: Callable[[int], None] | None = None,
+    ) -> None:
+        """Watches once it is entered.
+
+        Args:
+            on_result: Called with each tensor that an operator returned.
+            look_into: Called with each operator, what it was called with, and what it returned;
+                returns what it shall return, and what `on_look` is called with then, unless None.
+            on_look: Called after `on_result`.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
         self._on_result = on_result
+        self._look_into = look_into
+        self._on_look = on_look
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,13 +107,18 @@ class OperatorWatch(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # it will come again, with the tensors inside
-        result = func(*args, **(kwargs or {}))
+        kwargs, found = kwargs or {}, None
+        result = func(*args, **kwargs)
+        if self._look_into is not None:
+            result, found = self._look_into(func, args, kwargs, result)
         if isinstance(result, torch.Tensor):
             self._on_result(func, result)
         elif result is not None:
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._on_result(func, leaf)
+        if found is not None and self._on_look is not None:
+            self._on_look(found)
         return result
 
 

@@ -5,10 +5,10 @@ import sys
 from types import FrameType
 
 from pydantic import ValidationError
-from rich.console import Console
 
 from services.cli.app import app
 from services.cli.errors import CliError
+from services.cli.terminal import errors
 from services.contract.own_process import hide_process
 
 
@@ -34,9 +34,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _refuse(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"meshloom: {text}", style="red", markup=False
-    )
+    errors.print(f"meshloom: {text}", style="red")
     sys.exit(2)
 
 

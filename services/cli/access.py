@@ -8,9 +8,10 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
-from services.cli.connect import connect, console
+from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.tables import age
+from services.cli.terminal import console, errors, one_line
 from services.contract.access import AuditPage, Scope, TokenList, TokenRequest
 from services.contract.ids import TokenId
 
@@ -40,7 +41,7 @@ def create(
     )
     with connect() as client:
         made = client.create_token(wanted)
-    sys.stderr.write(f"{made.id}: {made.scope} for {made.subject}; it is shown this once\n")
+    errors.print(f"{made.id}: {made.scope} for {made.subject}; it is shown this once")
     # Alone on its stream, so that a script can take it.
     sys.stdout.write(f"{made.token}\n")
 
@@ -96,11 +97,12 @@ def audit_table(page: AuditPage) -> Table:
     """One row a request, newest first."""
     table = _table("time (UTC)", "who", "outcome", "request", "request id")
     for entry in page.items:
+        more = f"; {entry.left_out} more left out" if entry.left_out else ""
         table.add_row(
             f"{entry.at:%Y-%m-%d %H:%M:%S}",
             entry.actor or "(nobody known)",
-            f"{entry.outcome} ({entry.status})",
-            f"{entry.method} {entry.path}",
+            f"{entry.outcome} ({entry.status}){more}",
+            one_line(f"{entry.method} {entry.path}"),
             entry.request_id,
         )
     return table

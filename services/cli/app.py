@@ -1,6 +1,5 @@
 """The commands of ``meshloom``. Each is a few REST requests and what a person sees of them."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,7 +13,6 @@ from services.cli.client import Client
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
 from services.cli.connect import WATCHING_PATIENCE_S as _WATCHING_PATIENCE_S
 from services.cli.connect import connect as _connect
-from services.cli.connect import console
 from services.cli.diagnosing import looked_into
 from services.cli.doctor import examine
 from services.cli.errors import CliError
@@ -24,6 +22,7 @@ from services.cli.moments import Since, Until
 from services.cli.nodes import nodes
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
+from services.cli.terminal import console, one_line, print_json
 from services.contract.ids import JobId
 from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
@@ -149,7 +148,7 @@ def status(
             return
         view = client.job(job_id)
         if json:
-            sys.stdout.write(view.model_dump_json(indent=2) + "\n")
+            print_json(view)
             return
         console.print(tables.job_details(view))
         ranks = client.ranks(job_id)
@@ -168,7 +167,7 @@ def ranks(
     with _connect() as client:
         found = client.ranks(_resolve(client, job))
     if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        print_json(found)
     elif found.items:
         console.print(tables.ranks_table(found))
     else:
@@ -192,7 +191,7 @@ def diagnose(
     console.print(tables.diagnosis_table(found))
     if stacks:
         for entry in found.stacks:
-            console.print(f"\nrank {entry.rank} on {entry.node_id}\n{entry.text}", markup=False)
+            console.print(f"\nrank {entry.rank} on {entry.node_id}\n{entry.text}")
 
 
 @app.command()
@@ -220,7 +219,7 @@ def logs(
     with _connect(_WATCHING_PATIENCE_S if follow else _PATIENCE_S) as client:
         read = client.follow_logs if follow else client.logs
         for line in read(job_id, **filters):
-            console.print(f"[{line.rank}] {line.text}", markup=False, soft_wrap=True)
+            console.print(f"[{line.rank}] {one_line(line.text)}", soft_wrap=True)
 
 
 @app.command()
@@ -414,6 +413,14 @@ def undrain(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's i
 
 
 @app.command()
+def forget(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")]) -> None:
+    """Delete the record of a lost node."""
+    with _connect() as client:
+        client.forget(node)
+    console.print(f"{node} is deleted; its agent may join again")
+
+
+@app.command()
 def doctor() -> None:
     """Check, from here, all that a job needs."""
     settings = CliSettings()
@@ -538,4 +545,4 @@ def _print_failure(job: JobView) -> None:
     at = "" if failure.step is None else f" at step {failure.step}"
     console.print(f"{where}{at}: {failure.error or failure.signal or failure.exit_code}")
     if failure.traceback:
-        console.print(failure.traceback, markup=False)
+        console.print(failure.traceback)

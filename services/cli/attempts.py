@@ -11,7 +11,9 @@ def attempts_table(attempts: AttemptList) -> Table:
     table = Table(box=None, header_style="bold dim", pad_edge=False)
     for column in ("no.", "ranks", "mesh", "nodes", "steps", "lost", "to 1st step", "end"):
         table.add_column(column)
-    for attempt in attempts.items:
+    for number, attempt in enumerate(attempts.items):
+        if number == 1 and attempts.left_out:
+            table.add_row("…", f"{attempts.left_out} are no longer kept")
         table.add_row(
             str(attempt.fence),
             str(attempt.world_size),

@@ -248,6 +248,10 @@ class Client:
         response = self._request("POST", f"/v1/nodes/{node_id}/drain", json=body)
         return NodeView.model_validate_json(response.content)
 
+    def forget(self, node_id: str) -> None:
+        """Delete the record of a lost node."""
+        self._request("DELETE", f"/v1/nodes/{node_id}")
+
     def undrain(self, node_id: str) -> NodeView:
         """Have gangs placed on the node again."""
         response = self._request("POST", f"/v1/nodes/{node_id}/undrain")
@@ -319,6 +323,8 @@ class Client:
                     last_id = event.id or last_id
                     if event.event == "end":
                         return
+                    if event.event == "refused":
+                        raise RefusedError(Problem.model_validate_json(event.data))
                     if event.data:
                         yield LogView.model_validate_json(event.data)
             except httpx.TransportError:

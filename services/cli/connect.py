@@ -1,17 +1,14 @@
-"""The connection that every command opens, and the terminal that it writes to."""
+"""The connection that every command opens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
-
-from rich.console import Console
 
 from services.cli.client import Client
 from services.cli.settings import CliSettings
 
 PATIENCE_S: Final = 1.0
 WATCHING_PATIENCE_S: Final = 120.0
-console: Final = Console(highlight=False)
 
 
 @contextmanager

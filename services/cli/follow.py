@@ -28,10 +28,10 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
 def _follow_live(client: Client, job_id: str, console: Console) -> JobView:
     job = client.job(job_id)
     bar = Progress(
-        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[figures]}", markup=False),
         console=console,
         expand=True,
     )
@@ -63,7 +63,6 @@ def _follow_plainly(client: Client, job_id: str, console: Console) -> JobView:
             console.print(
                 f"{job.state}{why} step {job.progress.step}/{job.progress.of} "
                 f"{_figures(job)} {phases}",
-                highlight=False,
                 soft_wrap=True,
             )
     return job

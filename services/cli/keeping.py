@@ -8,7 +8,8 @@ from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli import tables
 from services.cli.client import Client
-from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect, console
+from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
+from services.cli.terminal import console
 from services.contract.states import CheckpointState
 from services.contract.views import CheckpointView
 

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from fsdp_core.plan.model import NodeFacts
 from services.cli import tables
-from services.cli.connect import connect, console
+from services.cli.connect import connect
 from services.cli.errors import CliError
+from services.cli.terminal import console
 from services.contract.views import MeasuredView, NodeView
 
 _NODE_ID: Final = re.compile(r"[\w.-]+", re.ASCII)
@@ -91,6 +92,13 @@ def figures(facts: NodeFacts) -> Iterator[tuple[str, str]]:
     yield "link between ranks", _rate(facts.link_bandwidth, "B/s")
     yield "network", f"{_rate(facts.network_bandwidth, 'B/s')}, between processes of the node"
     yield "latency of a collective", humanize.metric(facts.collective_latency, "s")
+    for kind, known in facts.exchanges.items():
+        name = kind.replace("_", "-")
+        latency = humanize.metric(known.latency, "s")
+        yield f"{name} in the engine", f"{latency} and {_rate(known.bandwidth, 'B/s')}"
+    if facts.dispatch_s:
+        yield "launching an operator", humanize.metric(facts.dispatch_s, "s")
+        yield "a unit in a pass", humanize.metric(facts.unit_s, "s")
     yield "overlap", f"{facts.overlap:.0%} of an exchange is hidden by computation"
     yield "ranks", f"{facts.ranks} seated"
 

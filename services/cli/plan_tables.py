@@ -30,6 +30,7 @@ _KINDS: Final = {
     "whole_gradients": "bright_magenta",
     "activations": "yellow",
     "communication": "green",
+    "workspace": "bright_yellow",
 }
 _RANKS_NAMED: Final = 8
 

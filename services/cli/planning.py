@@ -1,6 +1,5 @@
 """``meshloom plan``: what a job will need, before anything is allocated."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -9,10 +8,11 @@ from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli.client import Client
-from services.cli.connect import WATCHING_PATIENCE_S, connect, console
+from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.spec_file import read_spec
+from services.cli.terminal import console, errors, print_json
 from services.contract.ids import PlanId
 from services.contract.planning import PlanView
 from services.contract.states import PlanState
@@ -34,7 +34,7 @@ def plan(
     with connect(WATCHING_PATIENCE_S) as client:
         made = planned(client, spec, fresh=fresh)
     if json:
-        sys.stdout.write(made.model_dump_json(indent=2) + "\n")
+        print_json(made)
     else:
         show(made)
     leave_unless_feasible(made)
@@ -74,7 +74,7 @@ def planned(client: Client, spec: dict[str, Any], *, fresh: bool = False) -> Pla
     made = client.plan(spec, fresh=fresh)
     if made.state is not PlanState.PROBING:
         return made
-    sys.stderr.write(f"{made.reason} …\n")
+    errors.print(f"{made.reason} …")
     # The controller ends the wait: a plan that nobody answers becomes FAILED.
     look = Retrying(
         retry=retry_if_result(lambda now: now.state is PlanState.PROBING),
@@ -88,7 +88,7 @@ def show(made: PlanView) -> None:
     for part in plan_parts(made):
         console.print(part)
     if made.failure is not None and made.failure.traceback:
-        console.print(made.failure.traceback, markup=False)
+        console.print(made.failure.traceback)
 
 
 def leave_unless_feasible(made: PlanView) -> None:

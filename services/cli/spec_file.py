@@ -2,15 +2,29 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import MarkedYAMLError, StringMark
+from ruamel.yaml.events import (
+    AliasEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
 
 from services.cli.errors import CliError, SpecFileError
+from services.contract.bounded_json import MAX_DEPTH
 
+MAX_FILE_BYTES: Final = 1 << 18
+"""As the controller takes at most; a spec as JSON is at most a quarter of it."""
+_MAX_VALUES: Final = 65_536
 _M = TypeVar("_M", bound=BaseModel)
 
 
@@ -23,17 +37,15 @@ def read_spec(path: Path) -> dict[str, Any]:
         SpecFileError: The file cannot be read, is not YAML, holds no mapping, or values unknown to JSON.
     """
     try:
-        loaded = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1).decode()
     except OSError as error:
         raise SpecFileError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SpecFileError(f"{path} is not UTF-8 text") from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-        raise SpecFileError(f"{path} is not valid YAML: {where}: {error.problem}") from error
-    except YAMLError as error:
-        raise SpecFileError(f"{path} is not valid YAML: {error}") from error
+    if len(text.encode()) > MAX_FILE_BYTES:
+        raise SpecFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes: it is no job spec")
+    loaded = _loaded(text, str(path))
     if not isinstance(loaded, dict):
         raise SpecFileError(
             f"{path} holds no job spec: it must be a mapping with model, data, train"
@@ -57,10 +69,7 @@ def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
         path, equals, value = text.partition("=")
         if not (equals and all(path.split("."))):
             raise CliError(f"--set is FIELD=VALUE, such as train.steps=500, not {text!r}")
-        try:
-            loaded = YAML(typ="safe", pure=True).load(value)
-        except YAMLError as error:
-            raise CliError(f"--set {path}: {value!r} is not YAML") from error
+        loaded = _loaded(value, f"--set {path}")
         if next(_beyond_json(loaded, ""), None) is not None:
             raise CliError(f"--set {path}: {value!r} holds what JSON cannot carry; quote it")
         *folders, last = path.split(".")
@@ -85,6 +94,82 @@ def read_model(model: type[_M], value: Mapping[str, Any]) -> _M:
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CliError("\n".join(faults)) from error
+
+
+def _loaded(text: str, where: str) -> Any:  # noqa: ANN401 whatever a document holds
+    """The one document of a text.
+
+    Raises:
+        SpecFileError: It is no YAML, or one that grows beyond what a spec may hold.
+    """
+    try:
+        bounds = _Bounds()
+        for event in YAML(typ="safe", pure=True).parse(text):
+            bounds.take(event)
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+        raise SpecFileError(f"{where} is not valid YAML: {place}: {error.problem}") from error
+    except Exception as error:  # what a scalar is made by raises what it likes
+        raise SpecFileError(f"{where} is not valid YAML: {error}") from error
+
+
+@dataclass
+class _Open:
+    """A collection that is being read: how many values it holds, and how deep, with its aliases."""
+
+    anchor: str | None
+    mark: StringMark
+    values: int = 1
+    depth: int = 1
+
+
+class _Bounds:
+    """What a document grows to once its aliases are followed, before anything is made of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int]] = {}
+        self._opened: list[_Open] = []
+
+    def take(self, event: Event) -> None:
+        """Count one event of the parser's.
+
+        Raises:
+            MarkedYAMLError: Nested too deep, too many values, or an alias inside what it stands for.
+        """
+        match event:
+            case SequenceStartEvent() | MappingStartEvent():
+                self._opened.append(_Open(event.anchor, event.start_mark))
+                self._check()
+            case SequenceEndEvent() | MappingEndEvent():
+                done = self._opened.pop()
+                self._add(done.anchor, done.values, done.depth)
+            case ScalarEvent():
+                self._add(event.anchor, 1, 0)
+            case AliasEvent():
+                if any(outer.anchor == event.anchor for outer in self._opened):
+                    raise _unbounded(f"*{event.anchor} is inside itself", event.start_mark)
+                self._add(None, *self._known.get(event.anchor, (1, 0)))
+
+    def _add(self, anchor: str | None, values: int, depth: int) -> None:
+        if anchor is not None:
+            self._known[anchor] = values, depth
+        if self._opened:
+            self._opened[-1].values += values
+            self._opened[-1].depth = max(self._opened[-1].depth, depth + 1)
+            self._check()
+
+    def _check(self) -> None:
+        innermost = self._opened[-1]
+        if innermost.values > _MAX_VALUES:
+            raise _unbounded(f"more than {_MAX_VALUES} values, with aliases", innermost.mark)
+        if len(self._opened) - 1 + innermost.depth > MAX_DEPTH:
+            raise _unbounded(f"nested deeper than {MAX_DEPTH} levels", innermost.mark)
+
+
+def _unbounded(problem: str, mark: StringMark) -> MarkedYAMLError:
+    return MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _beyond_json(value: object, place: str) -> Iterator[tuple[str, object]]:

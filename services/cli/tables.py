@@ -266,10 +266,8 @@ def estimate_line(estimate: EstimateView) -> str:
         return f"{foreseen} foreseen; nothing measured yet"
     kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
-    return (
-        f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as}): "
-        f"{number(estimate.ratio, '{:.2f}')} times as much"
-    )
+    words = f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
+    return words if estimate.ratio is None else f"{words}: {estimate.ratio:.2f} times as much"
 
 
 def size(nbytes: int) -> str:

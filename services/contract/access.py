@@ -98,6 +98,9 @@ class AuditEntryView(_View):
     path: str
     status: int
     outcome: str = Field(description="done, refused or failed")
+    left_out: int = Field(
+        0, description="refusals like it before it that have no entry: there were too many"
+    )
 
 
 class AuditPage(_View):

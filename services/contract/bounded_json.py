@@ -1,10 +1,13 @@
 """Free-form JSON of a spec within bounds that every reader on its way bears."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from services.contract.problems import MOST_FAULTS
 
 MAX_DEPTH: Final = 32
 _MAX_VALUES: Final = 65_536
@@ -18,7 +21,7 @@ def bounded(value: object) -> object:
         ValidationError: It is nested too deep, too long, or has a number beyond 64 bits; each
             fault at its own place.
     """
-    faults = list(_faults(value))
+    faults = list(islice(_faults(value), MOST_FAULTS + 1))
     if faults:
         raise ValidationError.from_exception_data("bounded", faults)
     return value

@@ -192,8 +192,8 @@ class CommitChain:
         make_folders(self._folder, self._job.parent)
         content = CHAIN_RECORD.dump_json(record, indent=1)
         draft = self._folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
-        write_new(draft, content)
         try:
+            write_new(draft, content)
             while True:
                 earlier = self.read()
                 known = earlier.number_of(record)

@@ -1,7 +1,41 @@
-"""Files and folders whose names and contents outlive a power cut: synced, and their folders too."""
+"""Files and folders whose names and contents outlive a power cut: synced, and their folders too.
 
+What refuses them is often the state of the node and not the request: ``node_condition`` tells.
+"""
+
+import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+CHECKPOINT_DISK: Final = "the checkpoint disk"
+_CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        errno.ENOSPC: "{disk} of {node} is full",
+        errno.EDQUOT: "the quota on {disk} of {node} is used up",
+        errno.EROFS: "{disk} of {node} is read-only",
+        errno.EIO: "{disk} of {node} reports input/output errors",
+        errno.ESTALE: "{disk} of {node} is no longer mounted as it was",
+        errno.EMFILE: "a process on {node} has no file handle left",
+        errno.ENFILE: "{node} has no file handle left",
+        errno.ENOMEM: "{node} has no memory left",
+        errno.EAGAIN: "{node} can start no more processes",
+    }
+)
+
+
+def node_condition(error: BaseException, node_id: str, disk: str = CHECKPOINT_DISK) -> str | None:
+    """What of the node made a system call fail and may pass, in words; None: something else did.
+
+    Args:
+        error: What the call raised.
+        node_id: Where it was made.
+        disk: What was written to, as people know it.
+    """
+    words = _CONDITIONS.get(error.errno or 0) if isinstance(error, OSError) else None
+    return None if words is None else words.format(disk=disk, node=node_id)
 
 
 def make_folders(folder: Path, root: Path) -> None:

@@ -1,7 +1,8 @@
 """A job's card: what storage must know to find a job again when Redis has lost it.
 
 It lies beside the commit chain as ``<root>/<job id>/job.json`` and is written whenever an attempt is
-opened, before its first rank. A job that people deleted has ``deleted.json`` in its stead.
+opened, before its first rank, and when it is decided that the job stays or goes on. A job that people
+deleted has ``deleted.json`` in its stead.
 """
 
 import secrets
@@ -14,25 +15,34 @@ from services.contract.commit_chain import DRAFT_PREFIX
 from services.contract.durable import make_folders, sync_folder, write_new
 from services.contract.ids import CheckpointId, JobId
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
+from services.contract.states import ExitReason, JobState
 
 _CARD: Final = "job.json"
 _DELETED: Final = "deleted.json"
 
 
 class JobCard(BaseModel):
-    """A job and its newest attempt, as that attempt was opened."""
+    """A job and its newest attempt, as that attempt was opened.
+
+    ``standing``: QUEUED while the job is meant to run, else the state in which it is to stay, with
+    its ``reason`` and ``exit_reason``: a person paused or cancelled it, or it ended. A card that does
+    not say stays PAUSED.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Literal[1] = 1
     job_id: JobId
-    spec: JobSpec
+    spec: CarriedSpec
     owner: str
     created_ms: int = Field(ge=0)
     fence: int = Field(ge=1)
     plan: GangPlan
     resume_from: CheckpointId | None = None
+    standing: JobState = JobState.PAUSED
+    reason: str = ""
+    exit_reason: ExitReason | None = None
 
 
 def write_card(root: Path, card: JobCard) -> None:

@@ -10,7 +10,8 @@ FORMAT_VERSION: Final = 1
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Fields that a newer version wrote are ignored; ``version`` says when they must not be.
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class ShardFile(_Record):

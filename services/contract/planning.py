@@ -22,6 +22,7 @@ class MemoryView(_View):
 
     ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
     makes them, until they are reduced. ``communication``: what is being gathered or reduced.
+    ``workspace``: what operators take within themselves.
     """
 
     parameters: int = 0
@@ -32,6 +33,7 @@ class MemoryView(_View):
     whole_gradients: int = 0
     activations: int = 0
     communication: int = 0
+    workspace: int = 0
     total: int = 0
 
 
@@ -61,12 +63,17 @@ class AxisTraffic(_View):
 
 
 class StepTimeView(_View):
-    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden."""
+    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+
+    ``scale``: what the first steps of earlier jobs of the model took, over what was foreseen for
+    them; all seconds are multiplied by it.
+    """
 
     compute_s: float
     optimizer_s: float
     total_s: float
     tokens_per_s: float
+    scale: float = 1.0
 
 
 class PlanUnit(_View):
@@ -129,7 +136,14 @@ class PlanFailure(_View):
     """Why there is no plan: the code tells programs, the reason people, and what they can do."""
 
     code: Literal[
-        "timed_out", "out_of_memory", "crashed", "refused", "raised", "no_answer", "search_failed"
+        "timed_out",
+        "out_of_memory",
+        "crashed",
+        "refused",
+        "raised",
+        "wrong_spec",
+        "no_answer",
+        "search_failed",
     ]
     reason: str
     advice: str
@@ -187,7 +201,10 @@ class PlanList(_View):
 
 
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen."""
+    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen.
+
+    ``probe_id``: where the model's profile is; ``time_scale``: that of ``step_time_s``.
+    """
 
     plan_id: PlanId
     reason: str = ""
@@ -197,6 +214,8 @@ class JobEstimate(_View):
     host_bytes: int = 0
     micro_batch: int
     step_time_s: float | None = None
+    time_scale: float = 1.0
+    probe_id: ProbeId | None = None
 
 
 class EstimateView(JobEstimate):
@@ -205,7 +224,8 @@ class EstimateView(JobEstimate):
     ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
     ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
-    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated.
+    GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
+    if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
     """
 
     measured_peak_bytes: int | None = None

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from services.contract.problems import Fault
+from services.contract.problems import MOST_FAULTS, Fault, first_faults
 
+_ERRORS_A_FAULT: Final = 4
 _SAID_PATH: Final = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)*): ")
 _NOT_THERE: Final = frozenset({"missing", "value_error"})
 UNION_TAGS: Final = frozenset({"(spec)", "(plan)"})
@@ -13,8 +14,8 @@ UNION_TAGS: Final = frozenset({"(spec)", "(plan)"})
 _OUTSIDE_THE_BODY: Final = frozenset({"query", "path", "header", "cookie"})
 
 
-def faults_of(errors: Iterable[Mapping[str, Any]], body: object) -> list[Fault]:
-    """One fault a place, with all that is wrong there.
+def faults_of(errors: Sequence[Mapping[str, Any]], body: object) -> list[Fault]:
+    """One fault a place, with all that is wrong there, as far as ``first_faults`` lists them.
 
     A union reports what each of its members misses: the literal ones are passed over where a
     fault lies deeper, and several complaints about one place are joined.
@@ -23,7 +24,9 @@ def faults_of(errors: Iterable[Mapping[str, Any]], body: object) -> list[Fault]:
         errors: As ``ValidationError.errors()`` or FastAPI gives them.
         body: The parsed body, by which a union's tags are told from its fields.
     """
-    found = [_fault(error, body) for error in errors]
+    # A union has an error for each of its members, so more of them are looked at than are listed.
+    looked_at = errors[: MOST_FAULTS * _ERRORS_A_FAULT]
+    found = [_fault(error, body) for error in looked_at]
     deeper = {fault.pointer for fault in found}
     merged: dict[str, Fault] = {}
     for fault in found:
@@ -35,7 +38,7 @@ def faults_of(errors: Iterable[Mapping[str, Any]], body: object) -> list[Fault]:
         elif fault.detail not in known.detail:
             detail = f"{known.detail}; or: {fault.detail}"
             merged[fault.pointer] = known.model_copy(update={"detail": detail})
-    return list(merged.values())
+    return first_faults(merged.values(), len(errors) - len(looked_at))
 
 
 def pointer_of(parts: Iterable[object]) -> str:

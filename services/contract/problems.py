@@ -1,9 +1,16 @@
 """Problem details for HTTP APIs (RFC 9457), with a stable ``code`` and every fault at once."""
 
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final
+
 from pydantic import BaseModel, ConfigDict, Field
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 PROBLEM_TYPE_BASE = "https://meshloom.dev/problems/"
+MOST_FAULTS: Final = 100
+"""So many faults of one request are listed: a request may have one in every ten bytes."""
+_MORE: Final = "more_faults"
 
 
 class Fault(BaseModel):
@@ -14,6 +21,21 @@ class Fault(BaseModel):
     pointer: str
     detail: str
     code: str
+
+
+def first_faults(faults: Iterable[Fault], unseen: int = 0) -> list[Fault]:
+    """The first ``MOST_FAULTS`` of them, then one entry that says that there are more.
+
+    Args:
+        faults: Only one more than are listed is taken from it.
+        unseen: How many there are beside these, as far as that is known.
+    """
+    seen = list(islice(faults, MOST_FAULTS + 1))
+    if len(seen) <= MOST_FAULTS and not unseen:
+        return seen
+    count = f"at least {unseen} more faults are" if unseen else "further faults are"
+    more = Fault(pointer="", detail=f"{count} not listed", code=_MORE)
+    return [*(fault for fault in seen[:MOST_FAULTS] if fault.code != _MORE), more]
 
 
 class Problem(BaseModel):

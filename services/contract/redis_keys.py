@@ -6,26 +6,29 @@
 | ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
 | ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
-| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, trimmed |
-| ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job |
-| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, trimmed |
-| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, trimmed |
-| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
+| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
-| ``ml:nodes`` | hash: node id to JSON | permanent |
+| ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
-| ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | permanent |
+| ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | with the node |
 | ``ml:node:<id>:measuring:<device type>`` | string: that it was asked to | TTL 60 s |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
-| ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | permanent |
+| ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | with the node |
 | ``ml:node:<id>:inbox`` | stream: ``m`` = Command JSON | permanent, trimmed as acknowledged |
 | ``ml:plan:<id>`` | hash: ``doc``, ``state`` | TTL 7 days |
 | ``ml:plans`` | zset: plan id by creation time in ms | TTL 7 days from the last one, trimmed to that |
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
+| ``ml:probe:<id>:paces`` | list: Pace JSON of jobs that ran the model | TTL 7 days from the last one, trimmed |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
+| ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
+| ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
-| ``ml:idempotency:<key>`` | string | TTL 24 h |
+| ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
@@ -44,6 +47,10 @@ DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
+# Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
+# takes ids behind which nothing can be added.
+ARRIVED_FACTS: Final = "ml:facts:arrived"
+TAKEN_FACTS: Final = "ml:facts:taken"
 FACTS_GROUP: Final = "controllers"
 INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"
@@ -60,6 +67,7 @@ PLAN_TTL_S: Final = 7 * 86_400
 PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
+TELEMETRY_KEPT_S: Final = 7 * 86_400
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
@@ -137,14 +145,19 @@ def probe(probe_id: str) -> str:
     return f"ml:probe:{probe_id}"
 
 
+def probe_paces(probe_id: str) -> str:
+    """How long steps of that model took."""
+    return f"ml:probe:{probe_id}:paces"
+
+
 def probe_asked(probe_id: str) -> str:
     """That a node was asked this and has not answered yet."""
     return f"ml:probe:{probe_id}:asked"
 
 
-def idempotency(key: str) -> str:
-    """The answer that an ``Idempotency-Key`` was given."""
-    return f"ml:idempotency:{key}"
+def idempotency(subject: str, key: str) -> str:
+    """The answer that this subject's ``Idempotency-Key`` was given; no subject has a colon."""
+    return f"ml:idempotency:{subject}:{key}"
 
 
 def rate(name: str) -> str:

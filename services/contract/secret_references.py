@@ -10,9 +10,20 @@ SECRET_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _KEY: Final = "secret"
 # Words such as pad_token or eos_token are no credentials.
 _CREDENTIAL: Final = re.compile(
-    r"(^|_)(password|passwd|passphrase|secret|credentials?|(api|access|secret|private)_?key(_id)?)$"
-    r"|^((auth|access|api|hf|hub|bearer|refresh|session|github|wandb)_?)?token$",
+    r"(^|_)(password|passwd|pwd|passphrase|secret|credential|authorization"
+    r"|(api|access|secret|private)_?key(_id)?)s?$"
+    r"|(^|_)(auth|access|api|hf|hub|bearer|refresh|session|security|oauth|personal|bot|slack"
+    r"|git(hub|lab)|wandb)_?tokens?$|^token$",
     re.IGNORECASE,
+)
+_CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# As GitHub, GitLab, Hugging Face, OpenAI, Slack, AWS, Google and this controller make them; private
+# keys; JSON Web Tokens; values of the header Authorization.
+_KNOWN_SHAPE: Final = re.compile(
+    r"\b(gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}"
+    r"|sk-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|mlt_\w{26}_[\w-]{20,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\."
+    r"|^(Bearer|Basic) +[\w+/=.~-]{8,}$"
 )
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/\s@:]*:[^/\s@]+@")
 _ADVICE: Final = (
@@ -60,7 +71,7 @@ def written_out(args: object, pointer: str) -> Iterator[Fault]:
     if isinstance(args, dict):
         for key, value in args.items():
             place = f"{pointer}/{key.replace('~', '~0').replace('/', '~1')}"
-            if isinstance(value, str) and value and _CREDENTIAL.search(key):
+            if _is_credential(key) and _is_written(value):
                 yield _fault(place, f"{key!r} looks like a credential; {_ADVICE}")
             else:
                 yield from written_out(value, place)
@@ -69,6 +80,19 @@ def written_out(args: object, pointer: str) -> Iterator[Fault]:
             yield from written_out(value, f"{pointer}/{index}")
     elif isinstance(args, str) and _URL_WITH_PASSWORD.search(args):
         yield _fault(pointer, f"a URL with a password in it; {_ADVICE}")
+    elif isinstance(args, str) and _KNOWN_SHAPE.search(args):
+        yield _fault(pointer, f"this looks like a credential; {_ADVICE}")
+
+
+def _is_credential(key: str) -> bool:
+    words = _CAMEL.sub("_", key)
+    return _CREDENTIAL.search(re.sub(r"[-. ]", "_", words)) is not None
+
+
+def _is_written(value: object) -> bool:
+    """Whether there is a text, alone or in a list."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(each, str) and each for each in values)
 
 
 def _is_reference(value: object) -> bool:

@@ -15,6 +15,9 @@ from pydantic import (
     JsonValue,
     SerializerFunctionWrapHandler,
     StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_serializer,
     model_validator,
 )
@@ -276,3 +279,36 @@ class JobSpec(_Spec):
                 "sequences that each rank has in a step"
             )
         return self
+
+
+def _carried(value: object, read: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return read(value)
+    except ValidationError:
+        if not isinstance(value, Mapping):
+            raise
+        known = JobSpec.model_validate(value, extra="ignore")
+        if _asks_for_more(value, known.model_dump(mode="json")):
+            raise
+        return known
+
+
+def _asks_for_more(value: object, known: object) -> bool:
+    """Whether a field that is not in ``known`` is set to anything."""
+    if isinstance(value, Mapping) and isinstance(known, Mapping):
+        return any(
+            _asks_for_more(item, known[name]) if name in known else bool(item)
+            for name, item in value.items()
+        )
+    if isinstance(value, list) and isinstance(known, list):
+        return any(map(_asks_for_more, value, known))
+    return False
+
+
+CarriedSpec = Annotated[JobSpec, WrapValidator(_carried)]
+"""A spec in a message or a record of machines: an unknown field is ignored if it is not set.
+
+A field that is added to the spec has an empty default (null, false, 0, "" or no items) that means
+"as before". So an older version reads every spec that does not use the field. One that does is
+refused by the field's name: training without it would be another training than was asked for.
+"""

@@ -164,7 +164,8 @@ class RankView(_View):
         "issued",
     )
     is_straggler: bool = Field(
-        default=False, description="the highest score of the attempt, and at least 0.1"
+        default=False,
+        description="the job is RUNNING, and this is the highest score of the attempt, at least 0.2",
     )
     collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None
@@ -345,9 +346,13 @@ class NodeList(_View):
 
 
 class AttemptList(_View):
-    """All tries of a job, oldest first."""
+    """A job's tries, oldest first: the first one and the newest 20.
+
+    ``left_out``: how many between them are no longer kept.
+    """
 
     items: tuple[AttemptView, ...]
+    left_out: int = 0
 
 
 class StopRequest(_View):

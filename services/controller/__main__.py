@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from services.contract.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
+from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
@@ -83,7 +84,8 @@ async def _serve_until_signalled(settings: Settings, listener: socket.socket) ->
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
-    async with redis_ports(settings.redis_address, settings.max_streams) as ports:
+    kept_s = int(settings.keep_telemetry_days * 86_400)
+    async with redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         patience = Patience(room_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
@@ -97,6 +99,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             settings.entry_points,
             StreamSlots(settings.max_streams),
             drawing,
+            lambda: leader.trouble,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
@@ -105,6 +108,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            http=BoundedProtocol.within(
+                ConnectionLimits(settings.request_timeout_s, settings.max_connections)
+            ),
+            # No route speaks WebSocket; none of its libraries need look at a request.
+            ws="none",
         )
         leading = asyncio.create_task(leader.lead())
         leading.add_done_callback(_die_with_the_leader)

@@ -71,7 +71,7 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     record = keys.job(_ANY_JOB)
     # Running a script takes all rights on the keys that it names; what it does to them is judged
     # by the rules below.
-    named = [*own, *told, record, keys.DELETED_JOBS, keys.FACTS]
+    named = [*own, *told, record, keys.DELETED_JOBS]
     yield f"+eval +evalsha {_patterns(named)}"
     # Those without a key would show the names of all.
     keyless = "-scan -randomkey -dbsize"
@@ -79,7 +79,7 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     yield f"+hget +hmget %R~{record}"
     yield f"+sismember %R~{keys.DELETED_JOBS}"
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
-    yield f"+xadd %W~{keys.FACTS}"
+    yield f"+rpush %W~{keys.ARRIVED_FACTS}"
 
 
 def _patterns(names: Iterable[str]) -> str:

@@ -1,6 +1,8 @@
 """The controller's settings: the one place in it that reads the environment."""
 
 import ipaddress
+import math
+import string
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -11,14 +13,18 @@ from services.contract.entry_points import EntryPoints, entry_points
 from services.contract.redis_address import redis_address
 
 MIN_PASSWORD_CHARACTERS: Final = 16
+_MIN_TOKEN_BITS: Final = 128
+_MIN_TOKEN_LETTERS: Final = 8
 
 
 class Settings(BaseSettings):
     """Read from variables that begin with ``MESHLOOM_``.
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
-    than this machine can reach wants a token from them. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis. ``allowed_hosts`` are the names
+    than this machine can reach wants a token from them, of at least 128 bits. ``max_streams`` bounds how many may follow
+    logs and events at a time, for each holds a connection to Redis. ``max_connections`` bounds all clients together: beyond it the
+    oldest whose request has not come yet is closed. A request has ``request_timeout_s`` to come whole,
+    and its answer as long to be read. ``allowed_hosts`` are the names
     (separated by commas) under which the controller is served beside those of loopback. Every
     token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
     are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
@@ -26,6 +32,7 @@ class Settings(BaseSettings):
     ``grow_after_s``. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
     files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
     ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
+    So many days after its end a job's steps, output and history are kept: ``keep_telemetry_days``.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
@@ -43,8 +50,11 @@ class Settings(BaseSettings):
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
     grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
     max_streams: int = Field(default=64, ge=1, le=10_000)
+    max_connections: int = Field(default=512, ge=8, le=100_000)
+    request_timeout_s: float = Field(default=30.0, gt=0, le=3_600)
     plan_wait_s: float = Field(default=5, ge=0, le=60)
     probe_timeout_s: float = Field(default=120, gt=0, le=3_600)
+    keep_telemetry_days: float = Field(default=7, ge=0.01, le=3_650)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
@@ -95,7 +105,24 @@ class Settings(BaseSettings):
                 f"MESHLOOM_HOST is {self.host}, which other machines can reach: "
                 "set MESHLOOM_TOKEN, or take 127.0.0.1"
             )
+        if not self.is_loopback and self.token is not None:
+            _refuse_guessable(self.token.get_secret_value(), self.host)
         return self
+
+
+def _refuse_guessable(token: str, host: str) -> None:
+    """Refuse a token with fewer random bits than 128, if all of its characters were random."""
+    used = set(token)
+    alphabet = 64
+    if used <= set(string.hexdigits):
+        alphabet = 10 if used <= set(string.digits) else 16
+    bits = int(len(token) * math.log2(alphabet))
+    if bits < _MIN_TOKEN_BITS or len(used) < _MIN_TOKEN_LETTERS:
+        raise ValueError(
+            f"MESHLOOM_TOKEN can be guessed: it has {len(token)} characters, at most {bits} random "
+            f"bits, and other machines can reach MESHLOOM_HOST {host}; take one of at least "
+            f"{_MIN_TOKEN_BITS} bits, such as `openssl rand -hex 32` makes"
+        )
 
 
 class AclSettings(BaseSettings):

@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -104,5 +104,5 @@ if __name__ == "__main__":
     try:
         app()
     except (StackError, RedisUnavailableError) as error:
-        console.print(f"meshloom: {error}", style="red", markup=False)
+        console.print(f"meshloom: {error}", style="red")
         sys.exit(_CANNOT_START)

@@ -19,7 +19,7 @@ _STOP_TIMEOUT_S: Final = 30
 _RESTART_PAUSE_S: Final = 0.5
 _TAIL_BYTES: Final = 2_000
 CONFIGURATION_ERROR: Final = 2
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
+_console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class ChildFailedError(Exception):
@@ -62,7 +62,7 @@ class Child:
             try:
                 code = await self._run_once()
             except OSError as error:  # no room for its log, or none for another process
-                _console.print(f"{self._program.name} cannot be started: {error}", markup=False)
+                _console.print(f"{self._program.name} cannot be started: {error}")
                 code = 0
             if code == CONFIGURATION_ERROR:
                 raise ChildFailedError(f"{self._program.name}: {self._last_words()}")

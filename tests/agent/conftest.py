@@ -87,7 +87,8 @@ class Controller:
             )
 
     def facts(self) -> list[Fact]:
-        return [FACT.validate_json(text) for text in self._stream(redis_keys.FACTS)]
+        arrived: Any = self.client.lrange(redis_keys.ARRIVED_FACTS, 0, -1)
+        return [FACT.validate_json(text) for text in arrived]
 
     def steps(self) -> list[StepRecord]:
         stream = self._stream(redis_keys.job_steps(JOB))

@@ -1,5 +1,6 @@
 """How an agent lives, dies and comes back: kills, restarts, a Redis that goes away."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import psutil
 import pytest
 
 from services.contract import redis_keys
+from services.contract.ids import checkpoint_id
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
+    CheckpointLost,
     GangEnded,
     GangProgressed,
     JobFound,
@@ -118,6 +121,29 @@ def test_a_gang_lives_on_while_redis_is_away_and_nothing_is_lost(
         assert agent.stop() == 0
 
 
+def test_a_gang_trains_on_while_redis_has_no_memory_left_and_nothing_is_lost(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    with EmbeddedRedis.start(tmp_path / "redis") as server:
+        controller = Controller(server.url)
+        controller.open_job()
+        agent = start_agent(url=server.url)
+        running(controller)
+        controller.client.config_set("maxmemory", "1")
+        until(lambda: "redis_unreachable" in agent.log.read_text())
+        reader = BoardReader.open(agent.folder.attempt(JOB, 1).board(0))
+        seen = step_of(reader)
+        until(lambda: step_of(reader) > seen + 100)
+        reader.close()
+        controller.client.config_set("maxmemory", "0")
+        controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+        end = ended(controller)
+        last = next(e.step for e in end.exits if e.rank == 0)
+        assert [record.step for record in controller.steps()] == list(range(1, last + 1))
+        controller.client.close()
+        assert agent.stop() == 0
+
+
 def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
     agent: AgentProcess, controller: Controller
 ) -> None:
@@ -213,10 +239,37 @@ def test_commands_that_came_while_no_agent_was_there_are_carried_out(
     until(lambda: controller.client.xlen(redis_keys.node_inbox(NODE)) == 0)
 
 
-def test_an_unreadable_command_is_passed_over(agent: AgentProcess, controller: Controller) -> None:
-    controller.client.xadd(redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: "{}"})
-    controller.send(launch())
-    ended(controller)
+def test_an_unreadable_command_is_refused_with_the_reason_and_the_next_are_carried_out(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    known = launch(1, 2, FOREVER, pause_s=0.01).model_dump(mode="json")
+    strange = known | {"spec": known["spec"] | {"of_tomorrow": "yes"}}
+    name = checkpoint_id(JOB, 10, 1)
+    commit = {"kind": "commit_checkpoint", "manifest": {"checkpoint_id": name}}
+    for command in (
+        {},
+        {"kind": "of_tomorrow", "job_id": JOB, "fence": 1},
+        commit | {"job_id": JOB, "fence": 1},
+        strange,
+    ):
+        controller.client.xadd(
+            redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: json.dumps(command)}
+        )
+    refusal = controller.fact(LaunchRefused)
+    assert (refusal.job_id, refusal.fence) == (JOB, 1)
+    assert "/spec/of_tomorrow" in refusal.reason
+    assert controller.fact(CheckpointLost).checkpoint_id == name
+    controller.open_job(2)
+    controller.send(launch(2, 2, FOREVER, pause_s=0.01))
+    launched(controller, 2)
+    # Sent again in words that it cannot read, the launch of ranks that live is not refused.
+    controller.client.xadd(
+        redis_keys.node_inbox(NODE),
+        {redis_keys.MESSAGE_FIELD: json.dumps(strange | {"fence": 2})},
+    )
+    controller.send(StopGang(job_id=JOB, fence=2, mode="kill"))
+    ended(controller, 2)
+    assert [fact.fence for fact in controller.all_of(LaunchRefused)] == [1]
     assert agent.process.poll() is None
 
 

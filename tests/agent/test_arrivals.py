@@ -79,6 +79,16 @@ def test_a_straggler_that_recovers_is_forgiven() -> None:
     assert score < 0.001
 
 
+def test_a_single_long_delay_makes_no_straggler() -> None:
+    meter = ArrivalMeter((0, 1))
+    meter.take(arrivals({0: 0.0, 1: 0.0}, 50, every_s=0.3), 0.3)
+    stopped = arrivals({0: 0.0, 1: 5.0}, 1, every_s=0.3, start=51)
+    meter.take(stopped, 0.3)
+    after = arrivals({0: 5.0, 1: 5.0}, 4, every_s=0.3, start=52)
+    meter.take(after, 0.3)
+    assert figures(meter, 1)[1] < 0.1
+
+
 def test_what_was_overwritten_before_a_look_is_counted_neither_as_time_nor_as_lateness() -> None:
     meter = ArrivalMeter((0, 1))
     meter.take(arrivals({0: 0.0, 1: 0.25}, 50), 5.0)

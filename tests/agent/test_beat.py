@@ -107,3 +107,13 @@ def test_a_lease_is_released_by_its_holder_alone(job: Controller, redis_url: str
     assert job.client.exists(redis_keys.node_lease(NODE))
     run(release("one"))
     assert not job.client.exists(redis_keys.node_lease(NODE))
+
+
+def test_a_stream_to_which_nothing_can_be_added_costs_no_lease(
+    job: Controller, redis_url: str
+) -> None:
+    last = (1 << 64) - 1
+    job.client.xadd(redis_keys.job_steps(JOB), {redis_keys.MESSAGE_FIELD: "{}"}, f"{last}-{last}")
+    assert write(redis_url, 1) == BeatAnswer(lapsed=True)
+    assert write(redis_url, 2) == BeatAnswer()
+    assert job.client.hexists(redis_keys.job_ranks(JOB), "0")

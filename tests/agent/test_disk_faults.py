@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import GangEnded, NodeJoined
+from services.contract.messages.facts import GangEnded, LaunchRefused, NodeJoined
 from services.worker.agent.log_tail import LogTail
 from tests.agent.conftest import (
     JOB,
+    NODE,
     AgentProcess,
     Controller,
     StartAgent,
@@ -16,6 +17,7 @@ from tests.agent.conftest import (
     launch,
     running,
 )
+from tests.disk import small_disk
 from tests.waiting import until
 
 
@@ -67,6 +69,29 @@ def test_an_agent_joins_though_it_cannot_record_the_end_of_what_it_found(
     until(lambda: len(controller.all_of(NodeJoined)) == 2)
     ended(controller)
     assert_well(again)
+
+
+def test_an_attempt_that_meets_a_full_disk_is_refused_for_that_and_opened_when_there_is_room(
+    controller: Controller, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with small_disk(home / "checkpoints") as disk:
+        disk.fill()
+        controller.open_job()
+        agent = start_agent()
+        controller.fact(NodeJoined)
+        controller.send(launch())
+        refused = controller.fact(LaunchRefused)
+        assert refused.condition == f"the checkpoint disk of {NODE} is full"
+        assert "No space left on device" in refused.reason
+        assert list(disk.path.glob("*/chain/.draft-*")) == []
+        assert_well(agent)
+
+        disk.free()
+        controller.open_job(fence=2)
+        controller.send(launch(fence=2))
+        assert all(e.finished for e in ended(controller, fence=2).exits)
 
 
 def test_output_that_cannot_be_read_is_given_up(

@@ -4,9 +4,16 @@ import signal
 
 import pytest
 
+from services.contract.ids import checkpoint_id
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import ExitStanding, RankExit
-from services.contract.messages.rank_pipe import RankFailed, RankFinished, RankOrder
+from services.contract.messages.rank_pipe import (
+    RankCheckpointWaits,
+    RankFailed,
+    RankFinished,
+    RankOrder,
+)
+from services.contract.states import RankPhase
 from services.worker.agent.gang import (
     ECHO_WAITS_S,
     FAILED_LEAVES_WITHIN_S,
@@ -19,12 +26,15 @@ from services.worker.agent.gang import (
     GangState,
     Instruct,
     Kill,
+    LookedAt,
     MessageCame,
     RankState,
     StopAsked,
+    Tell,
     Ticked,
     decide,
 )
+from services.worker.agent.hang import LOOKS_EVERY_S, SLOW_PHASE_S, Mark
 from services.worker.agent.verdict import LastSeen, exits
 from tests.agent.conftest import JOB, NODE
 
@@ -90,6 +100,19 @@ def test_a_rank_that_wedges_after_it_finished_is_killed() -> None:
     state, effects = after(gang(), finished(1), (WEDGED_AFTER_S, Ticked()))
     assert effects == [Kill((1,))]
     assert after(state, (WEDGED_AFTER_S + 1, Ticked()))[1] == []
+
+
+def test_a_rank_that_waits_for_room_neither_hangs_nor_lets_those_wedge_that_wait_for_it() -> None:
+    said = RankCheckpointWaits(checkpoint_id=checkpoint_id(JOB, 9, 1), step=9, condition="full")
+    looked = LookedAt({1: Mark(9, RankPhase.CHECKPOINT, (), ())})
+    looks = [LOOKS_EVERY_S * number for number in range(int(2 * SLOW_PHASE_S / LOOKS_EVERY_S))]
+    state, _ = after(gang(2), finished(0))
+    for now in looks:
+        spoken = [(now, MessageCame(1, said))] if now % 10 == 0 else []
+        state, effects = after(state, *spoken, (now, looked), (now, Ticked()))
+        assert [type(effect) for effect in effects] == [Tell] * len(spoken)
+    silent = looks[-1] + WEDGED_AFTER_S
+    assert after(state, (silent, Ticked()))[1] == [Kill((0,))]
 
 
 def test_an_echo_leaves_the_one_to_blame_a_moment_to_speak() -> None:

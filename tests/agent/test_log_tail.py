@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.agent import log_tail
 from services.worker.agent.log_tail import BACKLOG_BYTES, LINE_CHARACTERS, LogTail, level_of
 
 
@@ -88,3 +89,39 @@ def test_a_terminals_signs_are_taken_out(tmp_path: Path) -> None:
 )
 def test_a_level_is_guessed_from_the_beginning_of_a_line(text: str, level: str) -> None:
     assert level_of(text) == level
+
+
+def test_a_file_that_has_grown_too_long_is_begun_anew_while_a_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 4_000)
+    monkeypatch.setattr(log_tail, "PREVIOUS_BYTES", 1_000)
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    tail.cut_back()
+    told = []
+    with path.open("ab", buffering=0) as rank:
+        for number in range(1_000):
+            rank.write(b"line %d\n" % number)
+            tail.cut_back()
+            assert path.stat().st_size < 5_000
+            if number % 7 == 0:
+                told += texts(tail)
+    told += drained(tail)
+    marks = [line for line in told if line.startswith("…")]
+    assert marks
+    assert marks[0].endswith("log.1")
+    assert [line for line in told if line not in marks] == [f"line {n}" for n in range(1_000)]
+    kept = (tmp_path / "log.1").read_text()
+    assert len(kept) == 1_000
+    assert not (tmp_path / "log.1.1").exists()
+
+
+def test_a_link_in_the_place_of_a_file_is_not_cut_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 10)
+    (tmp_path / "elsewhere").write_text("x" * 100)
+    (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
+    LogTail(tmp_path / "log").cut_back()
+    assert (tmp_path / "elsewhere").read_text() == "x" * 100

@@ -187,12 +187,21 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("XRANGE", keys.FACTS, "-", "+"),
         ("XTRIM", keys.FACTS, "MAXLEN", "0"),
         ("DEL", keys.FACTS),
+        ("XADD", keys.FACTS, "*", "m", "{}"),
+        ("XADD", keys.FACTS, "MAXLEN", "0", "*", "m", "{}"),
+        ("XADD", keys.FACTS, f"{(1 << 64) - 1}-{(1 << 64) - 1}", "m", "{}"),
+        ("LRANGE", keys.ARRIVED_FACTS, "0", "-1"),
+        ("LTRIM", keys.ARRIVED_FACTS, "1", "0"),
+        ("LPOP", keys.ARRIVED_FACTS),
+        ("DEL", keys.ARRIVED_FACTS),
+        ("SET", keys.ARRIVED_FACTS, "x"),
+        ("RPUSH", keys.TAKEN_FACTS, "{}"),
         ("HGETALL", keys.TOKENS),
         ("HSET", keys.TOKENS, "tok", "{}"),
         ("XRANGE", keys.AUDIT, "-", "+"),
         ("SET", keys.LEADER, "mine"),
         ("INCR", keys.EPOCH),
-        ("SET", keys.idempotency("k"), "x"),
+        ("SET", keys.idempotency("alice", "k"), "x"),
         ("PUBLISH", "elsewhere", "x"),
         ("KEYS", "*"),
         ("SCAN", "0"),
@@ -211,7 +220,8 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
             ("return redis.call('DEL', KEYS[1])", record),
             ("return redis.call('HGETALL', KEYS[1])", keys.TOKENS),
             ("return redis.call('SET', KEYS[1], 'mine')", keys.node_lease(other)),
-            ("return redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)", keys.FACTS),
+            ("return redis.call('XADD', KEYS[1], 'MAXLEN', 0, '*', 'm', '{}')", keys.FACTS),
+            ("return redis.call('LTRIM', KEYS[1], 1, 0)", keys.ARRIVED_FACTS),
         ):
             with pytest.raises((NoPermissionError, ResponseError), match=DENIED):
                 agent.eval(script, 1, key)
@@ -221,7 +231,7 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
                 agent.eval(script, 0)
         agent.set(keys.node_lease(NODE), "mine", px=10)
         assert agent.hget(record, "fence") is None
-        assert agent.xadd(keys.FACTS, {"m": "{}"})
+        assert agent.rpush(keys.ARRIVED_FACTS, "{}")
 
 
 def test_a_controller_can_do_nothing_to_the_server(guarded: Guarded) -> None:

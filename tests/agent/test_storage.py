@@ -10,8 +10,14 @@ import pytest
 from services.contract import commit_chain
 from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import checkpoint_id
+from services.contract.job_cards import put_card_away
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.commands import CommitCheckpoint, PurgeJob, VerifyCheckpoint
+from services.contract.messages.commands import (
+    CommitCheckpoint,
+    KeepStanding,
+    PurgeJob,
+    VerifyCheckpoint,
+)
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointCorrupt,
@@ -20,6 +26,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
 )
+from services.contract.states import JobState
 from services.worker.agent.storage import Storage, purge
 from tests.agent.conftest import JOB, NODE, launch
 
@@ -174,3 +181,22 @@ def test_a_purge_of_an_overtaken_attempt_removes_nothing(
     told = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
     assert "attempt 3 is open" in str(told.error)
     assert len(CommitChain(storage.root, JOB).committed()) == 1
+
+
+def test_a_card_says_that_its_job_is_to_run_until_it_is_told_otherwise(storage: Storage) -> None:
+    def kept() -> tuple[JobState, str]:
+        found = storage.find_job(JOB, None, 0)
+        assert found is not None
+        return found.card.standing, found.card.reason
+
+    pause = KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED, reason="on request")
+    assert kept() == (JobState.QUEUED, "")
+    storage.keep_standing(pause)
+    assert kept() == (JobState.PAUSED, "on request")
+    storage.open_attempt(launch(fence=2))
+    assert kept() == (JobState.QUEUED, "")
+    storage.keep_standing(pause)  # comes late
+    assert kept() == (JobState.QUEUED, "")
+    put_card_away(storage.root, JOB)
+    storage.keep_standing(pause.model_copy(update={"fence": 2}))
+    assert storage.find_job(JOB, None, 0) is None

@@ -58,6 +58,31 @@ def test_a_reference_is_found_wherever_it_stands_and_replaced() -> None:
         ({"password": {"secret": "NAME"}, "token": ""}, []),
         ({"pad_token": "<pad>", "eos_token": "</s>", "tokens": "many", "key": "x"}, []),
         ({"token": 5, "source": "https://host/a:b@c"}, []),
+        (
+            {"AWS_SESSION_TOKEN": "x", "api-key": "x", "pwd": "x"},
+            ["/AWS_SESSION_TOKEN", "/api-key", "/pwd"],
+        ),
+        (
+            {"headers": {"Authorization": "x"}, "dbPassword": "x"},
+            ["/dbPassword", "/headers/Authorization"],
+        ),
+        ({"passwords": ["a", "b"], "api_keys": [{"secret": "NAME"}]}, ["/passwords"]),
+        ({"note": "use ghp_" + "a1B2" * 9}, ["/note"]),
+        (
+            {"list": ["hf_" + "a" * 34, "Bearer abcdefgh123", "AKIA" + "A" * 16]},
+            ["/list/0", "/list/1", "/list/2"],
+        ),
+        ({"key": "-----BEGIN RSA PRIVATE KEY-----\nMIIE"}, ["/key"]),
+        (
+            {
+                "bos_token": "<s>",
+                "special_tokens": ["<pad>"],
+                "keys": ["a"],
+                "author": "Basic people",
+            },
+            [],
+        ),
+        ({"note": "the sk-learn way, hf_datasets, ghp_ and a bearer of news", "hidden": "eyJ"}, []),
     ],
 )
 def test_what_looks_like_a_credential_is_found_and_what_does_not_is_left(

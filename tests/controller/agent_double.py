@@ -70,7 +70,7 @@ class AgentDouble:
         self._redis.delete(keys.node_lease(self.node_id))
 
     def tell(self, fact: BaseModel) -> None:
-        self._append(keys.FACTS, fact)
+        self._redis.rpush(keys.ARRIVED_FACTS, fact.model_dump_json())
 
     def commands(self) -> list[Command]:
         entries = self._redis.xrange(keys.node_inbox(self.node_id)) or []

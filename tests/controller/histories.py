@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.manifests import Manifest, ShardFile
-from services.contract.messages.commands import Command
+from services.contract.messages.commands import Command, KeepStanding
 from services.contract.messages.facts import (
     CheckpointBegan,
     CheckpointLinked,
@@ -18,7 +18,7 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.specs import JobSpec
-from services.contract.states import NodeState
+from services.contract.states import JobState, NodeState
 from services.controller.domain import planner
 from services.controller.domain.decide import decide
 from services.controller.domain.effects import Decision
@@ -75,7 +75,15 @@ def play(job: Job, events: Iterable[JobEvent], now_ms: int = NOW) -> Decision:
 
 
 def commands(decision: Decision) -> list[Command]:
-    return [send.command for send in decision.sends]
+    """What agents are told to do, but for what storage is to remember."""
+    sent = [send.command for send in decision.sends]
+    return [command for command in sent if not isinstance(command, KeepStanding)]
+
+
+def standings(decision: Decision) -> list[JobState]:
+    """Where storage is to remember that the job stands."""
+    sent = [send.command for send in decision.sends]
+    return [command.standing for command in sent if isinstance(command, KeepStanding)]
 
 
 def running(**changes: object) -> Job:

@@ -380,12 +380,38 @@ def test_the_trail_is_read_page_by_page(guarded: House) -> None:
     assert len(whole) == 5
 
 
-def test_who_is_refused_for_ever_does_not_wash_the_trail_away(guarded: House) -> None:
-    make(guarded, "viewer")
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {}, 401),
+        ("POST", {}, 401),
+        ("POST", {"Content-Type": "text/plain"}, 415),
+        ("PUT", {"Content-Type": "text/plain"}, 415),
+        ("POST", {"Origin": "http://evil.example"}, 403),
+    ],
+)
+def test_who_is_refused_for_ever_does_not_wash_the_trail_away(
+    guarded: House, method: str, headers: dict[str, str], status: int
+) -> None:
+    alice = make(guarded, "viewer")
     for _ in range(260):
-        assert guarded.client.get("/v1/jobs").status_code == 401
-    refused = [entry for entry in guarded.redis.xrange(keys.AUDIT) if '"status":401' in str(entry)]  # type: ignore[union-attr] # sync
+        answer = guarded.client.request(method, "/v1/jobs", headers=headers)
+        assert answer.status_code == status
+    refused = [e for e in guarded.redis.xrange(keys.AUDIT) if f'"status":{status}' in str(e)]  # type: ignore[union-attr] # sync
     assert 200 <= len(refused) < 260
+    # Who shows a token has a bucket of their own: strangers cannot hide what they try.
+    assert guarded.client.post("/v1/jobs", json=job_body(), headers=alice).status_code == 403
+    assert trail(guarded)[0]["actor"] == "alice"
+
+
+def test_the_next_entry_counts_the_refusals_that_were_left_out(guarded: House) -> None:
+    for _ in range(230):
+        guarded.client.get("/v1/jobs")
+    guarded.redis.delete(keys.rate("audit:strangers"))
+    guarded.client.get("/v1/jobs")
+    counts = [int(str(entry["left_out"])) for entry in trail(guarded)]
+    assert counts[0] > 0
+    assert guarded.redis.xlen(keys.AUDIT) + sum(counts) == 231
 
 
 # --- what specs may say -------------------------------------------------------------------------
@@ -425,6 +451,13 @@ def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) ->
     assert (fault["pointer"], fault["code"]) == ("/data/args/hf_token", "credential_written_out")
     assert "MESHLOOM_SECRETS_DIR" in fault["detail"]
     assert "hf_abcdefgh" not in answer.text
+    written = {"labels": {"api-key": "abcdefgh", "note": "ghp_" + "x" * 36}}
+    answer = quiet_house.client.post("/v1/jobs", json=job_body(**written))
+    places = [fault["pointer"] for fault in answer.json()["errors"]]
+    assert (answer.status_code, places) == (422, ["/labels/api-key", "/labels/note"])
+    path = f"/v1/jobs/{quiet_house.submit()}"
+    answer = quiet_house.client.patch(path, json=written, headers={"If-Match": "*"})
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/labels/api-key")
     named = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": {"secret": "HUB"}}})
     assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201
 

@@ -16,12 +16,14 @@ from services.controller.domain.effects import Decision
 from services.controller.domain.errors import (
     KeyReusedError,
     MeshloomError,
+    StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import HoldAsked, HoldReleased
+from services.controller.domain.events import HoldAsked, HoldReleased, KillAsked
 from services.controller.domain.job import Origin
 from services.controller.ports.jobs import Actor, Claim, Stored
 from services.controller.use_cases.clone import Cloning, clone
+from services.controller.use_cases.jobs import change_course, delete_job
 from tests.controller.conftest import House
 from tests.controller.histories import (
     NOW,
@@ -179,6 +181,38 @@ async def test_a_clone_that_came_not_to_be_holds_nothing_and_one_that_did_holds_
         held = [name for names in server.jobs[source.id].job.holds.values() for name in names]
         assert held == clones
         assert len(clones) == int(too_late)
+
+
+class Late(MemoryJobs):
+    """What it answers about one job is of before that job's last change."""
+
+    def __init__(self, server: MemoryServer, job_id: str) -> None:
+        super().__init__(server)
+        self._late = job_id
+
+    async def load(self, job_id: str) -> Stored:
+        found = await super().load(job_id)
+        return Stored(found.job, found.version - 1) if job_id == self._late else found
+
+
+@pytest.mark.anyio
+async def test_a_clone_whose_deletion_is_refused_keeps_its_checkpoint() -> None:
+    source = play(running(), saved(running(), 10)).job
+    ticks = itertools.count(NOW)
+    server = MemoryServer(now_ms=lambda: next(ticks))
+    server.jobs[source.id] = Stored(source, 1)
+    ports = memory_ports(server)
+    actor = Actor("ada")
+    made = await clone(
+        ports, Cloning(source.id, CloneRequest(from_checkpoint="latest")), actor, EntryPoints()
+    )
+    await change_course(ports, made.id, KillAsked(), actor)
+    with pytest.raises(StaleWriteError):
+        await delete_job(replace(ports, jobs=Late(server, made.id)), made.id, actor)
+    assert list(server.jobs[source.id].job.holds.values()) == [(made.id,)]
+    await delete_job(ports, made.id, actor)
+    assert list(server.jobs) == [source.id]
+    assert server.jobs[source.id].job.holds == {}
 
 
 def test_a_clone_whose_record_cannot_be_read_gives_its_checkpoint_back(house: House) -> None:

@@ -221,7 +221,7 @@ def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(
 
 
 def test_an_unreadable_fact_does_not_hold_up_the_others(house: House) -> None:
-    house.redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: "{nonsense"})
+    house.redis.rpush(keys.ARRIVED_FACTS, "{nonsense")
     house.agent.join()
     until(lambda: house.get("/v1/nodes")["items"], every_s=0.01)
     until(lambda: house.redis.xlen(keys.FACTS) == 0, every_s=0.01)
@@ -230,3 +230,29 @@ def test_an_unreadable_fact_does_not_hold_up_the_others(house: House) -> None:
 def _reason(house: House, job_id: str, words: str) -> str:
     reason = str(house.job(job_id)["reason"])
     return reason if words in reason else ""
+
+
+def test_a_node_is_deleted_once_it_is_lost_and_no_rank_can_live_there(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+
+    def refused() -> str:
+        answer = house.client.delete("/v1/nodes/loom-1")
+        assert answer.status_code == 409, answer.text
+        return str(answer.json()["detail"])
+
+    assert job_id in refused()
+    house.act(job_id, "kill")
+    house.agent.ends(gang, 1, signal=9)
+    house.in_state(job_id, "CANCELLED")
+    assert "READY" in refused()
+    house.agent.leave()
+    until(lambda: house.get("/v1/nodes/loom-1")["state"] == "LOST", every_s=0.01)
+    assert "lives" in refused()
+    house.agent.lose_lease()
+    assert house.client.delete("/v1/nodes/loom-1").status_code == 204
+    assert house.client.delete("/v1/nodes/loom-1").status_code == 404
+    assert house.get("/v1/nodes")["items"] == []
+    house.agent.join("life-2")
+    until(lambda: house.get("/v1/nodes")["items"], every_s=0.01)

@@ -1,5 +1,7 @@
 """A job's course: what each event makes of it."""
 
+import pytest
+
 from services.contract.ids import checkpoint_id
 from services.contract.messages.commands import (
     CommitCheckpoint,
@@ -8,6 +10,7 @@ from services.contract.messages.commands import (
     StopGang,
 )
 from services.contract.messages.facts import (
+    AGENT_DIED,
     FACT,
     CheckpointRetired,
     Evaluated,
@@ -17,6 +20,7 @@ from services.contract.messages.facts import (
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankEvaluated
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
+from services.controller.domain.attempt import ATTEMPTS_KEPT
 from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
@@ -25,7 +29,10 @@ from services.controller.domain.events import (
     PauseAsked,
     PlacementDelayed,
 )
+from services.controller.domain.job import Job
 from services.controller.domain.lifecycle import TRANSITIONS
+from services.controller.domain.retry import BACKOFF_MS
+from services.controller.use_cases.present import attempt_views
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -105,14 +112,79 @@ def test_a_crash_before_the_first_step_fails_at_once_with_the_traceback() -> Non
     assert "Traceback" in str(failed.failure.traceback)
 
 
-def test_the_same_error_at_the_same_step_fails_the_second_time() -> None:
+LEFT = {"exit_code": 3, "signal": None, "error": "left with exit code 3 before it had finished"}
+CRASHED = {"signal": 11, "error": "ended by SIGSEGV"}
+KILLED = {"signal": 9, "error": "ended by SIGKILL"}
+AGENT = {"signal": 9, "error": AGENT_DIED}
+
+
+def raised(error: str, *types: str) -> dict[str, object]:
+    end = {"exit_code": 1, "signal": None, "error": error, "traceback": f"Traceback…\n{error}"}
+    return end | {"error_types": types}
+
+
+def failed_twice(
+    ways: tuple[dict[str, object], dict[str, object]],
+    steps: tuple[int, int] = (5, 5),
+    oom_kills: int = 0,
+) -> Job:
+    """A job of which the first rank ended in these ways, in two attempts in a row."""
     job = running()
-    again = play(job, [crashed(job, "ValueError: at 0xaa")]).job
-    assert again.state is JobState.RESTARTING
-    job = play(again, [placed(again), launched(job, 2), progressed(job, 1, 2)]).job
-    failed = play(job, [crashed(job, "ValueError: at 0xbb", fence=2)]).job
-    assert failed.state is JobState.FAILED
-    assert failed.exit_reason is ExitReason.USER_ERROR
+    for fence, (way, step) in enumerate(zip(ways, steps, strict=True), start=1):
+        if fence > 1:
+            assert job.state is JobState.RESTARTING
+            job = play(job, [placed(job), launched(job, 2), progressed(job, 1, 2)]).job
+        end = killed(job, fence, step)
+        first, *others = end.exits
+        victims = [each.model_copy(update={"standing": ExitStanding.VICTIM}) for each in others]
+        exits = (first.model_copy(update=way), *victims)
+        end = end.model_copy(update={"exits": exits, "oom_kills": oom_kills})
+        job = play(job, [end]).job
+    return job
+
+
+@pytest.mark.parametrize(
+    ("ways", "oom_kills", "why"),
+    [
+        ((raised("ValueError: at 0xaa"), raised("ValueError: at 0xbb")), 0, ExitReason.USER_ERROR),
+        ((LEFT, LEFT), 0, ExitReason.RANK_LOST),
+        ((CRASHED, CRASHED), 0, ExitReason.RANK_LOST),
+        ((KILLED, KILLED), 1, ExitReason.RANK_LOST),
+        (
+            (
+                raised("MemoryError: 7 MiB were free", "builtins.MemoryError"),
+                raised("MemoryError: 9 MiB were free", "builtins.MemoryError"),
+            ),
+            0,
+            ExitReason.USER_ERROR,
+        ),
+    ],
+    ids=["raised", "left", "crashed", "killed by the kernel for memory", "out of memory"],
+)
+def test_the_same_end_at_the_same_step_is_not_tried_a_third_time(
+    ways: tuple[dict[str, object], dict[str, object]], oom_kills: int, why: ExitReason
+) -> None:
+    job = failed_twice(ways, oom_kills=oom_kills)
+    assert (job.state, job.exit_reason, job.restarts) == (JobState.FAILED, why, 1)
+    assert str(job.reason).endswith(", the second time at this step")
+
+
+@pytest.mark.parametrize(
+    ("ways", "steps"),
+    [
+        ((LEFT, LEFT), (5, 6)),
+        ((LEFT, CRASHED), (5, 5)),
+        ((KILLED, KILLED), (5, 5)),
+        ((AGENT, AGENT), (5, 5)),
+        ((raised("ValueError: one"), raised("ValueError: two")), (5, 5)),
+    ],
+    ids=["other step", "other way", "from outside", "with its agent", "other words"],
+)
+def test_an_end_that_need_not_come_again_is_tried_within_the_budget(
+    ways: tuple[dict[str, object], dict[str, object]], steps: tuple[int, int]
+) -> None:
+    job = failed_twice(ways, steps)
+    assert (job.state, job.restarts) == (JobState.RESTARTING, 2)
 
 
 def test_lost_ranks_restart_within_the_budget_and_back_off() -> None:
@@ -296,3 +368,17 @@ def test_an_overdue_answer_sends_the_command_again() -> None:
 
 def test_every_state_has_its_row_in_the_table() -> None:
     assert set(TRANSITIONS) == set(JobState)
+
+
+def test_a_record_keeps_the_first_attempt_and_the_newest_and_says_how_many_it_left_out() -> None:
+    job = new_job(faults={"max_restarts": 100})
+    for fence in range(1, 61):
+        job = play(job, [placed(job), launched(job, fence), killed(job, fence=fence)]).job
+    assert job.state is JobState.RESTARTING
+    assert [a.fence for a in job.attempts] == [1, *range(61 - ATTEMPTS_KEPT, 61)]
+    assert job.attempts_left_out == 60 - ATTEMPTS_KEPT - 1
+    assert (job.fence, job.restarts) == (60, 60)
+    assert job.not_before_ms == NOW + BACKOFF_MS[-1]
+    views = attempt_views(job)
+    assert views[0].time_to_restart_s is None
+    assert views[1].time_to_restart_s is not None

@@ -1,20 +1,30 @@
 """What the controller makes of jobs that storage tells of."""
 
+import pytest
+
 from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord
 from services.contract.messages.commands import LaunchGang, RetireCheckpoint
 from services.contract.messages.facts import JobFound
 from services.contract.states import CheckpointState, ExitReason, JobState
+from services.contract.views import StopRequest
 from services.controller.domain.effects import Decision
-from services.controller.domain.events import FoundInStorage, PinAsked, ResumeAsked
-from services.controller.domain.finding import found_again
+from services.controller.domain.events import (
+    FoundInStorage,
+    KillAsked,
+    PauseAsked,
+    PinAsked,
+    ResumeAsked,
+)
+from services.controller.domain.finding import ADOPTED_WITHIN_MS, found_again
 from services.controller.domain.job import Job, Origin
 from tests.controller.histories import (
     NODE,
     NOW,
     STEPS,
     commands,
+    crashed,
     finished,
     killed,
     launched,
@@ -24,6 +34,7 @@ from tests.controller.histories import (
     play,
     progressed,
     saved,
+    standings,
 )
 
 LATER = NOW + 60_000
@@ -37,6 +48,7 @@ def found(
     source: int = 10,
     is_running: bool = False,
     last_step: int = 0,
+    standing: JobState = JobState.PAUSED,
 ) -> JobFound:
     """A chain with attempt 1's checkpoints of these steps, by number; ``fence`` began at one."""
     job = new_job()
@@ -49,6 +61,7 @@ def found(
         fence=fence,
         plan=plan,
         resume_from=checkpoint_id(job.id, source, 1) if fence > 1 else None,
+        standing=standing,
     )
     manifests = {number: linked(job, step).manifest for number, step in steps.items()}
     return JobFound(
@@ -81,6 +94,68 @@ def test_a_found_job_stands_with_its_checkpoints_and_a_fence_behind_all_others()
     opened = play(resumed, [placed(resumed)]).job
     assert opened.fence == 4
     assert opened.attempts[-1].resumed_from == checkpoint_id(job.id, 20, 1)
+
+
+def test_a_found_job_that_was_meant_to_run_is_queued_and_goes_on() -> None:
+    fact = found({2: 10, 5: 20}, source=20, standing=JobState.QUEUED)
+    job = take_in(fact).job
+    # Its only node says that none of its ranks lives: nothing is there to wait for.
+    assert (job.state, job.not_before_ms) == (JobState.QUEUED, LATER)
+    opened = play(job, [placed(job)], LATER).job
+    assert (opened.fence, opened.attempts[-1].resumed_step) == (4, 20)
+    # Ranks of the attempt before are late now, and fenced.
+    late = found({2: 10}, is_running=True, standing=JobState.QUEUED)
+    assert play(opened, [FoundInStorage(late, NODES)], LATER).job.state is JobState.PLACING
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_found_job_waits_for_ranks_that_may_train_on_elsewhere(*, is_running: bool) -> None:
+    teller = NODE if is_running else "loom-2"
+    told = found({2: 10}, standing=JobState.QUEUED, is_running=is_running)
+    told = told.model_copy(update={"node_id": teller})
+    waiting = found_again(told, LATER).job
+    assert (waiting.state, waiting.not_before_ms) == (JobState.QUEUED, LATER + ADOPTED_WITHIN_MS)
+    later = found({2: 10}, is_running=True, last_step=42, standing=JobState.QUEUED)
+    adopted = play(waiting, [FoundInStorage(later, NODES)], LATER).job
+    assert (adopted.state, adopted.fence, adopted.restarts) == (JobState.RUNNING, 3, 0)
+
+
+@pytest.mark.parametrize("state", [JobState.PAUSED, JobState.CANCELLED, JobState.FAILED])
+def test_a_job_that_a_person_stopped_or_that_ended_is_found_as_it_stood(state: JobState) -> None:
+    fact = found({2: 10}, standing=state)
+    kept = {"reason": "as it was", "exit_reason": ExitReason.USER_ERROR}
+    fact = fact.model_copy(update={"card": fact.card.model_copy(update=kept)})
+    job = take_in(fact).job
+    assert (job.state, job.exit_reason) == (state, ExitReason.USER_ERROR)
+    assert str(job.reason).endswith("; as it was")
+    assert (job.ended_ms is None) == (state is JobState.PAUSED)
+    assert play(job, [ResumeAsked()], LATER).job.resume_point.step == 10
+
+
+def test_a_job_without_a_readable_commit_does_not_begin_anew_by_itself() -> None:
+    damage = (DamagedRecord(number=2, name="00000002.json", reason="no JSON"),)
+    fact = found({}, standing=JobState.QUEUED).model_copy(update={"damaged": damage})
+    job = take_in(fact).job
+    assert job.state is JobState.PAUSED
+    assert "would begin anew" in str(job.reason)
+
+
+def test_storage_is_told_where_a_job_stands_whenever_that_changes() -> None:
+    job = new_job()
+    assert standings(play(job, [PauseAsked(StopRequest())])) == []  # it knows nothing of the job
+    started = play(job, [placed(job), launched(job), progressed(job)])
+    assert standings(started) == []  # whoever opens the attempt writes it
+    pausing = play(started.job, [PauseAsked(StopRequest())])
+    assert standings(pausing) == [JobState.PAUSED]
+    paused = play(pausing.job, [finished(job, step=20, drained=True)])
+    assert (paused.job.state, standings(paused)) == (JobState.PAUSED, [])
+    assert standings(play(paused.job, [ResumeAsked()])) == [JobState.QUEUED]
+    assert standings(play(paused.job, [KillAsked()])) == [JobState.CANCELLED]
+    assert standings(play(started.job, [killed(job)])) == []
+    failed = play(started.job, [crashed(job, "ValueError: no", step=1)])
+    assert standings(failed) == []
+    events = [*saved(job, STEPS), finished(job)]
+    assert standings(play(started.job, events)) == [JobState.SUCCEEDED]
 
 
 def test_a_job_whose_last_step_is_committed_is_found_done() -> None:

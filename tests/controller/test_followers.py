@@ -27,7 +27,7 @@ async def test_followers_in_any_number_silence_no_loop(redis_url: str) -> None:
             async with asyncio.timeout(20):
                 while len(outside.client_list()) < 60:  # noqa: ASYNC110 Redis sets no event
                     await asyncio.sleep(0)
-            outside.xadd(keys.FACTS, {keys.MESSAGE_FIELD: "fact"})
+            outside.rpush(keys.ARRIVED_FACTS, "fact")
             (entry,) = await ports.facts.next(10, 5)
             assert entry.body == "fact"
             async with ports.listen() as waker:

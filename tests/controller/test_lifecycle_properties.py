@@ -61,6 +61,7 @@ from services.controller.domain.events import (
     PlanMissed,
     PlanRefused,
     ResumeAsked,
+    SpecFaulted,
 )
 from services.controller.domain.gang import is_overdue
 from services.controller.domain.job import SEVERITY, Job, Planning
@@ -215,7 +216,10 @@ class Lifecycle(RuleBasedStateMachine):
                 self._happen(job.id, smaller)
         self._serve_queue(grows=grows)
 
-    @rule(which=st.integers(0, 2), how=st.sampled_from(["made", "made", "missed", "refused"]))
+    @rule(
+        which=st.integers(0, 2),
+        how=st.sampled_from(["made", "made", "missed", "refused", "faulted"]),
+    )
     def plan(self, which: int, how: str) -> None:
         """What a job's layout waits for comes, or does not."""
         job = self._job(which)
@@ -228,6 +232,7 @@ class Lifecycle(RuleBasedStateMachine):
             "made": PlanMade(planner.shard(job.spec), estimate),
             "missed": PlanMissed(plan_id, "it crashed"),
             "refused": PlanRefused(plan_id, "too large", "take more ranks"),
+            "faulted": SpecFaulted(plan_id, "no such argument", NODES[0]),
         }
         self._happen(job.id, events[how] if asked else PlanAsked(plan_id, "asked", job.revision))
 

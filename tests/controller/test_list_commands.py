@@ -8,8 +8,8 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.cli.connect import console
 from services.cli.moments import moment
+from services.cli.terminal import console
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.test_process import started

@@ -5,7 +5,11 @@ import re
 import pytest
 
 from services.contract import redis_keys as keys
+from services.contract.messages.telemetry import RankSample
+from services.contract.planning import JobEstimate, MemoryView
+from services.controller.use_cases.present import job_view
 from tests.controller.conftest import House
+from tests.controller.histories import NODE, running
 
 pytestmark = pytest.mark.redis
 
@@ -117,19 +121,55 @@ def test_ranks_show_who_is_behind(house: House) -> None:
     assert house.job(job_id)["progress"]["step"] == 3
 
 
-def test_the_rank_that_keeps_the_others_waiting_most_is_named(house: House) -> None:
+def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs(
+    house: House,
+) -> None:
     house.agent.join()
     job_id = house.submit()
     gang = house.agent.launches(job_id)
-    house.agent.samples(gang, [7, 7], scores=[0.02, 0.09])
-    ranks = house.get(f"/v1/jobs/{job_id}/ranks")["items"]
-    assert [r["is_straggler"] for r in ranks] == [False, False]
-    house.agent.samples(gang, [7, 7], scores=[0.02, 0.4])
-    ranks = house.get(f"/v1/jobs/{job_id}/ranks")["items"]
-    assert [(r["straggler_score"], r["is_straggler"]) for r in ranks] == [
-        (0.02, False),
-        (0.4, True),
-    ]
+
+    def named(*scores: float) -> list[bool]:
+        house.agent.samples(gang, [7, 7], scores=scores)
+        ranks = house.get(f"/v1/jobs/{job_id}/ranks")["items"]
+        assert [rank["straggler_score"] for rank in ranks] == list(scores)
+        return [rank["is_straggler"] for rank in ranks]
+
+    assert named(0.02, 0.4) == [False, False]
+    house.agent.trains(gang, [1])
+    house.in_state(job_id, "RUNNING")
+    assert named(0.02, 0.19) == [False, False]
+    assert named(0.02, 0.4) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("foreseen", "measured", "ratio"),
+    [(60 << 20, 90 << 20, None), (64 << 20, 96 << 20, 1.5), (64 << 20, 0, None)],
+)
+def test_what_was_measured_is_compared_only_with_an_estimate_that_can_be_told_from_noise(
+    foreseen: int, measured: int, ratio: float | None
+) -> None:
+    estimate = JobEstimate(
+        plan_id=f"plan_{0:026d}",
+        peak=MemoryView(total=foreseen),
+        where="optimizer",
+        unit="",
+        micro_batch=1,
+    )
+    job = running().model_copy(update={"estimate": estimate})
+    sample = RankSample(
+        rank=0,
+        local_rank=0,
+        fence=1,
+        node_id=NODE,
+        device="cpu",
+        pid=1,
+        phase="FORWARD",
+        step=1,
+        peak_bytes=measured or None,
+    )
+    seen = job_view(job, (), {0: sample}).estimate
+    assert seen is not None
+    assert (seen.measured_peak_bytes, seen.ratio) == (measured or None, ratio)
 
 
 def test_metrics_show_the_newest_attempt_of_each_step_thinned_out(house: House) -> None:

@@ -20,7 +20,7 @@ from services.controller.domain.placement import (
     place,
     stand,
 )
-from tests.controller.histories import NODE, finished, node, play, running, spec
+from tests.controller.histories import NODE, NOW, finished, node, play, running, spec
 
 
 def ask(
@@ -58,7 +58,7 @@ def test_a_gang_is_not_sent_to_an_agent_that_may_be_dead(leases: dict[str, Lease
 
 def test_a_node_that_left_comes_back_only_by_joining() -> None:
     left = leave(node(), NodeLeft(node_id=NODE, incarnation="life-1"), "60-0")
-    assert judge(left, Lease("life-1", 5000), NODE_LEASE_MS) == left
+    assert judge(left, Lease("life-1", 5000), NODE_LEASE_MS, NOW) == left
     again = NodeJoined(node_id=NODE, incarnation="life-2", inventory=left.inventory)
     assert join(left, again, "61-0").state is NodeState.READY
 
@@ -175,12 +175,12 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
 
 
 def test_a_lease_that_ran_out_while_redis_was_away_proves_nothing() -> None:
-    assert judge(node(), None, NODE_LEASE_MS - 1).state is NodeState.READY
-    assert judge(node(), None, NODE_LEASE_MS).state is NodeState.LOST
-    assert judge(node(), Lease("life-1", 10), NODE_LEASE_MS).state is NodeState.READY
+    assert judge(node(), None, NODE_LEASE_MS - 1, NOW).state is NodeState.READY
+    assert judge(node(), None, NODE_LEASE_MS, NOW).state is NodeState.LOST
+    assert judge(node(), Lease("life-1", 10), NODE_LEASE_MS, NOW).state is NodeState.READY
     lost = node(state=NodeState.LOST)
-    assert judge(lost, Lease("life-1", 10), 0).state is NodeState.READY
-    assert judge(lost, Lease("life-2", 10), 0).state is NodeState.LOST
+    assert judge(lost, Lease("life-1", 10), 0, NOW).state is NodeState.READY
+    assert judge(lost, Lease("life-2", 10), 0, NOW).state is NodeState.LOST
 
 
 def test_an_old_join_or_leave_told_again_is_void() -> None:

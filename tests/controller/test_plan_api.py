@@ -111,7 +111,7 @@ def test_a_plan_that_is_not_made_yet_is_answered_as_such_and_cannot_be_submitted
     refused = submits(desk, plan["id"])
     assert (refused.status_code, refused.json()["code"]) == (409, "plan_failed")
     assert "KeyError" in refused.json()["detail"]
-    assert "mend the model" in refused.json()["detail"]
+    assert "may train all the same" in refused.json()["detail"]
 
 
 def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
@@ -138,6 +138,8 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
         "host_bytes": 0,
         "micro_batch": plan["micro_batch"],
         "step_time_s": plan["step_time"]["total_s"],
+        "time_scale": 1.0,
+        "probe_id": plan["probe"]["id"],
         "measured_peak_bytes": None,
         "measured_as": None,
         "ratio": None,
@@ -148,7 +150,8 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
     house.agent.samples(gang, [2, 2], memory_bytes=9 * foreseen, peak_bytes=2 * foreseen)
     seen = house.job(job_id)["estimate"]
     assert seen["measured_peak_bytes"] == 2 * foreseen + 1
-    assert (seen["measured_as"], seen["ratio"]) == ("resident_growth", 2.0)
+    # Of so small a model the process itself takes more.
+    assert (seen["measured_as"], seen["ratio"]) == ("resident_growth", None)
 
 
 def test_plans_are_listed_newest_first_and_say_what_each_plan_says(desk: House) -> None:

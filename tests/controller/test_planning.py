@@ -10,6 +10,7 @@ import pytest
 from services.contract import redis_keys as keys
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.probing import ModelProbed, NodeMeasured, ProbeFailure, ProbeModel
+from services.contract.messages.telemetry import StepRecord
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.specs import MAX_SPEC_BYTES, JobSpec
 from services.contract.states import ExitReason, JobState, NodeState, PlanState
@@ -28,6 +29,7 @@ from services.controller.domain.events import (
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job, Planning
 from services.controller.domain.node import Lease
+from services.controller.domain.pace import scale_of
 from services.controller.ports.jobs import Actor, EventRecord, Stored
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.change import apply_events
@@ -40,7 +42,7 @@ from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.reconcile import Reconciler
 from services.controller.use_cases.submit import Submission, submit
 from tests.controller.conftest import ANYTHING, job_body
-from tests.controller.histories import NODE, NOW, node
+from tests.controller.histories import NODE, NOW, launched, node, progressed
 from tests.controller.profiles import ARGS, FACTS, answer_to
 
 ADA = Actor("ada")
@@ -207,7 +209,34 @@ def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why
         assert (job.state, job.estimate, job.spec.plan) == (JobState.PLACING, None, "auto")
         (launch,) = office.launched()
         assert launch.plan.sharding == planner.shard(job.spec)
-        assert "it went wrong so" in (await office.events(job_id))["job.unplanned"]
+        words = (
+            "the model could not be profiled: it went wrong so; the job runs by the default layout"
+        )
+        assert (await office.events(job_id))["job.unplanned"] == words
+
+    play(course)
+
+
+def test_a_spec_that_the_probe_found_to_be_wrong_ends_its_job_before_it_waits_for_seats() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        await office.fails("wrong_spec")
+        await office.looks()
+        job = await office.job(job_id)
+        assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.USER_ERROR)
+        assert job.reason == "the spec is wrong: it went wrong so"
+        assert job.failure is not None
+        assert (job.failure.error, job.failure.node_id) == ("it went wrong so", NODE)
+        assert office.launched() == []
+        # Its user corrects the code, which is no part of the question: it is asked anew.
+        await office.happens(job_id, ResumeAsked())
+        await office.looks(4)
+        assert (await office.job(job_id)).state is JobState.QUEUED
+        assert len(office.asked()) == 2
+        await office.answers()
+        await office.looks()
+        assert (await office.job(job_id)).state is JobState.PLACING
 
     play(course)
 
@@ -594,5 +623,42 @@ def test_a_job_whose_node_is_lost_while_it_profiles_asks_another_one_and_no_thir
         job = await office.job(job_id)
         assert job.state is JobState.PLACING
         assert "was lost" in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+def test_the_first_steps_of_a_job_correct_what_is_foreseen_of_its_model() -> None:
+    async def course(office: Office) -> None:
+        first = await office.submits()
+        await office.looks()
+        await office.answers()
+        await office.looks()
+        job = await office.job(first)
+        assert job.estimate is not None
+        foreseen_s = job.estimate.step_time_s or 0.0
+        await office.happens(first, launched(job))
+        await office.happens(first, progressed(job))
+        # The first steps are slow for reasons of their own, and what is left is too few at first.
+        seconds = [100 * foreseen_s] * 3 + [3 * foreseen_s] * 10
+        for number, step_s in enumerate(seconds, 1):
+            assert await office.ports.plans.paces(job.estimate.probe_id or "") == []
+            office.server.steps[first].append(
+                StepRecord(step=number, fence=1, loss=1, tokens_per_s=1, step_time_s=step_s)
+            )
+            await office.looks(1)
+        office.new_leader()  # which does not count the same attempt again
+        await office.looks()
+        (pace,) = await office.ports.plans.paces(job.estimate.probe_id or "")
+        assert (pace.job_id, pace.taken_s) == (first, pytest.approx(3 * foreseen_s))
+        second = await office.submits(name="again")
+        await office.looks(3)
+        found = (await office.job(second)).estimate
+        assert found is not None
+        assert found.probe_id == job.estimate.probe_id
+        assert (found.step_time_s, found.time_scale) == pytest.approx((3 * foreseen_s, 3))
+        assert found.micro_batch == job.estimate.micro_batch
+        elsewhere = pace.model_copy(update={"kind": "faster ones", "taken_s": foreseen_s / 9})
+        assert scale_of([pace, elsewhere], pace.kind) == pytest.approx(3)
+        assert scale_of([], pace.kind) == 1
 
     play(course)

@@ -144,7 +144,9 @@ def test_a_fresh_plan_has_the_model_profiled_anew() -> None:
     play(course)
 
 
-@pytest.mark.parametrize("code", ["timed_out", "out_of_memory", "crashed", "refused", "raised"])
+@pytest.mark.parametrize(
+    "code", ["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
+)
 def test_a_probe_that_fails_fails_its_plans_and_says_what_to_do(code: str) -> None:
     async def course(office: Office) -> None:
         plan = await office.plans()

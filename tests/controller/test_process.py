@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import resource
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,11 +98,21 @@ def test_a_controller_that_others_can_reach_wants_a_token() -> None:
     assert "MESHLOOM_TOKEN" in line
 
 
+@pytest.mark.parametrize("make", [secrets.token_hex, secrets.token_urlsafe])
+def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> None:
+    settings = {"redis_url": "redis://x", "host": "meshloom.example", "token": make(16)}
+    assert Settings.model_validate(settings).token is not None
+    assert Settings.model_validate(settings | {"host": "127.0.0.1", "token": "a"}).is_loopback
+
+
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"host": "meshloom.example", "token": None}, "MESHLOOM_TOKEN"),
         ({"token": ""}, "MESHLOOM_TOKEN"),
+        ({"host": "0.0.0.0", "token": "a"}, "128 bits"),  # noqa: S104 refused
+        ({"host": "::", "token": "0123456789abcdef" + "0123456789abcd"}, "128 bits"),
+        ({"host": "0.0.0.0", "token": "a" * 100}, "openssl"),  # noqa: S104 refused
         ({"port": "high"}, "MESHLOOM_PORT"),
         ({"log_level": "loud"}, "MESHLOOM_LOG_LEVEL"),
     ],
@@ -215,6 +227,93 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
             assert controller.client.get("/readyz").status_code == 200
             warnings = [line for line in controller.lines if line["event"] == "store_unavailable"]
             assert len(warnings) <= 3
+
+
+def _full(redis: Redis, _folder: Path) -> None:
+    redis.config_set("maxmemory", "1")
+
+
+def _forbidden(redis: Redis, _folder: Path) -> None:
+    redis.acl_setuser("default", enabled=True, commands=["-@all", "+auth"])
+
+
+def _replica(redis: Redis, _folder: Path) -> None:
+    redis.replicaof("127.0.0.1", "1")
+
+
+def _unsaved(redis: Redis, folder: Path) -> None:
+    (folder / "dump.rdb").mkdir()
+    redis.config_set("save", "3600 1")
+    redis.bgsave()
+
+
+def _mend(redis: Redis) -> None:
+    redis.acl_setuser("default", enabled=True, commands=["+@all"])
+    redis.replicaof("NO", "ONE")
+    redis.config_set("maxmemory", "0")
+    redis.config_set("save", "")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "words", "reads"),
+    [
+        (_full, "maxmemory", 503),
+        (_forbidden, "ACL", 503),
+        (_replica, "replica", 200),
+        (_unsaved, "free its disk", 200),
+    ],
+)
+def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
+    tmp_path: Path, refuse: Callable[[Redis, Path], None], words: str, reads: int
+) -> None:
+    with EmbeddedRedis.start(tmp_path) as server, started(server.url) as controller:
+        with Redis.from_url(server.url) as owner:
+            owner.execute_command("ACL", "SETUSER", "test", "on", ">test", "~*", "&*", "+@all")
+        url = f"unix://test:test@{server.url.rpartition('@')[2]}"
+        with Redis.from_url(url, decode_responses=True) as redis:
+            agent = AgentDouble(redis)
+            agent.join()
+            job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+            agent.trains(agent.launches(job_id), [1])
+            until(lambda: controller.state(job_id) == "RUNNING")
+            refuse(redis, tmp_path)
+            answer = until(lambda: _unready(controller))
+            assert words in answer.json()["checks"]["redis"]
+            refused = controller.client.post("/v1/jobs", json=job_body())
+            assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+            assert words in refused.json()["detail"]
+            assert refused.headers["content-type"] == "application/problem+json"
+            assert refused.headers["retry-after"] == "1"
+            assert controller.client.get(f"/v1/jobs/{job_id}").status_code == reads
+            until(lambda: controller.said("no_longer_leading"))
+            _mend(redis)
+            later = until(
+                lambda: controller.client.post("/v1/jobs", json=job_body()).json().get("id")
+            )
+            agent.launches(later)
+            until(lambda: controller.client.get("/readyz").status_code == 200)
+            job = controller.client.get(f"/v1/jobs/{job_id}").json()
+            assert (job["state"], job["attempt"]) == ("RUNNING", 1)
+            failed = [line for line in controller.lines if line["event"] == "reign_failed"]
+            assert failed == []
+
+
+def test_the_loops_bear_a_disk_so_full_that_redis_ends(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with EmbeddedRedis.start(tmp_path) as server:
+            controller = stack.enter_context(started(server.url))
+            job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, 1))
+            answer = controller.client.post("/v1/jobs", json=job_body())
+            assert answer.json()["code"] == "store_unavailable"
+            assert server.process.wait(20) != 0
+        with (
+            EmbeddedRedis.start(tmp_path) as server,
+            Redis.from_url(server.url, decode_responses=True) as redis,
+        ):
+            agent = AgentDouble(redis)
+            agent.join()
+            agent.launches(job_id)
 
 
 def _unready(controller: Controller) -> httpx2.Response | None:

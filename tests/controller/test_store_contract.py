@@ -36,13 +36,16 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import PauseAsked
+from services.controller.domain.events import KillAsked, PauseAsked, ResumeAsked
+from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain, Lease, Measurement
+from services.controller.domain.pace import PACES_KEPT, Pace
 from services.controller.domain.plan import Plan, fail
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports
+from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to
 
@@ -66,7 +69,7 @@ class OutsideRedis:
     redis: Redis
 
     def fact(self, body: str) -> None:
-        self.redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: body})
+        self.redis.rpush(keys.ARRIVED_FACTS, body)
 
     def lease(self, node_id: str, incarnation: str) -> None:
         self.redis.set(keys.node_lease(node_id), incarnation, px=5000)
@@ -148,7 +151,7 @@ async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
 
 
 async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(world: World) -> None:
-    claim = Claim("key", "digest")
+    claim = Claim("alice", "key", "digest")
     assert await world.ports.jobs.claimed(claim) is None
     first = await world.keep(job(), claim)
     again = await world.keep(job(), claim)
@@ -156,9 +159,18 @@ async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(worl
     assert await world.ports.jobs.claimed(claim) == first
     assert len(await world.ports.jobs.page(None, 10)) == 1
     with pytest.raises(KeyReusedError):
-        await world.keep(job(), Claim("key", "other"))
+        await world.keep(job(), Claim("alice", "key", "other"))
     with pytest.raises(KeyReusedError):
-        await world.ports.jobs.claimed(Claim("key", "other"))
+        await world.ports.jobs.claimed(Claim("alice", "key", "other"))
+
+
+async def test_a_claim_is_of_its_subject_alone(world: World) -> None:
+    hers, his = Claim("alice", "key", "digest"), Claim("bob", "key", "another")
+    first = await world.keep(job(), hers)
+    assert await world.ports.jobs.claimed(his) is None
+    second = await world.keep(job(), his)
+    assert second.job.id != first.job.id
+    assert await world.ports.jobs.claimed(hers) == first
 
 
 async def test_a_decision_is_committed_as_a_whole(world: World) -> None:
@@ -211,7 +223,7 @@ async def test_a_deposed_leader_writes_nothing(world: World) -> None:
     with pytest.raises(DeposedError):
         await world.ports.jobs.commit(change, first)
     with pytest.raises(DeposedError):
-        await world.ports.nodes.put(node(), first)
+        await world.ports.nodes.put(node(), first, None)
     kill = StopGang(job_id=before.job.id, fence=1, mode="kill")
     with pytest.raises(DeposedError):
         await world.ports.jobs.send((Send(NODE, kill),), first)
@@ -233,6 +245,24 @@ async def test_a_deleted_job_is_gone_with_all_of_its_own(world: World) -> None:
         await world.ports.jobs.commit(Change(kept, Decision(kept.job), ACTOR))
     assert await world.ports.jobs.page(None, 10) == []
     assert await world.ports.telemetry.read(kept.job.id, Log.OUTPUT, None, 10) == []
+
+
+async def test_a_job_is_deleted_together_with_a_commit_of_another_or_not_at_all(
+    world: World,
+) -> None:
+    before, doomed = await world.keep(job()), await world.keep(job(created_ms=6))
+    decision = play(before.job, [placed(before.job)])
+    stale = Stored(doomed.job, 99)
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(Change(before, decision, ACTOR, deletes=stale))
+    assert await world.ports.jobs.load(before.job.id) == before
+    assert await world.ports.jobs.load(doomed.job.id) == doomed
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR, deletes=doomed))
+    assert await world.ports.jobs.active() == [after]
+    assert len(world.outside.inbox(NODE)) == 1
+    assert await world.ports.jobs.was_deleted(doomed.job.id)
+    assert await world.ports.telemetry.read(doomed.job.id, Log.EVENTS, None, 10) == []
+    assert [s.job.id for s in await world.ports.jobs.page(None, 10)] == [before.job.id]
 
 
 async def test_pages_go_from_new_to_old_and_bear_equal_times(world: World) -> None:
@@ -274,8 +304,8 @@ async def test_facts_come_until_they_are_acknowledged(world: World) -> None:
 async def test_nodes_and_leases_are_kept_apart(world: World) -> None:
     epoch = await world.ports.leadership.take("a")
     assert epoch is not None
-    await world.ports.nodes.put(node("b"), epoch)
-    await world.ports.nodes.put(node("a"), epoch)
+    await world.ports.nodes.put(node("b"), epoch, None)
+    await world.ports.nodes.put(node("a"), epoch, None)
     world.outside.lease("a", "life-1")
     assert [n.id for n in await world.ports.nodes.nodes()] == ["a", "b"]
     leases = await world.ports.nodes.leases(["a", "b"])
@@ -290,16 +320,76 @@ async def test_a_drain_stands_whatever_the_leader_writes_of_the_node(world: Worl
     nodes = world.ports.nodes
     with pytest.raises(NotFoundError):
         await nodes.drain("a", Drain(asked_ms=1))
-    await nodes.put(node("a"), epoch)
+    await nodes.put(node("a"), epoch, None)
     (before,) = await nodes.nodes()
     await nodes.drain("a", Drain(asked_ms=1, grace_s=5))
-    await nodes.put(before, epoch)
+    await nodes.put(before, epoch, None)
     (draining,) = await nodes.nodes()
     assert draining.drain == Drain(asked_ms=1, grace_s=5)
     assert draining.shown_state is NodeState.DRAINING
-    await nodes.put(draining, epoch)
+    await nodes.put(draining, epoch, None)
     await nodes.drain("a", None)
     assert [n.shown_state for n in await nodes.nodes()] == [NodeState.READY]
+
+
+async def test_a_node_that_joined_meanwhile_is_not_overwritten(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    await nodes.put(node("a"), epoch, None)
+    (before,) = await nodes.nodes()
+    joined = before.model_copy(update={"incarnation": "life-2", "fact_id": "2-0"})
+    await nodes.put(joined, epoch, before)
+    with pytest.raises(StaleWriteError):
+        await nodes.put(before.model_copy(update={"state": NodeState.LOST}), epoch, before)
+    with pytest.raises(StaleWriteError):
+        await nodes.put(node("b"), epoch, node("b"))
+    assert await nodes.nodes() == [joined]
+
+
+async def test_a_node_is_forgotten_with_all_of_its_own_unless_it_lives(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    for name in ("a", "a-2"):
+        await nodes.put(node(name), epoch, None)
+        await nodes.drain(name, Drain(asked_ms=1))
+        await nodes.keep_measured(name, "cpu", Measurement(at_ms=1), epoch)
+    known, other = await nodes.nodes()
+    with pytest.raises(DeposedError):
+        await nodes.forget(known, epoch + 1)
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(known.model_copy(update={"fact_id": "2-0"}), None)
+    await nodes.forget(known, epoch)
+    assert await nodes.nodes() == [other]
+    await nodes.put(node("a"), epoch, None)
+    assert (await nodes.nodes())[0] == node("a")
+    world.outside.lease("a", "life-1")
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(node("a"), None)
+
+
+async def test_what_a_job_told_is_kept_for_some_days_after_its_end(redis_url: str) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url, telemetry_kept_s=1_000) as ports:
+            world = World(ports, OutsideRedis(redis))
+            stored = await world.keep(job())
+            name = stored.job.id
+            world.outside.step(
+                name, StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1)
+            )
+            world.outside.output(name, "{}")
+            streams = (keys.job_steps(name), keys.job_logs(name), keys.job_history(name))
+            for event, kept in (
+                (PauseAsked(StopRequest()), False),
+                (KillAsked(), True),
+                (ResumeAsked(), False),
+            ):
+                happened = [Occurrence(event, 10)]
+                stored = await apply_events(ports, name, happened, ACTOR)
+                found = [redis.ttl(stream) for stream in streams]
+                assert all(0 < left <= 1_000 if kept else left == -1 for left in found), event
+            assert redis.ttl(keys.job_events(name)) == -1
 
 
 async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:
@@ -379,12 +469,12 @@ async def test_what_a_node_measured_stands_whatever_the_leader_writes_of_it(worl
     epoch = await world.ports.leadership.take("a")
     assert epoch is not None
     nodes = world.ports.nodes
-    await nodes.put(node("a"), epoch)
-    await nodes.put(node("b"), epoch)
+    await nodes.put(node("a"), epoch, None)
+    await nodes.put(node("b"), epoch, None)
     found = Measurement(facts=FACTS, at_ms=7)
     await nodes.keep_measured("a", "cpu", found, epoch)
     for known in await nodes.nodes():
-        await nodes.put(known, epoch)
+        await nodes.put(known, epoch, None)
     assert {n.id: n.measured for n in await nodes.nodes()} == {"a": {"cpu": found}, "b": {}}
     with pytest.raises(DeposedError):
         await nodes.keep_measured("a", "cpu", found, epoch - 1)
@@ -476,6 +566,18 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     # Who was asked may be gone: one who asks anew does not wait for that.
     assert await plans.keep(plan(3), ASK, None) == "pending"
     assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
+
+
+async def test_how_long_steps_took_is_kept_with_the_profile_newest_first(world: World) -> None:
+    plans = world.ports.plans
+    assert await plans.paces(ASK_ID) == []
+    paces = [
+        Pace(job_id="job", fence=n, kind="k", foreseen_s=1, taken_s=n)
+        for n in range(PACES_KEPT + 2)
+    ]
+    for each in paces:
+        await plans.keep_pace(ASK_ID, each)
+    assert await plans.paces(ASK_ID) == paces[:1:-1]
 
 
 async def test_the_first_conclusion_of_a_plan_stands(world: World) -> None:

@@ -156,7 +156,7 @@ def test_a_pause_or_kill_overtakes_a_move_and_a_move_overtakes_nothing() -> None
     moving = play(running(), [MOVE]).job
     assert (moving.state, play(moving, [MOVE]).sends) == (JobState.RUNNING, ())
     pausing = play(moving, [PAUSE])
-    assert (pausing.job.state, len(pausing.sends)) == (JobState.PAUSING, 1)
+    assert (pausing.job.state, len(commands(pausing))) == (JobState.PAUSING, 1)
     assert play(pausing.job, [MOVE]).notes == ()
     (kill,) = commands(play(moving, [KillAsked()]))
     assert isinstance(kill, StopGang)

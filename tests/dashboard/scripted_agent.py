@@ -261,7 +261,7 @@ class ScriptedAgent:
         ]
 
     def _tell(self, fact: BaseModel) -> None:
-        self._append(redis_keys.FACTS, fact)
+        self.redis.rpush(redis_keys.ARRIVED_FACTS, fact.model_dump_json())
 
     def _append(self, stream: str, message: BaseModel) -> None:
         self.redis.xadd(stream, {redis_keys.MESSAGE_FIELD: message.model_dump_json()})

@@ -1,5 +1,7 @@
 """Redis loses everything while jobs train, stand and are done: storage brings them back."""
 
+import os
+import signal
 from typing import Final
 
 import psutil
@@ -49,6 +51,38 @@ def pids(stack: Stack, job_id: str) -> list[int | None]:
     return [rank.pid for rank in stack.client.ranks(job_id).items]
 
 
+def living(stack: Stack, job_id: str) -> list[int]:
+    return until(lambda: [pid for pid in pids(stack, job_id) if pid])
+
+
+def end(ranks: list[int]) -> None:
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+
+
+def assert_goes_on(stack: Stack, job_id: str, reached: int, ended: list[int]) -> None:
+    """In another attempt, by itself, from what was committed."""
+    job_in(stack, job_id, JobState.RUNNING)
+    until(lambda: _newest_step(stack, job_id) > reached)
+    (*_, newest) = stack.client.attempts(job_id).items
+    assert newest.resumed_from is not None
+    assert stack.client.checkpoint(newest.resumed_from).step >= reached
+    assert not set(ended) & set(pids(stack, job_id))
+
+
+def assert_trains_on(stack: Stack, job_id: str, ranks: list[int]) -> None:
+    """In the same attempt and the same processes, and commits."""
+    training = job_in(stack, job_id, JobState.RUNNING)
+    assert training.attempt == 1
+    assert training.restarts == 0
+    newest = {c.step for c in stack.client.checkpoints(job_id).items}
+    until(lambda: _newest_step(stack, job_id) > max(newest, default=0))
+    until(lambda: pids(stack, job_id) == ranks)
+    assert all(psutil.pid_exists(pid) for pid in ranks)
+    kinds = [event.kind for event in stack.client.events(job_id).items]
+    assert kinds[0] == "job.found_again"
+
+
 def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stack) -> None:
     done = stack.rested(stack.submit(name="done", labels={"team": "loom"}).id)
     assert done.state is JobState.SUCCEEDED, done.failure
@@ -57,22 +91,21 @@ def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stac
     stack.client.pause(standing_id, StopRequest(checkpoint="required"))
     standing = stack.rested(standing_id)
     training_id = stack.submit(**_ENDLESS).id
-    until(lambda: committed(stack, training_id))
+    struck_id = stack.submit(**_ENDLESS).id
+    until(lambda: committed(stack, training_id) and committed(stack, struck_id))
     before = {job: committed(stack, job) for job in (done.id, standing_id)}
-    ranks = until(lambda: [pid for pid in pids(stack, training_id) if pid])
+    ranks, struck = living(stack, training_id), living(stack, struck_id)
+    reached = _newest_step(stack, struck_id)
 
     wipe(stack)
+    end(struck)
 
-    # Whoever was training trains on, in the same attempt and the same processes, and commits.
-    training = job_in(stack, training_id, JobState.RUNNING)
-    assert training.attempt == 1
-    assert training.restarts == 0
-    newest = {c.step for c in stack.client.checkpoints(training_id).items}
-    until(lambda: _newest_step(stack, training_id) > max(newest, default=0))
-    until(lambda: pids(stack, training_id) == ranks)
-    assert all(psutil.pid_exists(pid) for pid in ranks if pid)
-    kinds = [event.kind for event in stack.client.events(training_id).items]
-    assert kinds[0] == "job.found_again"
+    # Whoever was training trains on.
+    assert_trains_on(stack, training_id, ranks)
+
+    # Whose ranks were lost with Redis goes on by itself, from what it had committed.
+    assert_goes_on(stack, struck_id, reached, struck)
+    stack.client.kill(struck_id)
 
     # Who had ended has ended, who stood stands; both with all that they had committed.
     again = job_in(stack, done.id, JobState.SUCCEEDED)

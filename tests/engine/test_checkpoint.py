@@ -161,7 +161,7 @@ def check_resume(ctx: RankContext, ranks: list[list[Stored]]) -> None:
     assert all(torch.equal(a.values, b.values) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_loading_optimizer_state_touches_no_parameter() -> None:
+def test_loading_optimizer_state_touches_no_parameter_and_takes_one_step_for_all() -> None:
     source = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(source.parameters(), lr=1.0)
     torch.autograd.backward(source(torch.ones(1, 3)).sum())
@@ -172,7 +172,10 @@ def test_loading_optimizer_state_touches_no_parameter() -> None:
     model.weight.grad = torch.ones(2, 3)
     before = model.weight.detach().clone()
     other = torch.optim.AdamW(model.parameters(), lr=1.0)
+    steps: list[torch.optim.Optimizer] = []
+    other.register_step_post_hook(lambda done, _, __: steps.append(done))
     load_optimizer_state(model, other, saved)
+    assert steps == [other]
     assert torch.equal(model.weight.detach().signbit(), before.signbit())
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
     assert [p for group in other.param_groups for p in group["params"]] == [*model.parameters()]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core import fully_shard, torch_private
 from fsdp_core.comm import desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
+from tests.engine.test_chunked_loss import WIDTH, Headless
+from tests.engine.versus import Engine, ours, theirs
 
 pytestmark = pytest.mark.ranks
 
@@ -163,3 +171,77 @@ def sharded(ctx: RankContext) -> Choosing:
 def train(model: Choosing, chosen: list[str]) -> None:
     device = next(model.parameters()).device
     torch.autograd.backward(model(torch.ones(2, 4, device=device), chosen))
+
+
+def test_the_check_adds_no_collective_that_is_counted(gangs: Gangs) -> None:
+    gangs(2).run(compare_counts)
+
+
+def compare_counts(ctx: RankContext) -> None:
+    for count in (of_chunks, of_resharding, of_accumulation):
+        mine, reference = ([*count(ctx, engine)] for engine in (ours(), theirs()))
+        assert mine == reference, count.__name__
+        assert mine[0].total() > 0
+
+
+def of_chunks(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of forward, of each chunk of the head, and of the body's backward."""
+    model: Any = Headless().to(ctx.device)
+    for unit in (model.body, [model.norm, model.head], model):
+        engine.shard(unit, mesh=ctx.mesh)
+    for step in range(3):
+        with counting() as mode:
+            hidden = model(ctx.batch(step, 4, WIDTH))
+        yield counts_of(mode)
+        for chunk in hidden.detach().requires_grad_().chunk(2):
+            with counting() as mode:
+                torch.autograd.backward(model.head(chunk).sum())
+            yield counts_of(mode)
+        with counting() as mode:
+            torch.autograd.backward(hidden.sum())
+        yield counts_of(mode)
+
+
+def of_resharding(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of forward and backward, kept whole after forward, resharded by hand, and by forward."""
+    model = layers(ctx, engine)
+    for step in range(6):
+        model.set_reshard_after_forward(step % 3 == 2)
+        with counting() as mode:
+            loss = model(ctx.batch(step, 4, WIDTH)).square().sum()
+        yield counts_of(mode)
+        if step % 3 == 1:
+            for layer in model:
+                layer.reshard()
+        with counting() as mode:
+            torch.autograd.backward(loss)
+        yield counts_of(mode)
+
+
+def of_accumulation(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:
+    """Of each of three microbatches, of which the last reduces."""
+    model = layers(ctx, engine)
+    for micro in range(6):
+        model.set_requires_gradient_sync(micro % 3 == 2)
+        with counting() as mode:
+            torch.autograd.backward(model(ctx.batch(micro, 4, WIDTH)).square().sum())
+        yield counts_of(mode)
+
+
+def layers(ctx: RankContext, engine: Engine) -> Any:  # noqa: ANN401 - a class of either engine
+    torch.manual_seed(5)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]).to(ctx.device)
+    for unit in (*model, model):
+        engine.shard(unit, mesh=ctx.mesh)
+    return model
+
+
+def counts_of(mode: CommDebugMode) -> Counter[object]:
+    return Counter(mode.get_comm_counts())
+
+
+@contextmanager
+def counting() -> Iterator[CommDebugMode]:
+    with CommDebugMode() as mode, warnings.catch_warnings():  # type: ignore[no-untyped-call]  # PyTorch's
+        warnings.simplefilter("ignore")  # the mode's own hooks and views give rise to some
+        yield mode

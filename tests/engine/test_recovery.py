@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_core import ShardedState, TrainingState, fully_shard, register_fsdp_forward_method
+from fsdp_core.errors import TensorKindError
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import WIDTH, Block, Decoder, Recompute, decoder, loss_of, tokens_of
 from tests.engine.sharded import (
@@ -324,5 +328,63 @@ def check_method(ctx: RankContext) -> None:
         model.score(x, broken=True)
     assert held_unsharded_bytes(model) == 0
     torch.autograd.backward(model.score(x, broken=False).sum())
+    assert isinstance(model.weight.grad, DTensor)
+    assert held_unsharded_bytes(model) == 0
+
+
+def test_a_copy_out_without_memory_leaves_slices(gangs: Gangs, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the limit is on the host's memory")
+    gangs(1).run(check_out_of_memory)  # a backend would let go of memory of its own meanwhile
+
+
+def check_out_of_memory(ctx: RankContext) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 3000), nn.Linear(3000, 4000))  # 48 MB
+    fully_shard(model, mesh=ctx.mesh)
+    x = torch.ones(2, 4)
+    expected = model(x).detach()
+    for _ in range(2):
+        unit(model).reshard()
+        unit(model).unshard(async_op=True)
+        with little_memory(slack=8 << 20), pytest.raises(RuntimeError, match="allocate memory"):
+            model(x)
+        assert held_unsharded_bytes(model) == 0
+        assert state(model).groups[0].sharded_state is ShardedState.SHARDED
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert torch.equal(model(x), expected)
+    torch.autograd.backward(model(x).sum())
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@contextmanager
+def little_memory(slack: int) -> Iterator[None]:
+    """Lets this process map no more than `slack` bytes besides what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + slack, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("kind", ["plain", "whole"])
+def test_a_gradient_of_another_kind_is_not_replaced(gangs: Gangs, kind: str) -> None:
+    gangs(2).run(check_foreign_gradient, kind)
+
+
+def check_foreign_gradient(ctx: RankContext, kind: str) -> None:
+    model = nn.Linear(3, 4).to(ctx.device)
+    fully_shard(model, mesh=ctx.mesh)
+    foreign = torch.ones(4, 3, device=ctx.device)
+    if kind == "whole":
+        foreign = distribute_tensor(foreign, ctx.mesh, [Replicate()])
+    model.weight.grad = foreign
+    loss = model(torch.ones(2, 3, device=ctx.device)).sum()
+    with pytest.raises(TensorKindError, match="gradient of parameter 'weight' was set to a "):
+        torch.autograd.backward(loss)
+    model.weight.grad = None
+    torch.autograd.backward(model(torch.ones(2, 3, device=ctx.device)).sum())
     assert isinstance(model.weight.grad, DTensor)
     assert held_unsharded_bytes(model) == 0

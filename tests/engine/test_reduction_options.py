@@ -151,6 +151,30 @@ def check_hooks(ctx: RankContext) -> None:
         assert grads.shape == (sum(rows),)
 
 
+def test_a_hook_runs_on_the_stream_it_was_given(gangs: Gangs) -> None:
+    gangs(2).run(compare_hooks)
+
+
+def compare_hooks(ctx: RankContext) -> None:
+    module = torch.get_device_module(ctx.device)
+    traces, streams = [], []
+    for engine in engines():
+        stream = module.Stream()
+
+        def double(grads: torch.Tensor) -> None:
+            streams.append(module.current_stream())
+            grads.mul_(2)
+
+        model: Any = sharded(ctx, engine)
+        for unit in (*model.blocks, model):
+            unit.set_all_reduce_hook(double, stream=stream)
+        traces.append(sgd(ctx, model))
+        assert all(used is stream for used in streams) == (ctx.device.type == "cpu")
+        assert len(streams) == 2 * len([*model.blocks, model])
+        streams.clear()
+    assert_equal(*traces)
+
+
 class Pool:
     """Memory of one's own, new each time."""
 

@@ -176,15 +176,16 @@ def assert_close(mine: Trace, reference: Trace, *, rtol: float = 1e-5, atol: flo
     for step, (ours_, theirs_) in enumerate(zip(mine.grads, reference.grads, strict=True)):
         assert ours_.keys() == theirs_.keys()
         for name, grad in ours_.items():
-            _compare(f"step {step}: {name}", grad, theirs_[name], rtol, atol)
+            assert_same_tensor(f"step {step}: {name}", grad, theirs_[name], rtol, atol)
     assert mine.params.keys() == reference.params.keys()
     for name, param in mine.params.items():
-        _compare(name, param, reference.params[name], rtol, atol)
+        assert_same_tensor(name, param, reference.params[name], rtol, atol)
 
 
-def _compare(
+def assert_same_tensor(
     what: str, mine: torch.Tensor | None, other: torch.Tensor | None, rtol: float, atol: float
 ) -> None:
+    """Within tolerances; None is the same as None alone. `what` names it."""
     if mine is None or other is None:
         assert mine is other, f"{what}: {mine} against {other}"
         return
@@ -207,6 +208,6 @@ def groups_of(module: nn.Module, *, recurse: bool = True) -> Iterator[FSDPParamG
 def assert_same_full(mine: nn.Module, plain: nn.Module, *, rtol: float, atol: float) -> None:
     """Parameters and gradients of a sharded model and a plain one."""
     for (name, param), expected in zip(mine.named_parameters(), plain.parameters(), strict=True):
-        _compare(name, full(param), full(expected), rtol, atol)
+        assert_same_tensor(name, full(param), full(expected), rtol, atol)
         grad, whole = (None if p.grad is None else full(p.grad) for p in (param, expected))
-        _compare(f"gradient of {name}", grad, whole, rtol, atol)
+        assert_same_tensor(f"gradient of {name}", grad, whole, rtol, atol)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from fsdp_core import FSDPModule
+from fsdp_core.plan.allocator_peak import HostPeak
 from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.plan.model import (
@@ -332,22 +335,51 @@ ALL_CASES = (
     ),
 )
 CASES = {case.name: case for case in ALL_CASES}
-STEPS = 3
+STEPS = 4
 
 
-def measured(ctx: RankContext, name: str) -> int:
-    """The peak of live storage in a rank over the second and third step."""
-    case = CASES[name]
+class Held(NamedTuple):
+    """The most bytes of a rank after the first step.
+
+    Attributes:
+        tensors: Of live storages.
+        allocated: That the allocator gave out.
+    """
+
+    tensors: int
+    allocated: int
+
+
+def measured(ctx: RankContext, name: str) -> Held:
+    """What one of the cases here holds."""
+    return held_by(ctx, CASES[name])
+
+
+def held_by(ctx: RankContext, case: Case) -> Held:
+    """Trains for some steps, after one that fills what libraries of kernels keep for themselves."""
+    _train_for(ctx, case, 1)
+    return _train_for(ctx, case, STEPS)
+
+
+def _train_for(ctx: RankContext, case: Case, steps: int) -> Held:
     torch.manual_seed(ctx.rank)
+    gc.collect()
+    allocator, resting, most = HostPeak(), 0, 0
+    allocator.begin()
     with LiveStorage() as live:
         model = case.make()
         apply_plan(model, case.plan, _mesh(ctx, case.plan.mesh))
         optimizer = case.optimizer(p for p in model.parameters() if p.requires_grad)
-        for step in range(STEPS):
+        for step in range(steps):
             if step == 1:
                 live.forget_peak()
+                most = 0
+            resting += allocator.held()
+            allocator.begin()
             _train(case, model, optimizer)
-        return live.peak
+            most = max(most, resting + allocator.most())
+    allocator.end()
+    return Held(live.peak, most)
 
 
 def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -365,7 +397,7 @@ def _mesh(ctx: RankContext, sizes: MeshPlan) -> DeviceMesh:
     return init_device_mesh(ctx.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def estimated(case: Case) -> Estimate:
+def estimated(case: Case, *, only_tensors: bool = False) -> Estimate:
     """The same from a profile of the model and the plan alone."""
     plan = case.plan
     needed = {
@@ -377,7 +409,12 @@ def estimated(case: Case) -> Estimate:
     study = ModelUnderStudy(case.make, case.loss, tensor_parallel=plan.tensor_parallel)
     profile = _profile(study, tuple(sorted(needed, key=str)))
     facts = optimizer_facts(case.optimizer)
-    return estimate(profile, plan, Training(case.micro_batch, case.accumulation, facts))
+    return estimate(
+        profile,
+        plan,
+        Training(case.micro_batch, case.accumulation, facts),
+        only_tensors=only_tensors,
+    )
 
 
 @cache

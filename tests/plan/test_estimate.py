@@ -13,16 +13,20 @@ from fsdp_core.plan.model import (
     SGD,
     Conditions,
     Estimate,
+    Exchange,
     MeshPlan,
     ModelProfile,
     NodeFacts,
     OptimizerFacts,
+    PassTimes,
     ShardDim,
     ShardingPlan,
+    StepTime,
     Training,
     UnitPlan,
     estimate,
 )
+from fsdp_core.plan.model.traffic import Kind
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import Mlp, vector_loss
 
@@ -90,6 +94,8 @@ def test_traffic_is_two_gathers_and_a_reduction(profile: ModelProfile) -> None:
 
 
 def test_what_costs_memory_and_what_saves_it(profile: ModelProfile) -> None:
+    # What a communication library holds depends on how often it gathers.
+    profile = replace(profile, device_type="cuda")
     base = of(profile).peak.memory
     assert (
         of(profile, UnitPlan(("layers.*",), reshard_after_forward=False)).peak.memory.total
@@ -111,6 +117,31 @@ def test_the_peak_is_told_with_its_place(profile: ModelProfile) -> None:
     assert of(profile).peak.unit.startswith("layers.")
     greedy = OptimizerFacts(state_copies=2, step_copies_of_all=50)
     assert of(profile, training=Training(1, optimizer=greedy)).peak.where == "optimizer step"
+
+
+def test_gloo_holds_a_copy_of_what_it_reduces_and_nccl_does_not(profile: ModelProfile) -> None:
+    one = ShardingPlan(MeshPlan(dp_shard=2))
+    training = Training(1, optimizer=SGD)
+    there = replace(profile, device_type="cuda")
+    tensors = estimate(profile, one, training, only_tensors=True).peak.memory
+    assert estimate(there, one, training).peak.memory == tensors
+    held = estimate(profile, one, training).peak.memory
+    whole = 4 * sum(_numel(p.shape) for p in profile.parameters)
+    # What is reduced and its copy, besides the result.
+    assert held.communication > 2 * whole > tensors.communication
+    alone = ShardingPlan(MeshPlan())
+    without = estimate(profile, alone, training, only_tensors=True)
+    assert estimate(profile, alone, training).peak == without.peak
+
+
+def test_building_counts_where_each_rank_builds_the_whole() -> None:
+    study = ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, 16), vector_loss)
+    profile = profile_model(study, sizes=(1,))
+    many, training = ShardingPlan(MeshPlan(dp_shard=64), LAYER_UNITS), Training(1, optimizer=SGD)
+    built = estimate(replace(profile, built_whole=True), many, training).peak
+    whole = 4 * sum(_numel(p.shape) for p in profile.parameters)
+    assert (built.where, built.memory.unsharded) == ("building", whole)
+    assert estimate(profile, many, training).peak.memory.total < built.memory.total
 
 
 def test_offloading_moves_memory_to_the_host_of_a_device(profile: ModelProfile) -> None:
@@ -153,6 +184,48 @@ def test_time_follows_the_node(profile: ModelProfile) -> None:
     assert seconds(replace(NODE, network_bandwidth=1e6)) == seconds(NODE)
     assert seconds(replace(NODE, network_bandwidth=1e6), ranks=8) > seconds(NODE, ranks=8)
     assert seconds(replace(NODE, overlap=0.0)) > seconds(NODE)
+
+
+def test_each_kind_of_collective_goes_at_its_own_pace(profile: ModelProfile) -> None:
+    slow, quick = Exchange(1.0, 1e12), Exchange(1e-9, 1e12)
+    plans = {
+        "sharded": ShardingPlan(MeshPlan(dp_shard=4), LAYER_UNITS),
+        "replicated": ShardingPlan(MeshPlan(dp_replicate=4), LAYER_UNITS),
+    }
+
+    def started(kind: Kind, mesh: str) -> int:
+        kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+        exchanges = {each: slow if each == kind else quick for each in kinds}
+        node = replace(NODE, exchanges=exchanges, overlap=0.0)
+        time = estimate(profile, plans[mesh], Training(8), node).time
+        assert time is not None
+        return round(sum(time.communication.values()))
+
+    gathers, reduces = 2 * LAYERS + 1, LAYERS + 1
+    assert started("all_gather", "sharded") == gathers
+    assert started("reduce_scatter", "sharded") == started("all_reduce", "replicated") == reduces
+    assert started("all_reduce", "sharded") == started("all_gather", "replicated") == 0
+
+
+def test_every_pass_costs_what_does_not_shrink_with_the_micro_batch(profile: ModelProfile) -> None:
+    def of_passes(node: NodeFacts, passes: int, timed: PassTimes | None = None) -> StepTime:
+        plan = ShardingPlan(MeshPlan(dp_replicate=4), LAYER_UNITS)
+        training = Training(8 // passes, passes)
+        time = estimate(replace(profile, timed=timed), plan, training, node).time
+        assert time is not None
+        return time
+
+    hooked = replace(NODE, unit_s=1.0, parameter_s=0.1)
+    parameters = len(profile.parameters)
+    assert of_passes(hooked, 1).engine == pytest.approx(LAYERS + 1 + 0.1 * parameters)
+    assert of_passes(hooked, 4).engine == pytest.approx(4 * of_passes(hooked, 1).engine)
+    launching = replace(NODE, dispatch_s=1.0)
+    assert of_passes(launching, 4).compute == 4 * of_passes(launching, 1).compute
+    timed = PassTimes(((1, 0.3, 0.3), (4, 0.6, 0.6)), 1e12)  # 0.4 s and 0.2 s a sample
+    assert of_passes(NODE, 1, timed).compute == pytest.approx(0.4 + 8 * 0.2)
+    assert of_passes(NODE, 8, timed).compute == pytest.approx(8 * (0.4 + 0.2))
+    twice_as_fast = replace(NODE, matmul_flops={"fp32": 2e12})
+    assert of_passes(twice_as_fast, 1, timed).compute == pytest.approx(0.4 + 8 * 0.1)
 
 
 def test_gathers_in_groups_within_a_node_go_at_its_links_rate(profile: ModelProfile) -> None:

@@ -19,6 +19,16 @@ def test_other_points_are_a_table_that_is_interpolated() -> None:
     assert [bent.at(size) for size in (1, 2, 3, 4, 6)] == [10, 0, 4, 8, 16]
 
 
+def test_a_square_is_believed_if_a_fourth_point_lies_on_it() -> None:
+    def at(size: int) -> int:
+        return 100 + 3 * size + 4 * size**2
+
+    found = Growth.through({size: at(size) for size in (2, 64, 128, 256)})
+    assert [found.at(size) for size in (2, 100, 2048)] == [at(2), at(100), at(2048)]
+    bent = Growth.through({2: 9000, 64: at(64), 128: at(128), 256: at(256)})
+    assert bent.at(2048) < at(2048)
+
+
 LINES = st.lists(st.tuples(st.integers(-9, 1000), st.integers(0, 50)), min_size=1, max_size=8)
 
 

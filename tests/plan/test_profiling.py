@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +12,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.candidates import candidate_units
@@ -18,6 +21,7 @@ from fsdp_core.plan.model import (
     SGD,
     Conditions,
     Growth,
+    MatrixState,
     MeshPlan,
     ModelProfile,
     OptimizerFacts,
@@ -27,8 +31,10 @@ from fsdp_core.plan.model import (
     estimate,
 )
 from fsdp_core.plan.optimizer_facts import optimizer_facts
+from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
+from tests.plan.wide_suite import ByRows, CheckpointedMlp, Lion, Towers, in_batch_loss
 
 WIDTH, HIDDEN, LAYERS = 256, 64, 3
 
@@ -132,6 +138,32 @@ def test_recomputation_keeps_only_inputs_until_backward(mlp: ModelProfile) -> No
     assert again["layers.1"] == Growth(0, 4 * WIDTH)
 
 
+def test_passes_of_a_model_that_fits_are_timed_in_a_process_of_their_own(
+    mlp: ModelProfile,
+) -> None:
+    study = mlp_study()
+    timed = timed_passes(study, mlp, 1 << 30, None)
+    assert timed is not None
+    sizes = [size for size, _, _ in timed.seconds]
+    assert sizes == sorted(sizes)
+    assert min(timed.flops, *(min(times[1:]) for times in timed.seconds)) > 0
+    assert timed_passes(study, mlp, 1 << 10, None) is None
+    assert timed_passes(study, mlp, 1 << 30, "bf16") is not None
+
+
+def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed(mlp: ModelProfile) -> None:
+    def dies(model: nn.Module, size: int) -> torch.Tensor:
+        del model, size
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def fails(model: nn.Module, size: int) -> torch.Tensor:
+        raise RuntimeError(f"{size} samples are not to my taste: {type(model)}")
+
+    for loss in (dies, fails):
+        assert timed_passes(replace(mlp_study(), loss=loss), mlp, 1 << 30, None) is None
+
+
 def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:
     def make() -> nn.Module:
         model = Encoder(layers=1, tied=True)
@@ -188,8 +220,96 @@ def test_sizes_that_were_not_followed_are_foreseen() -> None:
     study = ModelUnderStudy(partial(ConvNet, 8, 2), image_loss)
     plan = ShardingPlan(MeshPlan(dp_shard=2), (UnitPlan(("blocks.*",)),))
     few, many = (profile_model(study, sizes=sizes) for sizes in ((1, 2, 4), (48,)))
-    for_many = estimate(many, plan, Training(48)).peak
-    assert estimate(few, plan, Training(48)).peak == for_many
+    for_many = estimate(many, plan, Training(48), only_tensors=True).peak
+    assert estimate(few, plan, Training(48), only_tensors=True).peak == for_many
+    whole = [estimate(each, plan, Training(48)).peak.memory.total for each in (few, many)]
+    assert whole[0] == pytest.approx(whole[1], rel=0.05)
+
+
+def test_samples_that_see_each_other_are_foreseen_for_large_batches() -> None:
+    study = ModelUnderStudy(Towers, in_batch_loss)
+    found = profile_model(study)
+    followed = profile_model(study, sizes=(2048,))
+    plan = ShardingPlan(MeshPlan(dp_shard=2), (UnitPlan(("layers.*",)),))
+    peaks = [estimate(each, plan, Training(2048)).peak.memory.total for each in (found, followed)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_what_kernels_take_within_themselves_is_measured() -> None:
+    size, channels, pixels = 4, 64, 32
+    plan = ShardingPlan(MeshPlan())
+
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        image: torch.Tensor = model(torch.randn(batch, 3, pixels, pixels))
+        return image.mean()
+
+    conv = partial(nn.Conv2d, 3, channels, 3, padding=1)
+    peak = estimate(profile_model(ModelUnderStudy(conv, loss)), plan, Training(size)).peak
+    # oneDNN computes in an order of its own and copies the result.
+    assert peak.memory.workspace >= size * 4 * channels * pixels**2
+    linear = ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, 1), vector_loss)
+    assert estimate(profile_model(linear), plan, Training(size)).peak.memory.workspace == 0
+
+
+def test_what_a_recurrent_kernel_keeps_for_backward_counts() -> None:
+    layer = partial(nn.LSTM, 64, 64, batch_first=True)
+
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        output: torch.Tensor = model(torch.randn(batch, 32, 64))[0]
+        return output.mean()
+
+    profile = profile_model(ModelUnderStudy(layer, loss), sizes=(4,))
+    output = 4 * 4 * 32 * 64
+    held = max(each.peak.at(4) for each in profile.traces[0].segments if each.begins == "forward")
+    assert held > 6 * output  # four gates, two states
+    # Of inputs and of states, each four gates of 64 times 64; backward is two of forward.
+    assert profile.flops.at(4) == 3 * 2 * 4 * 32 * 2 * 4 * 64 * 64
+
+
+def test_a_model_that_takes_no_single_sample_is_followed_with_more() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    assert profile_model(ModelUnderStudy(make, vector_loss)).smallest == 2
+
+
+def test_what_the_model_recomputes_by_itself_gathers_its_units() -> None:
+    study = ModelUnderStudy(partial(CheckpointedMlp, WIDTH, HIDDEN, 2), vector_loss)
+    steps = profile_model(study, (Conditions(), Conditions(recompute=True))).traces
+    for trace in steps:
+        again = [each.module for each in trace.segments if each.begins == "again"]
+        assert again == ["layers.0", "layers.1"]
+
+
+class Drawn(Mlp):
+    """Leaves out a layer by chance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if layer is self.layers[0] or len(x) % 2:
+                x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Reentrant(Mlp):
+    """Recomputes in a backward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layers, x.requires_grad_(), use_reentrant=True)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Drawn, "does not run the same modules in every step"), (Reentrant, "use_reentrant=False")],
+)
+def test_a_step_that_cannot_be_followed_is_refused_with_the_reason(
+    model: type[Mlp], reason: str
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        profile_model(ModelUnderStudy(partial(model, WIDTH, HIDDEN, 2), vector_loss))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +320,12 @@ def test_sizes_that_were_not_followed_are_foreseen() -> None:
         (partial(torch.optim.AdamW, foreach=False), OptimizerFacts(2, 4, 0, 2)),
         (partial(torch.optim.SGD, lr=0.1), SGD),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True), OptimizerFacts(1)),
+        (Lion, OptimizerFacts(0, 0, 0, 1, 2.0)),
+        (
+            ByRows,
+            OptimizerFacts(1, 0, 0, 2, matrices=MatrixState(row_bytes=4.0, column_bytes=4.0)),
+        ),
+        (torch.optim.Muon, OptimizerFacts(1, 0, 0, 3, matrices=MatrixState(copies=1))),
     ],
 )
 def test_an_optimizer_shows_what_it_keeps_and_needs(

@@ -20,13 +20,20 @@ from fsdp_core.plan.model import (
     Conditions,
     Fixed,
     FixedUnit,
+    Growth,
+    Highest,
     LayoutAnswer,
     LayoutQuestion,
     MeshPlan,
     ModelProfile,
     NodeFacts,
+    ParameterFacts,
+    PassTimes,
     Seats,
+    Segment,
     ShardingPlan,
+    StepTime,
+    Trace,
     Training,
     UnitPlan,
     Workload,
@@ -389,18 +396,19 @@ def test_many_ranks_take_few_estimates(profile: ModelProfile) -> None:
 
 
 def test_offloading_is_the_last_resort(profile: ModelProfile) -> None:
+    # One rank: among more, gloo would hold something on a host that NCCL does not on a device.
     there = replace(profile, device_type="cuda")
-    least = search_layout(profile, asked(2, KIB)).best
+    least = search_layout(profile, asked(1, KIB)).best
     assert least is not None
     most = least.estimate.peak.memory.total
-    fits = search_layout(there, asked(2, most))
+    fits = search_layout(there, asked(1, most))
     assert fits.best is not None
     assert fits.best.estimate.host_bytes == 0
-    tight = search_layout(there, asked(2, most - 1))
+    tight = search_layout(there, asked(1, most - 1))
     assert tight.feasible
     assert tight.best is not None
     assert tight.best.estimate.host_bytes > 0
-    assert not search_layout(profile, asked(2, most - 1)).feasible
+    assert not search_layout(profile, asked(1, most - 1)).feasible
 
 
 def test_a_batch_or_mesh_that_does_not_divide_has_no_candidate(profile: ModelProfile) -> None:
@@ -429,3 +437,104 @@ def test_where_ranks_come_and_go_layouts_are_tried_that_every_number_of_them_can
     known = LayoutSpace(profile, elastic)
     assert known.micro_batches(mesh) == (6, 2, 1)
     assert known.reshards(mesh, "blocks") == (True, False)
+
+
+COSTLY_PASSES = replace(SLOW, dispatch_s=4e-6, unit_s=4e-4, parameter_s=5e-5, ranks=2)
+
+
+def convnet() -> ModelProfile:
+    """As a convnet on images of 8 x 8 was found: a pass of 16 takes little more than one of 1."""
+    parameters = tuple(
+        ParameterFacts(f"{n}.weight", (32, 32), "float32", 4, is_floating=True, requires_grad=True)
+        for n in range(4)
+    )
+    nothing = Growth(0, 0)
+    segments = (
+        Segment("start", "", Highest((Growth(0, 256),)), nothing),
+        Segment("forward", "", Highest((Growth(0, 9000),)), Growth(0, 9000)),
+        Segment("forward_end", "", Highest((nothing,)), nothing),
+        Segment("backward", "", Highest((nothing,)), Growth(0, -9000), tuple(range(4))),
+        Segment("backward_end", "", Highest((nothing,)), nothing),
+    )
+    return ModelProfile(
+        device_type="cpu",
+        modules=("", *(str(n) for n in range(4))),
+        stops=("",),
+        parameters=parameters,
+        buffers=(),
+        units=(),
+        flops=Growth(0, 500_000),
+        traces=(Trace(Conditions(), segments, nothing, Growth(60, 0)),),
+    )
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_small_convnet_runs_its_share_in_one_pass(*, is_timed: bool) -> None:
+    times = PassTimes(((1, 2.7e-4, 2.7e-4), (4, 3.5e-4, 3.3e-4), (16, 6e-4, 5.2e-4)), 1.7e11)
+    profile = replace(convnet(), timed=times if is_timed else None)
+    question = asked(2, MIB, per_node=2, batch=32, node=COSTLY_PASSES)
+    answer = search_layout(profile, question)
+    assert answer.best is not None
+    assert (answer.best.micro_batch, answer.best.accumulation) == (16, 1)
+    slower = {
+        each.candidate.micro_batch: each.why
+        for each in answer.alternatives
+        if each.candidate.plan == answer.best.plan
+    }
+    assert "passes a step, not 1" in slower[8]
+
+
+def test_the_default_is_left_only_for_what_is_clearly_faster(profile: ModelProfile) -> None:
+    free = asked(4, 3 * MIB)
+    best = search_layout(profile, free).best
+    assert best is not None
+    space = LayoutSpace(profile, free)
+    every = {
+        (space.plan(each), each.micro_batch): estimate(
+            profile, space.plan(each), space.training(each), SLOW
+        ).time
+        for each in space.layouts()
+    }
+    for default, time in every.items():
+        answer = search_layout(profile, replace(free, default=default))
+        assert answer.best is not None
+        assert time is not None
+        assert best.estimate.time is not None
+        is_clear = best.estimate.time.total < 0.9 * time.total
+        assert answer.by_default is not is_clear
+        chosen = (answer.best.plan, answer.best.micro_batch)
+        if not is_clear:
+            assert chosen == default
+        elif answer.best.micro_batch != default[1]:
+            assert chosen == (best.plan, best.micro_batch)
+        assert every[chosen] == answer.best.estimate.time
+        for other in answer.alternatives:
+            seconds = other.candidate.estimate.time
+            if not is_clear and other.candidate.fits and seconds is not None:
+                said = other.why == "not clearly faster than the default layout"
+                assert said == (score_of(seconds) < score_of(time))
+
+
+def score_of(time: StepTime) -> float:
+    return float(f"{time.total:.4g}")
+
+
+def test_a_default_that_does_not_fit_is_not_kept(profile: ModelProfile) -> None:
+    space = LayoutSpace(profile, asked(4, 3 * MIB))
+    layouts = [(space.plan(each), each.micro_batch) for each in space.layouts()]
+    sizes = {
+        key: estimate(profile, key[0], Training(key[1], 4 // key[1] or 1, ADAMW_FUSED)).peak
+        for key in layouts
+    }
+    largest = max(sizes, key=lambda key: sizes[key].memory.total)
+    tight = asked(4, sizes[largest].memory.total - 1)
+    answer = search_layout(profile, replace(tight, default=largest))
+    assert answer.feasible
+    assert not answer.by_default
+
+
+def test_without_seconds_the_default_is_taken_if_it_fits(profile: ModelProfile) -> None:
+    default = (ShardingPlan(MeshPlan(dp_shard=4)), 4)
+    answer = search_layout(profile, replace(asked(4, 3 * MIB, node=None), default=default))
+    assert answer.best is not None
+    assert (answer.best.plan, answer.best.micro_batch) == default

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.contract.specs import JobSpec
-from tests.rank.gang import Ranks, ranks_below, spec_of
+from tests.rank.gang import Ranks, Trained, ranks_below, spec_of
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,14 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     """Starts attempts of one job; ends whatever is left of them."""
     with ranks_below(tmp_path) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Undisturbed runs, each trained once: what other runs are compared with and resumed from."""
+    trained = Trained(tmp_path_factory.mktemp("trained"))
+    yield trained
+    trained.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import shutil
 import socket
 import sys
 import warnings
@@ -37,6 +38,7 @@ from tests.forking import forking
 M = TypeVar("M")
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
+BLOCKS = (UnitPlan(("blocks.*",)),)
 _PATIENCE_S = 60.0
 _READ_BYTES = 65_536
 
@@ -121,6 +123,10 @@ class Attempt:
         """Loss by step, from the rank's board."""
         return {step.step: step.loss for step in self.steps(rank)}
 
+    def losses_after(self, step: int) -> dict[int, float]:
+        """Loss of the steps after ``step``, from the board of rank 0."""
+        return {number: loss for number, loss in self.losses().items() if number > step}
+
     def steps(self, rank: int = 0) -> list[BoardStep]:
         """All finished steps on the rank's board."""
         return self.board(rank).steps_after(0)
@@ -129,8 +135,13 @@ class Attempt:
         """The rank's board, which outlives it."""
         return BoardReader.open(_board_path(self.root, self.fence, rank))
 
-    def committed(self, step: int) -> Manifest:
-        """Links the checkpoint of ``step``, for which all ranks must have voted, into the chain."""
+    def committed(self, step: int, root: Path | None = None) -> Manifest:
+        """Links the checkpoint of ``step``, for which all ranks must have voted, into the chain.
+
+        Args:
+            step: After which it was taken.
+            root: The storage, where it is a copy of that of the ranks.
+        """
         votes = [
             vote
             for rank in range(len(self.channels))
@@ -148,7 +159,7 @@ class Attempt:
             data_digest=votes[0].data_digest,
             shards=tuple(vote.shard for vote in votes),
         )
-        CommitChain(self.root, JOB).append(manifest)
+        CommitChain(root or self.root, JOB).append(manifest)
         return manifest
 
     def account(self) -> str:
@@ -200,7 +211,7 @@ class Ranks:
         *,
         fence: int = 1,
         resume_from: str | None = None,
-        units: tuple[UnitPlan, ...] = (UnitPlan(("blocks.*",)),),
+        units: tuple[UnitPlan, ...] = BLOCKS,
         param_dtype: Precision = "fp32",
         trainer: str = DEFAULT_TRAINER,
     ) -> Attempt:
@@ -257,6 +268,54 @@ class Ranks:
         """Ends every attempt."""
         for attempt in self._attempts:
             attempt.close()
+
+
+class Trained:
+    """Runs that nothing disturbs, each trained once however many tests ask for it.
+
+    Args:
+        folder: Below it each run has a storage root of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[str, tuple[Ranks, Attempt]] = {}
+
+    def of(
+        self,
+        spec: JobSpec,
+        world: int = 2,
+        *,
+        units: tuple[UnitPlan, ...] = BLOCKS,
+        param_dtype: Precision = "fp32",
+    ) -> Attempt:
+        """The run of ``spec`` on ``world`` ranks, to its end."""
+        key = f"{spec.model_dump_json()} {world} {units} {param_dtype}"
+        if key not in self._runs:
+            ranks = Ranks(self._folder / str(len(self._runs)))
+            ranks.root.mkdir()
+            attempt = ranks.start(spec, world, units=units, param_dtype=param_dtype)
+            self._runs[key] = ranks, attempt.succeeded()
+        return self._runs[key][1]
+
+    def committed(
+        self,
+        step: int,
+        ranks: Ranks,
+        spec: JobSpec,
+        world: int = 2,
+        *,
+        units: tuple[UnitPlan, ...] = BLOCKS,
+    ) -> Manifest:
+        """Copies the run's storage to that of ``ranks`` and commits the checkpoint of ``step``."""
+        run = self.of(spec, world, units=units)
+        shutil.copytree(run.root / JOB, ranks.root / JOB)
+        return run.committed(step, ranks.root)
+
+    def close(self) -> None:
+        """Ends what is left of the runs."""
+        for ranks, _ in self._runs.values():
+            ranks.close()
 
 
 @contextmanager

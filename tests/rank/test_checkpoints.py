@@ -28,50 +28,44 @@ from services.worker.agent.export import FILE_BYTES, export
 from services.worker.rank import shard_file
 from services.worker.rank.checkpoint_writer import CheckpointWriteError, CheckpointWriter
 from services.worker.rank.training_state import TrainingState
-from tests.rank.gang import JOB, Attempt, Ranks
+from tests.rank.gang import JOB, Ranks, Trained
 
 Spec = Callable[..., JobSpec]
 
 NOISY = {"factory": "tests.rank.user_models:Noisy", "args": {}}
 
 
-def rest_of(attempt: Attempt, after: int) -> dict[int, float]:
-    return {step: loss for step, loss in attempt.losses().items() if step > after}
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
-    ranks: Ranks, spec: Spec, mode: str
+    trained: Trained, ranks: Ranks, spec: Spec, mode: str
 ) -> None:
     job = spec(checkpoint={"mode": mode})
-    whole = ranks.start(job).succeeded()
-    manifest = whole.committed(3)
-    resumed = ranks.start(job, fence=2, resume_from=manifest.checkpoint_id).succeeded()
-    assert resumed.losses() == rest_of(whole, 3)
+    source = trained.committed(3, ranks, job).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert resumed.losses() == trained.of(job).losses_after(3)
     assert sorted(resumed.losses()) == [4, 5, 6]
     assert [vote.step for vote in resumed.of_kind(0, RankVote)] == [6]
 
 
 @pytest.mark.ranks
-def test_every_random_state_is_resumed(ranks: Ranks, spec: Spec) -> None:
+def test_every_random_state_is_resumed(trained: Trained, ranks: Ranks, spec: Spec) -> None:
     job = spec(model=NOISY)
-    whole = ranks.start(job, units=()).succeeded()
-    manifest = whole.committed(3)
-    resumed = ranks.start(job, fence=2, resume_from=manifest.checkpoint_id, units=()).succeeded()
-    assert resumed.losses() == rest_of(whole, 3)
+    source = trained.committed(3, ranks, job, units=()).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source, units=()).succeeded()
+    assert resumed.losses() == trained.of(job, units=()).losses_after(3)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (4, 2)])
 def test_a_run_resumes_at_another_world_size_with_optimizer_and_data_position(
-    ranks: Ranks, spec: Spec, saved: int, loaded: int
+    trained: Trained, ranks: Ranks, spec: Spec, saved: int, loaded: int
 ) -> None:
-    whole = ranks.start(spec(), saved).succeeded()
-    manifest = whole.committed(3)
-    resumed = ranks.start(spec(), loaded, fence=2, resume_from=manifest.checkpoint_id).succeeded()
+    source = trained.committed(3, ranks, spec(), saved).checkpoint_id
+    resumed = ranks.start(spec(), loaded, fence=2, resume_from=source).succeeded()
     assert sorted(resumed.losses()) == [4, 5, 6]
-    assert resumed.losses() == pytest.approx(rest_of(whole, 3), abs=1e-5)
+    whole = trained.of(spec(), saved)
+    assert resumed.losses() == pytest.approx(whole.losses_after(3), abs=1e-5)
 
 
 @pytest.mark.ranks
@@ -111,8 +105,10 @@ def whole_model(chain: CommitChain, manifest: Manifest) -> dict[str, torch.Tenso
 
 
 @pytest.mark.ranks
-def test_a_finished_run_that_is_resumed_changes_nothing(ranks: Ranks, spec: Spec) -> None:
-    manifest = ranks.start(spec()).succeeded().committed(6)
+def test_a_finished_run_that_is_resumed_changes_nothing(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    manifest = trained.committed(6, ranks, spec())
     again = ranks.start(spec(), fence=2, resume_from=manifest.checkpoint_id).succeeded()
     assert again.losses() == {}
     assert again.of_kind(0, RankVote) == []
@@ -122,9 +118,9 @@ def test_a_finished_run_that_is_resumed_changes_nothing(ranks: Ranks, spec: Spec
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", ["header", "values"])
 def test_a_corrupt_shard_is_refused_by_name_and_digest(
-    ranks: Ranks, spec: Spec, place: str
+    trained: Trained, ranks: Ranks, spec: Spec, place: str
 ) -> None:
-    manifest = ranks.start(spec()).succeeded().committed(3)
+    manifest = trained.committed(3, ranks, spec())
     folder = CommitChain(ranks.root, JOB).shard_folder(manifest.checkpoint_id)
     path = folder / manifest.shards[1].name
     content = bytearray(path.read_bytes())
@@ -141,9 +137,9 @@ def test_a_corrupt_shard_is_refused_by_name_and_digest(
 
 @pytest.mark.ranks
 def test_other_data_than_the_checkpoints_is_refused(
-    ranks: Ranks, spec: Spec, tmp_path: Path
+    trained: Trained, ranks: Ranks, spec: Spec, tmp_path: Path
 ) -> None:
-    manifest = ranks.start(spec(), 1).succeeded().committed(3)
+    manifest = trained.committed(3, ranks, spec(), 1)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("a.py", "b.py"):

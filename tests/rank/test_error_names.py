@@ -4,6 +4,7 @@ import torch
 
 from fsdp_core.errors import DesyncError
 from services.controller.domain import diagnose
+from services.worker.rank.checkpoint_writer import CheckpointWriteError
 from services.worker.rank.step import NonFiniteLossError
 
 
@@ -13,5 +14,6 @@ def name(kind: type[BaseException]) -> str:
 
 def test_the_classes_that_verdicts_name_are_where_they_say() -> None:
     assert name(NonFiniteLossError) == diagnose.NON_FINITE_LOSS
+    assert name(CheckpointWriteError) == diagnose._CHECKPOINT_WRITE
     assert name(DesyncError) == diagnose._DESYNC
     assert {name(MemoryError), name(torch.OutOfMemoryError)} == diagnose._MEMORY_TYPES

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.specs import JobSpec
-from tests.rank.gang import Ranks, spec_of
+from tests.rank.gang import Ranks, Trained, spec_of
 
 MESHES = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
@@ -22,9 +22,9 @@ def on_mesh(library: Path, **sizes: int) -> JobSpec:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_process(ranks: Ranks, library: Path, mesh: str) -> None:
-    alone = ranks.start(spec_of(library), 1).succeeded().losses()
-    together = ranks.start(on_mesh(library, **MESHES[mesh]), fence=2).succeeded()
+def test_losses_are_those_of_one_process(trained: Trained, library: Path, mesh: str) -> None:
+    alone = trained.of(spec_of(library), 1).losses()
+    together = trained.of(on_mesh(library, **MESHES[mesh]))
     for rank in range(4):
         assert together.losses(rank) == pytest.approx(alone, abs=1e-5)
 
@@ -32,31 +32,30 @@ def test_losses_are_those_of_one_process(ranks: Ranks, library: Path, mesh: str)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_a_mesh_is_resumed_on_fewer_ranks(
-    ranks: Ranks, library: Path, mesh: str, world: int
+    trained: Trained, ranks: Ranks, library: Path, mesh: str, world: int
 ) -> None:
-    whole = ranks.start(on_mesh(library, **MESHES[mesh])).succeeded()
-    source = whole.committed(3).checkpoint_id
+    job = on_mesh(library, **MESHES[mesh])
+    source = trained.committed(3, ranks, job).checkpoint_id
     rest = ranks.start(spec_of(library), world, fence=2, resume_from=source).succeeded()
-    expected = {step: loss for step, loss in whole.losses().items() if step > 3}
-    assert rest.losses() == pytest.approx(expected, abs=1e-5)
+    assert rest.losses() == pytest.approx(trained.of(job).losses_after(3), abs=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_checkpoint_is_resumed_on_its_own_mesh_bit_for_bit(
-    ranks: Ranks, library: Path, mesh: str
+    trained: Trained, ranks: Ranks, library: Path, mesh: str
 ) -> None:
-    whole = ranks.start(on_mesh(library, **MESHES[mesh])).succeeded()
-    source = whole.committed(3).checkpoint_id
-    again = ranks.start(on_mesh(library, **MESHES[mesh]), fence=2, resume_from=source).succeeded()
-    assert again.losses() == {step: loss for step, loss in whole.losses().items() if step > 3}
+    job = on_mesh(library, **MESHES[mesh])
+    source = trained.committed(3, ranks, job).checkpoint_id
+    again = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert again.losses() == trained.of(job).losses_after(3)
 
 
-def test_one_rank_can_hand_over_to_a_mesh(ranks: Ranks, library: Path) -> None:
-    alone = ranks.start(spec_of(library), 1).succeeded()
-    source = alone.committed(3).checkpoint_id
-    rest = ranks.start(on_mesh(library, **MESHES["tp"]), fence=2, resume_from=source).succeeded()
-    expected = {step: loss for step, loss in alone.losses().items() if step > 3}
-    assert rest.losses() == pytest.approx(expected, abs=1e-5)
+def test_one_rank_can_hand_over_to_a_mesh(trained: Trained, ranks: Ranks, library: Path) -> None:
+    source = trained.committed(3, ranks, spec_of(library), 1).checkpoint_id
+    job = on_mesh(library, **MESHES["tp"])
+    rest = ranks.start(job, fence=2, resume_from=source).succeeded()
+    alone = trained.of(spec_of(library), 1)
+    assert rest.losses() == pytest.approx(alone.losses_after(3), abs=1e-5)
 
 
 def test_a_split_that_cuts_through_a_head_is_named(ranks: Ranks, library: Path) -> None:

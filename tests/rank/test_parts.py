@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdp_core import TrainingState
+from services.contract.plans import default_micro_batch
 from services.contract.rank_channel import BOARD_BYTES, BoardReader, BoardWriter
 from services.contract.specs import Factory
 from services.contract.states import RankPhase
@@ -19,7 +20,6 @@ from services.worker.rank.data.ngrams import bigram_loss, unigram_loss
 from services.worker.rank.data.stdlib_bytes import StdlibBytes, stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.optimizers import adamw
-from services.worker.rank.run import micro_batch
 from services.worker.rank.schedules import warmup_cosine
 from services.worker.rank.seeds import derive
 
@@ -135,11 +135,10 @@ def test_what_the_trainer_offers_yields_to_the_spec(library: Path) -> None:
 
 
 def test_an_automatic_micro_batch_divides_the_share_and_bounds_the_tokens() -> None:
-    assert micro_batch("auto", 8, 256) == 8
-    assert micro_batch("auto", 96, 1024) == 16
-    assert micro_batch("auto", 7, 16_384) == 1
-    assert micro_batch("auto", 4, 1_000_000) == 1
-    assert micro_batch(3, 12, 8) == 3
+    assert default_micro_batch(8, 256) == 8
+    assert default_micro_batch(96, 1024) == 16
+    assert default_micro_batch(7, 16_384) == 1
+    assert default_micro_batch(4, 1_000_000) == 1
 
 
 def test_seeds_differ_by_purpose() -> None:

@@ -17,6 +17,8 @@ from services.contract.specs import JobSpec
 from services.worker.rank.probe import _chain, _is_out_of_memory, mean_loss, probe
 
 LENGTH = 8
+MODELS = "tests.rank.user_models"
+DATA = "tests.rank.user_data"
 
 
 def ask(
@@ -100,46 +102,76 @@ def test_both_ways_to_a_loss_save_as_much() -> None:
     assert by_loss.flops == by_forward.flops
 
 
-@pytest.mark.parametrize(
-    ("model", "stops", "words"),
-    [
-        ("tests.rank.user_models:Absent", (), r"model\.factory: module .* has no 'Absent'"),
-        ("tests.rank.user_models:NOT_CALLABLE", (), "is not callable"),
-        ("tests.rank.user_models:OwnLoss", ("absent",), r"no modules \['absent'\]"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(model: str, stops: tuple[str, ...], words: str) -> None:
-    answer = ask(model, stops)
-    assert answer.profile is None
-    assert answer.failure is not None
-    assert answer.failure.code == "refused"
-    assert re.search(words, answer.failure.reason)
-    assert answer.failure.traceback is None
+def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
+    return {"factory": place, "args": args}
 
 
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        ({"model": {"factory": "builtins:dict"}}, "model: TypeError: model.factory made a dict"),
         (
-            {"data": {"factory": "tests.rank.user_data:Counting", "args": {"length": 0}}},
-            "data: ValueError: batch(1, [0]) has the shape (1, 1)",
+            {"model": at("tests.rank.user_models:Absent")},
+            "model.factory: module .* has no 'Absent'",
         ),
+        ({"model": at("tests.rank.user_models:NOT_CALLABLE")}, "is not callable"),
+        ({"model": at("tests.rank.absent:Model")}, "No module named 'tests.rank.absent'"),
         (
-            {"optimizer": {"factory": "sgd", "args": {"momentum": -1}}},
-            "optimizer: ValueError: Invalid momentum value",
+            {"model": at(f"{MODELS}:OwnLoss", dims=2)},
+            "unexpected keyword argument 'dims'.*takes dim",
         ),
-        ({"model": {"factory": "sys:exit"}}, "model: SystemExit"),
+        ({"optimizer": at("sgd", rate=2)}, "optimizer.args: sgd: .*'rate'"),
+        ({"schedule": at("constant", steps_up=2)}, "schedule.args: constant: .*'steps_up'"),
+        ({"data": at(f"{DATA}:Counting", width=2)}, "data.args: .*'width'"),
+        ({"model": at("builtins:dict")}, "model: TypeError: model.factory made a dict"),
+        (
+            {"model": at(f"{MODELS}:Particular", heads=3)},
+            "model: ValueError: 3 heads do not divide",
+        ),
+        ({"data": at(f"{DATA}:Particular")}, "data: KeyError: 'width'"),
     ],
 )
-def test_what_raises_is_told_with_what_was_asked_of_it(
+def test_what_no_rank_could_build_is_held_against_the_spec(
     wishes: dict[str, JsonValue], words: str
 ) -> None:
     failure = ask(wishes=wishes).failure
     assert failure is not None
-    assert failure.code == "raised"
-    assert failure.reason.startswith(words)
+    assert failure.code == "wrong_spec", failure
+    assert re.search(words, failure.reason)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"model": at(f"{MODELS}:AsksForItsRank")}, "model: ValueError: Default process group"),
+        ({"model": at(f"{MODELS}:LooksAtValuesWhenBuilt")}, "model: RuntimeError: .*meta"),
+        (
+            {"model": at(f"{MODELS}:ComparesTheBatch")},
+            "model: ValueError: Expected more than 1 value",
+        ),
+        (
+            {"data": at(f"{DATA}:Counting", length=0)},
+            r"data: ValueError: batch\(1, \[0\]\) has the shape \(1, 1\)",
+        ),
+        ({"data": at(f"{DATA}:OnAnotherNode")}, "data: FileNotFoundError"),
+        ({"optimizer": at("sgd", momentum=-1)}, "optimizer: ValueError: Invalid momentum value"),
+        ({"model": at("sys:exit")}, "model: SystemExit"),
+    ],
+)
+def test_what_a_rank_may_do_all_the_same_is_told_and_not_judged(
+    wishes: dict[str, JsonValue], words: str
+) -> None:
+    failure = ask(wishes=wishes).failure
+    assert failure is not None
+    assert failure.code == "raised", failure
+    assert re.match(words, failure.reason)
     assert "Traceback" in str(failure.traceback)
+
+
+def test_a_unit_that_no_module_has_is_refused() -> None:
+    failure = ask(stops=("absent",)).failure
+    assert failure is not None
+    assert failure.code == "refused"
+    assert "no modules ['absent']" in failure.reason
 
 
 def test_want_of_memory_is_seen_behind_other_errors() -> None:

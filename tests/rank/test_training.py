@@ -17,7 +17,7 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.specs import JobSpec
 from services.contract.states import RankPhase
-from tests.rank.gang import Ranks
+from tests.rank.gang import Ranks, Trained
 from tests.waiting import until
 
 pytestmark = pytest.mark.ranks
@@ -27,8 +27,8 @@ Spec = Callable[..., JobSpec]
 USER = "tests.rank.user_models"
 
 
-def test_two_ranks_train_and_tell_the_same_falling_loss(ranks: Ranks, spec: Spec) -> None:
-    attempt = ranks.start(spec()).succeeded()
+def test_two_ranks_train_and_tell_the_same_falling_loss(trained: Trained, spec: Spec) -> None:
+    attempt = trained.of(spec())
     losses = attempt.losses(0)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     assert losses == attempt.losses(1)
@@ -43,22 +43,24 @@ def test_two_ranks_train_and_tell_the_same_falling_loss(ranks: Ranks, spec: Spec
     assert evaluation.tokens == 6 * 16
     assert set(evaluation.baselines) == {"bigram", "unigram"}
     assert attempt.of_kind(1, RankEvaluated) == []
-    assert "validation loss" in (ranks.root / "rank-0.log").read_text(encoding="utf-8")
+    assert "validation loss" in (attempt.root / "rank-0.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_the_number_of_ranks_does_not_show_in_the_losses(
-    ranks: Ranks, spec: Spec, world: int
+    trained: Trained, spec: Spec, world: int
 ) -> None:
-    two = ranks.start(spec()).succeeded().losses()
-    other = ranks.start(spec(), world, fence=2).succeeded().losses()
+    two = trained.of(spec()).losses()
+    other = trained.of(spec(), world).losses()
     # The first is made of first values alone: only the order of its sums may differ.
     assert other[1] == pytest.approx(two[1], abs=2e-6)
     assert other == pytest.approx(two, abs=1e-5)
 
 
-def test_micro_batches_only_change_the_order_of_sums(ranks: Ranks, spec: Spec) -> None:
-    whole = ranks.start(spec()).succeeded()
+def test_micro_batches_only_change_the_order_of_sums(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    whole = trained.of(spec())
     train = {"steps": 6, "global_batch": 12, "seed": 7, "micro_batch": 2}
     split = ranks.start(spec(train=train), fence=2).succeeded()
     assert split.losses() == pytest.approx(whole.losses(), abs=1e-5)
@@ -66,8 +68,8 @@ def test_micro_batches_only_change_the_order_of_sums(ranks: Ranks, spec: Spec) -
     assert norms == pytest.approx([step.grad_norm for step in whole.steps()], rel=1e-4)
 
 
-def test_the_board_tells_figures_and_counts_of_every_step(ranks: Ranks, spec: Spec) -> None:
-    attempt = ranks.start(spec()).succeeded()
+def test_the_board_tells_figures_and_counts_of_every_step(trained: Trained, spec: Spec) -> None:
+    attempt = trained.of(spec())
     steps = attempt.steps(1)
     assert [round(step.learning_rate, 6) for step in steps[:3]] == [0.005, 0.01, 0.008682]
     assert all(step.step_time_s > 0 and step.tokens_per_s > 0 for step in steps)
@@ -217,8 +219,8 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(ranks: Ranks, spec: Spec
     )
 
 
-def test_half_precision_trains_with_whole_precision_sums(ranks: Ranks, spec: Spec) -> None:
-    whole = ranks.start(spec()).succeeded().losses()
-    half = ranks.start(spec(), fence=2, param_dtype="bf16").succeeded().losses()
+def test_half_precision_trains_with_whole_precision_sums(trained: Trained, spec: Spec) -> None:
+    whole = trained.of(spec()).losses()
+    half = trained.of(spec(), param_dtype="bf16").losses()
     assert half != whole
     assert half == pytest.approx(whole, abs=0.05)

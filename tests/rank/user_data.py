@@ -1,6 +1,7 @@
 """Data as users write it, named in specs as ``tests.rank.user_data:…``."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -26,3 +27,17 @@ class Counting:
 
     def baselines(self) -> Mapping[str, float]:
         return {}
+
+
+class Particular(Counting):
+    """Looks for a setting that it was not given."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(settings["width"])
+
+
+class OnAnotherNode(Counting):
+    """Reads a file that is not on this node."""
+
+    def __init__(self) -> None:
+        super().__init__(len(Path("/nowhere/data.bin").read_bytes()))

@@ -128,3 +128,39 @@ class BreaksItsPromise(nn.Module):
 
 
 NOT_CALLABLE = 3
+
+
+class Particular(OwnLoss):
+    """Raises when it is built with arguments that do not go together."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__(dim=16)
+        if 16 % heads:
+            raise ValueError(f"{heads} heads do not divide 16")
+
+
+class AsksForItsRank(OwnLoss):
+    """Can be built only beside other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=16 * torch.distributed.get_world_size())
+
+
+class LooksAtValuesWhenBuilt(OwnLoss):
+    """Cannot be built where tensors have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+
+class ComparesTheBatch(OwnLoss):
+    """Takes no micro-batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.embedding(tokens[:, 0])))
+        return functional.cross_entropy(logits, tokens[:, 1])

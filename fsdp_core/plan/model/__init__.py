@@ -17,7 +17,7 @@ from fsdp_core.plan.model.answer import (
 from fsdp_core.plan.model.estimate import Estimate, Training, estimate
 from fsdp_core.plan.model.growth import Growth, Highest
 from fsdp_core.plan.model.ledger import Memory, MemoryKind, Peak
-from fsdp_core.plan.model.optimizer import ADAMW_FUSED, SGD, OptimizerFacts
+from fsdp_core.plan.model.optimizer import ADAMW_FUSED, SGD, MatrixState, OptimizerFacts
 from fsdp_core.plan.model.profile import (
     PROFILE_VERSION,
     BufferFacts,
@@ -54,7 +54,7 @@ from fsdp_core.plan.model.sharding import (
     is_pattern,
     matches,
 )
-from fsdp_core.plan.model.step_time import NodeFacts, StepTime
+from fsdp_core.plan.model.step_time import Exchange, NodeFacts, PassTimes, StepTime
 
 __all__ = [
     "ADAMW_FUSED",
@@ -69,12 +69,14 @@ __all__ = [
     "Change",
     "Conditions",
     "Estimate",
+    "Exchange",
     "Fixed",
     "FixedUnit",
     "Growth",
     "Highest",
     "LayoutAnswer",
     "LayoutQuestion",
+    "MatrixState",
     "Memory",
     "MemoryKind",
     "MeshPlan",
@@ -82,6 +84,7 @@ __all__ = [
     "NodeFacts",
     "OptimizerFacts",
     "ParameterFacts",
+    "PassTimes",
     "Peak",
     "Precision",
     "RankedBy",

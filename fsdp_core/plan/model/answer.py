@@ -85,6 +85,7 @@ class LayoutAnswer:
         estimated: How many of these were followed step by step; bounds ruled out the others.
         exhaustive: Whether bounds ruled out *all* others. Else the search ended early, and a
             better layout may exist.
+        by_default: Whether the best is the default, than which no other is clearly faster.
     """
 
     feasible: bool
@@ -96,3 +97,4 @@ class LayoutAnswer:
     considered: int
     estimated: int
     exhaustive: bool
+    by_default: bool = False

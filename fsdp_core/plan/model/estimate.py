@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.ledger import Ledger, Memory, Peak
@@ -11,9 +12,9 @@ from fsdp_core.plan.model.optimizer import SGD, OptimizerFacts
 from fsdp_core.plan.model.profile import Conditions, ModelProfile, Segment
 from fsdp_core.plan.model.sharding import ShardingPlan
 from fsdp_core.plan.model.shares import UnitShare, shares_of
-from fsdp_core.plan.model.step_time import NodeFacts, StepTime, step_time
+from fsdp_core.plan.model.step_time import NodeFacts, StepTime, StepWork, step_time
 from fsdp_core.plan.model.timeline import Placement, Timeline
-from fsdp_core.plan.model.traffic import Traffic
+from fsdp_core.plan.model.traffic import Moved, Traffic
 
 # The first step does not foresee the order of forward; all others are alike.
 _STEPS = 2
@@ -67,6 +68,7 @@ def estimate(
     node: NodeFacts | None = None,
     *,
     shard_rank: int = 0,
+    only_tensors: bool = False,
 ) -> Estimate:
     """Follows a step of one rank, as the engine would make it, without making it.
 
@@ -76,6 +78,7 @@ def estimate(
         training: The optimizer and sizes.
         node: For the time; None leaves that out.
         shard_rank: The rank's place along `dp_shard`: the first has most.
+        only_tensors: Leave out what operators and the communication library take for themselves.
 
     Raises:
         PlanError: The plan does not fit the model, or the profile lacks what it needs.
@@ -90,8 +93,12 @@ def estimate(
     ledger.shift("parameters", held.parameters)
     ledger.shift("optimizer", held.state)
     resting = ledger.peak.memory
-    placement = Placement(mesh.dp_shard, mesh.dp_replicate, is_host=is_host)
+    placement = Placement(
+        mesh.dp_shard, mesh.dp_replicate, is_host=is_host, has_gloo=is_host and not only_tensors
+    )
     segments = steps_of(profile, plan, shares)
+    if only_tensors:
+        segments = [replace(step, segment=replace(step.segment, within=None)) for step in segments]
     traffic = Traffic(mesh.dp_shard, mesh.dp_replicate)
     timeline = Timeline(shares, placement, ledger, traffic)
     for _ in range(_STEPS):
@@ -111,16 +118,11 @@ def estimate(
     flops = flops_of(profile, plan, shares, training)
     time = None
     if node is not None:
-        time = step_time(
-            node,
-            mesh,
-            (flops, plan.param_dtype or "fp32"),
-            (traffic.sent, traffic.collectives),
-            held.updated,
-            traffic.sent_in_groups,
-        )
+        work = work_of(profile, plan, shares, training, (traffic.moved, held.updated))
+        time = step_time(node, mesh, work)
+    building = _building(profile, shares) if is_host and profile.built_whole else Peak.none()
     return Estimate(
-        ledger.peak,
+        max(ledger.peak, building, key=lambda peak: peak.memory.total),
         resting,
         held.host,
         traffic.sent,
@@ -166,7 +168,7 @@ class _Held:
                 local = profile.rounded(param.state_numel * param.facts.itemsize)
                 mine = 0
                 if param.facts.requires_grad:
-                    mine = optimizer.state_copies * local + optimizer.state_bytes
+                    mine = optimizer.state_of(param.state_shape, local)
                     updated += slices + local + mine
                 if unit.unit.plan.offload and not is_host:
                     host += slices + mine + (slices if param.facts.requires_grad else 0)
@@ -179,6 +181,15 @@ class _Held:
             copies
         ) + optimizer.step_copies_of_largest * max(copies)
         return cls(parameters, state, temporary, host, updated)
+
+
+def _building(profile: ModelProfile, shares: Sequence[UnitShare]) -> Peak:
+    """Of a model that is whole until it is sharded, a parameter at a time."""
+    params = [param for share in shares for param in share.own]
+    whole = sum(profile.rounded(prod(each.shape) * each.itemsize) for each in profile.parameters)
+    slices = max((profile.rounded(param.slice_bytes) for param in params), default=0)
+    buffers = sum(profile.rounded(each.nbytes) for each in profile.buffers)
+    return Peak(Memory(parameters=slices, buffers=buffers, unsharded=whole), "building", "")
 
 
 @dataclass(frozen=True)
@@ -208,12 +219,17 @@ def _pass(
                     timeline.enter_forward(segment.module)
                 case "forward_end":
                     timeline.leave_forward(segment.module)
+                case "again":
+                    timeline.enter_again(segment.module)
                 case "backward":
                     timeline.enter_backward(segment.module)
                 case "backward_end":
                     timeline.leave_backward(segment.module)
         ledger.shift(
-            "activations", segment.change.at(micro_batch), peak=segment.peak.at(micro_batch)
+            "activations",
+            segment.change.at(micro_batch),
+            peak=segment.peak.at(micro_batch),
+            within=0 if segment.within is None else segment.within.at(micro_batch),
         )
         timeline.add_grads(segment.grads)
     ledger.enter("end of backward", "")
@@ -225,10 +241,49 @@ _PHASES: Mapping[str, str] = {
     "start": "loading",
     "forward": "forward",
     "forward_end": "forward",
+    "again": "backward",
+    "again_end": "backward",
     "loss_backward": "backward",
     "backward": "backward",
     "backward_end": "backward",
 }
+
+
+def work_of(
+    profile: ModelProfile,
+    plan: ShardingPlan,
+    shares: Sequence[UnitShare],
+    training: Training,
+    counted: tuple[Moved, int],
+) -> StepWork:
+    """What a rank does in a step.
+
+    Args:
+        profile: Of the model.
+        plan: For any number of ranks.
+        shares: Of the plan.
+        training: Sizes.
+        counted: What is sent, and bytes that the optimizer goes through.
+    """
+    moved, updated_bytes = counted
+    flops = flops_of(profile, plan, shares, training)
+    once = profile.flops.at(training.micro_batch) * training.accumulation // plan.mesh.tp
+    trace = profile.trace(_conditions(plan, shares[0]))
+    return StepWork(
+        micro_batch=training.micro_batch,
+        passes=training.accumulation,
+        flops=flops,
+        # A forward is a third of forward and backward.
+        again=3 * (flops - once) / once if once else float(flops > once),
+        operators=trace.operators.at(training.micro_batch),
+        precision=plan.param_dtype or "fp32",
+        units=sum(1 for share in shares if share.own),
+        parameters=len(profile.parameters),
+        updated=sum(1 for each in profile.parameters if each.requires_grad),
+        updated_bytes=updated_bytes,
+        moved=moved,
+        timed=profile.timed,
+    )
 
 
 def _conditions(plan: ShardingPlan, share: UnitShare) -> Conditions:

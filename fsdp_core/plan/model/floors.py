@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from fsdp_core.layout import Slicing
-from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of
+from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of, work_of
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.sharding import MeshPlan, ShardingPlan, UnitPlan
 from fsdp_core.plan.model.shares import UnitShare, shares_of
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 from fsdp_core.plan.model.step_time import step_time
+from fsdp_core.plan.model.traffic import Moved
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,15 @@ class Floors:
         """The score of which a step's is at least."""
         model, held = self._model(layout)
         plan, training = self._space.plan(layout), self._space.training(layout)
-        sent, collectives, groups = _traffic(model, plan, training.accumulation)
-        sent["tp"] = model.tp_bytes(layout.micro_batch) * training.accumulation
-        flops = flops_of(self._space.profile, plan, model.shares, training)
-        seats, time = self._space.question.seats, None
+        split = model.tp_bytes(layout.micro_batch) * training.accumulation
+        moved = _traffic(model, plan, training.accumulation, split)
+        profile, seats, time = self._space.profile, self._space.question.seats, None
         if seats.node is not None:
-            work = (flops, plan.param_dtype or "fp32")
-            traffic = (sent, collectives)
-            time = step_time(seats.node, plan.mesh, work, traffic, held.updated, groups)
-        return score(Spent(flops, sent, time, groups), plan.mesh, seats)
+            counted = (moved, held.updated)
+            work = work_of(profile, plan, model.shares, training, counted)
+            time = step_time(seats.node, plan.mesh, work)
+        flops = flops_of(profile, plan, model.shares, training)
+        return score(Spent(flops, moved.sent, time, moved.in_groups), plan.mesh, seats)
 
     def _model(self, layout: Layout) -> tuple[_Model, _Held]:
         mesh = MeshPlan(tp=layout.mesh.tp)
@@ -120,10 +122,11 @@ class Floors:
         parameters = state = grads = kept = updated = 0
         copies, largest = 0, 0
         for kind, count in model.kinds.items():
-            row, local = _cut(kind.whole, shards)
+            row, shape = _cut(kind.whole, shards)
+            local = prod(shape)
             slices = profile.rounded(row * kind.itemsize)
             own = profile.rounded(local * kind.itemsize)
-            mine = optimizer.state_copies * own + optimizer.state_bytes if kind.is_trained else 0
+            mine = optimizer.state_of(shape, own) if kind.is_trained else 0
             if kind.is_trained:
                 updated += count * (slices + own + mine)
             if kind.has_grad:
@@ -234,10 +237,8 @@ def _anywhere(plan: ShardingPlan) -> ShardingPlan:
     return replace(plan, units=tuple(units))
 
 
-def _traffic(
-    model: _Model, plan: ShardingPlan, passes: int
-) -> tuple[dict[str, int], dict[str, int], dict[int, int]]:
-    """Bytes and collectives by axis, and bytes in smaller groups, without mistaken gathers."""
+def _traffic(model: _Model, plan: ShardingPlan, passes: int, split: int) -> Moved:
+    """What is sent at least: without mistaken gathers; `split` is what tp sends."""
     shards, replicas = plan.mesh.dp_shard, plan.mesh.dp_replicate
     options: Mapping[tuple[str, ...], UnitPlan] = {unit.modules: unit for unit in plan.units}
     gathered = reduced = averaged = 0
@@ -260,13 +261,17 @@ def _traffic(
     units = sum(model.units.values())
     # Each average is rounded down by itself; there are no more than parameters.
     mean = max(2 * averaged * (replicas - 1) // replicas - sum(model.kinds.values()), 0)
-    total = {"dp_replicate": mean, "dp_shard": gathered + reduced, "tp": 0}
-    collectives = {
+    total: dict[str, int] = {
+        "dp_replicate": mean,
+        "dp_shard": gathered + reduced,
+        "tp": split,
+    }
+    collectives: dict[str, int] = {
         "dp_replicate": units if replicas > 1 else 0,
         "dp_shard": started if shards > 1 else 0,
         "tp": 0,
     }
-    return total, collectives, dict(groups)
+    return Moved(total, collectives, (reduced, units if shards > 1 else 0), dict(groups))
 
 
 def _gathers(unit: UnitPlan | None, shards: int) -> tuple[int, ...]:
@@ -287,10 +292,7 @@ def _from_first(whole: Slicing) -> Slicing:
 
 
 @lru_cache(maxsize=65_536)
-def _cut(whole: Slicing, parts: int) -> tuple[int, int]:
-    """Elements of a padded slice, and of the first rank's own."""
+def _cut(whole: Slicing, parts: int) -> tuple[int, tuple[int, ...]]:
+    """Elements of a padded slice, and the shape of the first rank's own."""
     cut = Slicing.of(whole.shape, whole.dim, parts)
-    size = 1
-    for length in cut.shape_of(0):
-        size *= length
-    return cut.row, size
+    return cut.row, tuple(cut.shape_of(0))

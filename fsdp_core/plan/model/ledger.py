@@ -14,6 +14,7 @@ MemoryKind = Literal[
     "whole_gradients",
     "activations",
     "communication",
+    "workspace",
 ]
 
 
@@ -29,7 +30,8 @@ class Memory:
         unsharded: Whole parameters, and slices kept for a smaller group.
         whole_gradients: As autograd makes them, until they are reduced.
         activations: What forward and backward compute.
-        communication: What is being gathered or reduced.
+        communication: What is being gathered or reduced, and what the library for it takes.
+        workspace: What operators take within themselves.
     """
 
     parameters: int = 0
@@ -40,6 +42,7 @@ class Memory:
     whole_gradients: int = 0
     activations: int = 0
     communication: int = 0
+    workspace: int = 0
 
     @property
     def total(self) -> int:
@@ -61,6 +64,11 @@ class Peak:
     where: str
     unit: str
 
+    @classmethod
+    def none(cls) -> Peak:
+        """Of a time when nothing is held."""
+        return cls(Memory(), "", "")
+
 
 class Ledger:
     """Adds up what is allocated and freed, and remembers the peak."""
@@ -76,7 +84,7 @@ class Ledger:
         self._total = 0
         self._where = ("", "")
         self._best = 0
-        self.peak = Peak(Memory(), "", "")
+        self.peak = Peak.none()
 
     def enter(self, where: str, unit: str) -> None:
         """What follows happens in this phase."""
@@ -96,16 +104,19 @@ class Ledger:
         """Frees what `add` returned, or a sum of it."""
         self.shift(kind, -taken)
 
-    def shift(self, kind: MemoryKind, taken: int, *, peak: int = 0) -> None:
+    def shift(self, kind: MemoryKind, taken: int, *, peak: int = 0, within: int = 0) -> None:
         """Changes what is held.
 
         Args:
             kind: What for.
             taken: More, or less, than before.
             peak: Most that was held in between, over what was held before.
+            within: The same with what operators took within themselves.
         """
         if peak > 0:
             self._note(kind, peak)
+        if within > max(peak, 0):
+            self._note(kind, max(peak, 0), workspace=within - max(peak, 0))
         self._now[kind] += taken
         self._total += taken
         if taken > 0:
@@ -119,8 +130,9 @@ class Ledger:
         """Looks for the peak from now on."""
         self._best = 0
 
-    def _note(self, kind: MemoryKind, extra: int) -> None:
-        if self._total + extra > self._best:
-            self._best = self._total + extra
+    def _note(self, kind: MemoryKind, extra: int, *, workspace: int = 0) -> None:
+        if self._total + extra + workspace > self._best:
+            self._best = self._total + extra + workspace
             held = {**self._now, kind: self._now[kind] + extra}
+            held["workspace"] += workspace
             self.peak = Peak(Memory(**held), *self._where)

@@ -7,17 +7,26 @@ on the plan. So one profile serves every plan whose units are among its `stops`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.growth import Growth, Highest
 from fsdp_core.plan.model.sharding import Precision
+from fsdp_core.plan.model.step_time import PassTimes
 
 PROFILE_VERSION = 1
 
 Boundary = Literal[
-    "start", "forward", "forward_end", "backward", "backward_end", "loss", "loss_backward"
+    "start",
+    "forward",
+    "forward_end",
+    "again",
+    "again_end",
+    "backward",
+    "backward_end",
+    "loss",
+    "loss_backward",
 ]
 UnitKind = Literal["block", "embedding", "head", "other"]
 
@@ -89,12 +98,15 @@ class Segment:
     """A stretch of a step between two boundaries.
 
     Attributes:
-        begins: What happens at its start: a module's forward or backward begins or has ended.
+        begins: What happens at its start: a module's forward or backward begins or has ended, or
+            its forward runs again within backward, since the model recomputes by itself.
         module: Whose; "" also where no module is meant.
         peak: Most activation bytes within it over those at its start; gradients of parameters
             count here until its end.
         change: Activation bytes at its end minus those at its start, without such gradients.
         grads: Places, in the profile's list, of parameters whose gradients became known.
+        within: As `peak`, with what operators take within themselves, while such are at work that
+            take anything; None: there are none.
     """
 
     begins: Boundary
@@ -102,6 +114,7 @@ class Segment:
     peak: Highest
     change: Growth
     grads: tuple[int, ...] = ()
+    within: Highest | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +142,13 @@ class Trace:
         conditions: These.
         segments: In order; those of all traces begin alike.
         tp_bytes: What a rank sends for the split matrices in forward and backward.
+        operators: How many run in forward and backward.
     """
 
     conditions: Conditions
     segments: tuple[Segment, ...]
     tp_bytes: Growth
+    operators: Growth = field(default=Growth(0, 0))
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,11 @@ class ModelProfile:
         flops: Floating-point operations of forward and backward.
         traces: One for each of the conditions that were measured.
         granularity: Memory comes in multiples of so many bytes.
+        smallest: Samples of the smallest micro-batch that the model takes.
+        built_whole: Whether each rank builds the whole model, in the host's memory, before it is
+            sharded.
         version: Of this schema.
+        timed: Its passes, if they were run on real tensors and timed.
     """
 
     device_type: str
@@ -162,7 +181,10 @@ class ModelProfile:
     flops: Growth
     traces: tuple[Trace, ...]
     granularity: int = 1
+    smallest: int = 1
+    built_whole: bool = False
     version: int = PROFILE_VERSION
+    timed: PassTimes | None = None
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:

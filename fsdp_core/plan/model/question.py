@@ -118,6 +118,8 @@ class LayoutQuestion:
         splits: What could be split over tp, if the user settles nothing; empty: not known, so
             that tp stays 1.
         groups: Whether slices may be kept for some ranks of dp_shard; not where its size changes.
+        default: Plan and micro-batch by which it would run without a search; taken unless another
+            is clearly faster.
     """
 
     seats: Seats
@@ -125,6 +127,7 @@ class LayoutQuestion:
     fixed: Fixed = Fixed()
     splits: tuple[TensorParallelPlan, ...] = ()
     groups: bool = True
+    default: tuple[ShardingPlan, int] | None = None
 
     @property
     def tensor_parallel(self) -> tuple[TensorParallelPlan, ...]:

@@ -19,6 +19,7 @@ _WORDS = {
     "whole_gradients": "whole gradients",
     "activations": "activations",
     "communication": "buffers of collectives",
+    "workspace": "what operators take within themselves",
 }
 _AXES = {
     "tp": "sums over tp",
@@ -34,6 +35,8 @@ def why_lost(found: Found, best: Found, seats: Seats) -> str:
         return does_not_fit(mine, seats)
     if found.score > best.score:
         return _slower(mine, chosen, seats)
+    if found.score < best.score:
+        return "not clearly faster than the default layout"
     more = _total(mine) - _total(chosen)
     same = "equal time" if seats.node is not None else "equal operations and bytes"
     if more > 0:
@@ -76,7 +79,7 @@ def _slower(mine: Candidate, chosen: Candidate, seats: Seats) -> str:
     extra = {
         axis: time.communication[axis] - best.communication[axis] for axis in time.communication
     }
-    extra["compute"] = time.compute - best.compute
+    extra["compute"] = time.compute - best.compute + time.engine - best.engine
     extra["optimizer"] = time.optimizer - best.optimizer
     where = max(extra, key=lambda part: extra[part])
     ratio = f"{time.total / best.total:.2f} x" if time.total / best.total >= 1.005 else "slightly"  # noqa: PLR2004 - what two digits show
@@ -85,7 +88,7 @@ def _slower(mine: Candidate, chosen: Candidate, seats: Seats) -> str:
 
 def _cause(where: str, mine: Candidate, chosen: Candidate, seats: Seats) -> str:
     if where == "compute":
-        return "activations are computed again"
+        return _more_work(mine, chosen)
     if where == "optimizer":
         return "each rank updates more"
     sent, best = mine.estimate.sent[where], chosen.estimate.sent[where]
@@ -97,6 +100,14 @@ def _cause(where: str, mine: Candidate, chosen: Candidate, seats: Seats) -> str:
     if started > fewer:
         return f"{_AXES[where]}: {started} collectives, not {fewer}"
     return f"{_AXES[where]} send less of their bytes within nodes"
+
+
+def _more_work(mine: Candidate, chosen: Candidate) -> str:
+    if mine.accumulation > chosen.accumulation:
+        return f"{mine.accumulation} passes a step, not {chosen.accumulation}"
+    if mine.estimate.flops > chosen.estimate.flops:
+        return "activations are computed again"
+    return "a pass takes longer"
 
 
 def _is_far(axis: str, candidate: Candidate, seats: Seats) -> bool:

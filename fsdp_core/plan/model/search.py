@@ -19,6 +19,8 @@ from fsdp_core.plan.model.space import Layout, LayoutSpace
 _MESHES = 6
 _FLIPPED = 3
 _DEEPER = 2
+# What another layout's seconds must be below, as a part of the default's: estimates are not exact.
+_CLEARLY = 0.9
 
 
 def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnswer:
@@ -53,6 +55,11 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         found for layout in _rivals(space, hunt, layouts, best) if (found := hunt.look(layout))
     ]
     best, others = _sorted_out(best, [*rivals, *hunt.found.values()], feasible=feasible)
+    usual = _default(space, hunt, layouts) if feasible else None
+    if usual is not None:
+        kept = _closest(best, usual, hunt.found.values())
+        others = sorted((each for each in (best, *others) if each != kept), key=lambda e: e.key)
+        best = kept
     seats = question.seats
     return LayoutAnswer(
         feasible=feasible,
@@ -66,7 +73,41 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         considered=len(layouts),
         estimated=len(hunt.found),
         exhaustive=hunt.exhaustive,
+        by_default=usual is not None and best == usual,
     )
+
+
+def _default(space: LayoutSpace, hunt: Hunt, layouts: list[Layout]) -> Found | None:
+    """The layout that needs no search, if it is among those searched and fits."""
+    if space.question.default is None:
+        return None
+    plan, micro_batch = space.question.default
+    found = next(
+        (
+            hunt.look(each)
+            for each in layouts
+            if (each.mesh, each.micro_batch) == (plan.mesh, micro_batch)
+            and space.plan(each) == plan
+        ),
+        None,
+    )
+    return found if found is not None and found.candidate.fits else None
+
+
+def _closest(best: Found, usual: Found, known: Iterable[Found]) -> Found:
+    """The default, or its micro-batch in another layout, unless the best is clearly faster."""
+    if not _is_clearly_faster(best, usual):
+        return usual
+    alike = (each for each in known if each.candidate.fits and not each.layout.offload)
+    alike = (each for each in alike if each.layout.micro_batch == usual.layout.micro_batch)
+    other = min(alike, key=lambda each: each.key, default=best)
+    return best if _is_clearly_faster(best, other) else other
+
+
+def _is_clearly_faster(one: Found, other: Found) -> bool:
+    """By seconds; where these are not known, bytes say too little of what a pass costs."""
+    mine, its = one.candidate.estimate.time, other.candidate.estimate.time
+    return mine is not None and its is not None and mine.total < _CLEARLY * its.total
 
 
 def _sorted_out(

@@ -35,7 +35,7 @@ class ParamShare:
         reduce: Bytes of an element in a reduction.
         travels_as: Words that differ where dtypes of computation differ.
         reduces_as: The same for reductions.
-        state_numel: Elements that this rank's optimizer sees.
+        state_shape: Of what this rank's optimizer sees.
     """
 
     facts: ParameterFacts
@@ -46,7 +46,12 @@ class ParamShare:
     reduce: int
     travels_as: str
     reduces_as: str
-    state_numel: int
+    state_shape: tuple[int, ...]
+
+    @property
+    def state_numel(self) -> int:
+        """Elements that this rank's optimizer sees."""
+        return prod(self.state_shape)
 
     @property
     def slice_bytes(self) -> int:
@@ -173,8 +178,8 @@ def _cut(shape: tuple[int, ...], dim: int | None, parts: int) -> Slicing:
 
 
 @lru_cache(maxsize=16_384)
-def _own_numel(slicing: Slicing, part: int) -> int:
-    return prod(slicing.shape_of(part))
+def _own_shape(slicing: Slicing, part: int) -> tuple[int, ...]:
+    return tuple(slicing.shape_of(part))
 
 
 @lru_cache(maxsize=4)
@@ -224,7 +229,7 @@ def _param_share(
         ITEMSIZE[reduce] if reduces and reduce is not None else compute,
         travels_as,
         str(reduce) if reduces else travels_as,
-        _own_numel(slicing, shard_rank),
+        _own_shape(slicing, shard_rank),
     )
 
 

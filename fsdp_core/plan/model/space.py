@@ -109,7 +109,10 @@ class LayoutSpace:
             return (workload.micro_batch,)
         share = workload.global_batch // mesh.data_ranks
         common = workload.common_share or share
-        return tuple(m for m in _divisors(share)[::-1] if m == share or common % m == 0)
+        least = min(self.profile.smallest, share)
+        return tuple(
+            m for m in _divisors(share)[::-1] if m == share or (common % m == 0 and m >= least)
+        )
 
     @cached_property
     def unit_kinds(self) -> tuple[Units, ...]:

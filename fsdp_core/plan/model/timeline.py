@@ -26,11 +26,13 @@ class Placement:
         shards: Ranks that share a parameter.
         replicas: Ranks that hold the same slice.
         is_host: Whether models compute on the host, so that offloading moves nothing.
+        has_gloo: Whether gloo communicates, which has memory of its own while it does.
     """
 
     shards: int
     replicas: int
     is_host: bool
+    has_gloo: bool = False
 
 
 @dataclass
@@ -41,6 +43,7 @@ class _Group:
     state: Literal["sharded", "part", "gathering", "whole"] = "sharded"
     holders: set[int] = field(default_factory=set)
     gather: int = 0  # the buffer in flight, and what is copied to the device for it
+    beside: int = 0  # what the communication library has while it is in flight
     unsharded: int = 0
     is_lent: bool = False
     from_part: bool = False
@@ -60,6 +63,7 @@ class _Unit:
 class _Reduction:
     contribution: int
     result: int
+    beside: int
     grads: int
     is_cast: bool
     offloads: bool
@@ -149,6 +153,13 @@ class Timeline:
                     self._reshard_after_forward(group)
         self._backward.record(unit.share.index)
         unit.state = "idle"
+
+    def enter_again(self, module: str) -> None:
+        """Before forward of `module` within backward, which the model asked for by itself.
+
+        What it gathers stays until its backward.
+        """
+        self._make_whole(self._unit_of[module])
 
     # -- Backward
 
@@ -256,6 +267,11 @@ class Timeline:
         self._free_grads(params)
         ledger.free("communication", stacked)
         result = ledger.add("communication", row * itemsize)
+        beside = 0
+        if self._placement.has_gloo and shards > 1:
+            # gloo reduces a copy of the whole contribution, and keeps it until it is waited for.
+            beside = ledger.add("communication", shards * row * itemsize)
+            self._pass_by(self._in_ring(shards * row * itemsize, shards))
         self._traffic.reduce_scatter(row * itemsize)
         if self._placement.replicas > 1:
             self._traffic.all_reduce(row * itemsize)
@@ -263,18 +279,29 @@ class Timeline:
             params[0].facts.dtype,
             _WORD.get(params[0].facts.dtype, ""),
         )
-        return _Reduction(contribution, result, row * max(orig), is_cast, offloads)
+        return _Reduction(contribution, result, beside, row * max(orig), is_cast, offloads)
+
+    def _pass_by(self, nbytes: int) -> None:
+        """What a collective allocates and frees while it runs."""
+        self._ledger.shift("communication", 0, peak=nbytes)
+
+    @staticmethod
+    def _in_ring(nbytes: int, ranks: int) -> int:
+        """Two segments of a ring, which is how gloo reduces."""
+        return 2 * min(_RING_SEGMENT, -(-nbytes // (2 * ranks)))
 
     def _land_reduction(self, reduction: _Reduction) -> None:
-        ledger = self._ledger
-        ledger.free("communication", reduction.contribution)
+        ledger, replicas = self._ledger, self._placement.replicas
+        ledger.free("communication", reduction.contribution + reduction.beside)
+        if self._placement.has_gloo and replicas > 1:
+            self._pass_by(self._in_ring(reduction.result, replicas))
         if not reduction.is_cast:
             ledger.shift("communication", -reduction.result)
             ledger.shift("gradients", reduction.result)
             own = reduction.result
         else:
             own = ledger.add("gradients", reduction.grads)
-            if self._placement.replicas > 1:
+            if replicas > 1:
                 ledger.free("communication", self._held)
                 self._held = reduction.result
             else:
@@ -322,11 +349,16 @@ class Timeline:
             )
         group.gather = held + ledger.add("communication", row * ranks)
         ledger.free("communication", casts)
+        if self._placement.has_gloo and ranks > 1:
+            # gloo gathers into memory of its own first, and frees it once all rows are there, which
+            # may be as late as they are waited for.
+            group.beside = ledger.add("communication", row * ranks)
         group.state, group.from_part = "gathering", from_part
         self._traffic.all_gather(row, ranks)
 
     def _land(self, group: _Group) -> None:
         ledger, from_part = self._ledger, group.from_part
+        self._free_beside(group)
         landing = 0
         part, group.unsharded = group.unsharded, 0
         for param in group.share.own:
@@ -336,9 +368,14 @@ class Timeline:
         ledger.free("unsharded", part)
         group.gather, group.state = 0, "whole"
 
+    def _free_beside(self, group: _Group) -> None:
+        self._ledger.free("communication", group.beside)
+        group.beside = 0
+
     def _drop(self, unit: _Unit) -> None:
         for group in unit.used:
             if group.state == "gathering":
+                self._free_beside(group)
                 self._ledger.free("communication", group.gather)
                 group.gather = 0
                 group.state = "part" if group.from_part else "sharded"
@@ -368,4 +405,6 @@ class Timeline:
             group.holders.discard(unit.share.index)
 
 
+# Of gloo's ring.
+_RING_SEGMENT = 1 << 20
 _WORD = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

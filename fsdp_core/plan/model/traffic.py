@@ -2,6 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+AXES: Mapping[str, tuple[Kind, ...]] = {
+    "dp_replicate": ("all_reduce",),
+    "dp_shard": ("all_gather", "reduce_scatter"),
+    "tp": ("all_reduce",),
+}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank sends.
+
+    Attributes:
+        sent: Bytes, by axis.
+        collectives: How many, by axis.
+        reduced: Of those on `dp_shard`, bytes and number of the reductions; the others gather.
+        in_groups: Of what is sent over `dp_shard`, bytes by size of the group, for those that
+            `reshard_after_forward` makes.
+    """
+
+    sent: Mapping[str, int]
+    collectives: Mapping[str, int]
+    reduced: tuple[int, int]
+    in_groups: Mapping[int, int]
+
+    def of(self, axis: str, kind: Kind) -> tuple[int, int]:
+        """Bytes and number of the collectives of a kind."""
+        sent, count = self.sent[axis], self.collectives[axis]
+        if kind == "all_reduce":
+            return sent, count
+        reduced, reductions = self.reduced
+        return self.reduced if kind == "reduce_scatter" else (sent - reduced, count - reductions)
+
 
 class Traffic:
     """Counts collectives as rings do them.
@@ -24,9 +61,15 @@ class Traffic:
 
     def clear(self) -> None:
         """Counts anew."""
-        self.sent = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
-        self.collectives = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
+        self.sent: dict[str, int] = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
+        self.collectives: dict[str, int] = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
         self.sent_in_groups: dict[int, int] = {}
+        self._reduced = (0, 0)
+
+    @property
+    def moved(self) -> Moved:
+        """All of it."""
+        return Moved(self.sent, self.collectives, self._reduced, self.sent_in_groups)
 
     def all_gather(self, row: int, ranks: int) -> None:
         """A gather of rows of so many bytes over so many ranks of the shard axis."""
@@ -37,7 +80,11 @@ class Traffic:
 
     def reduce_scatter(self, row: int) -> None:
         """A reduction over the shard axis to a row of so many bytes."""
-        self._count("dp_shard", row * (self._shards - 1))
+        nbytes = row * (self._shards - 1)
+        self._count("dp_shard", nbytes)
+        if nbytes:
+            sent, count = self._reduced
+            self._reduced = sent + nbytes * self.times, count + self.times
 
     def all_reduce(self, nbytes: int) -> None:
         """A reduction over the replicate axis."""

@@ -1,4 +1,4 @@
-"""What all messages have in common: frozen, closed shapes, and the attempt that they speak of."""
+"""What all messages have in common: frozen shapes, and the attempt that they speak of."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,9 +6,13 @@ from services.contract.ids import JobId
 
 
 class Message(BaseModel):
-    """A value that is never changed and has no field beyond its own."""
+    """A value that is never changed.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    A field that this version does not know is ignored: controllers and agents of two versions work
+    together while one of them is being replaced. A spec inside is a ``CarriedSpec``.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class Address(Message):

@@ -9,7 +9,8 @@ from services.contract.manifests import Manifest
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
+from services.contract.states import ExitReason, JobState
 
 
 class LaunchGang(OfAttempt):
@@ -21,7 +22,7 @@ class LaunchGang(OfAttempt):
     """
 
     kind: Literal["launch_gang"] = "launch_gang"
-    spec: JobSpec
+    spec: CarriedSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
     owner: str = "local"
@@ -88,6 +89,18 @@ class ExportCheckpoint(OfAttempt):
     checkpoint_id: CheckpointId
 
 
+class KeepStanding(OfAttempt):
+    """Write into the job's card where it is to stand if Redis loses it: see ``JobCard``.
+
+    Void if a newer attempt has been opened. It is not answered.
+    """
+
+    kind: Literal["keep_standing"] = "keep_standing"
+    standing: JobState
+    reason: str = ""
+    exit_reason: ExitReason | None = None
+
+
 class PurgeJob(OfAttempt):
     """Remove all that storage holds of a job that has ended. ``fence``: its newest attempt's."""
 
@@ -103,6 +116,7 @@ Command = Annotated[
     | RetireCheckpoint
     | VerifyCheckpoint
     | ExportCheckpoint
+    | KeepStanding
     | PurgeJob
     | ProbeModel
     | MeasureNode,

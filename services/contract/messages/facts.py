@@ -81,10 +81,14 @@ class GangLaunched(_GangFact):
 
 
 class LaunchRefused(_GangFact):
-    """The attempt could not be started on this node; no rank of it lives here."""
+    """The attempt could not be started on this node; no rank of it lives here.
+
+    ``condition``: what of the node prevented it and may pass, such as a full disk.
+    """
 
     kind: Literal["launch_refused"] = "launch_refused"
     reason: str
+    condition: str | None = None
 
 
 class GangProgressed(_GangFact):
@@ -121,12 +125,28 @@ class CheckpointLinked(_GangFact):
     manifest: Manifest
 
 
+class CheckpointWaits(_GangFact):
+    """A rank could not write its shard of a run's last checkpoint, and tries again until it can.
+
+    ``condition``: what of the node prevents it. Told at each try.
+    """
+
+    kind: Literal["checkpoint_waits"] = "checkpoint_waits"
+    checkpoint_id: CheckpointId
+    step: int = Field(ge=0)
+    condition: str
+
+
 class CheckpointLost(_GangFact):
-    """A checkpoint will not be committed: a shard was not written, or the chain refused."""
+    """A checkpoint will not be committed: a shard was not written, or the chain refused.
+
+    ``condition``: what of the node prevented the commit and may pass; it may be commanded again.
+    """
 
     kind: Literal["checkpoint_lost"] = "checkpoint_lost"
     checkpoint_id: CheckpointId
     reason: str
+    condition: str | None = None
 
 
 class CheckpointRetired(_GangFact):
@@ -296,6 +316,7 @@ Fact = Annotated[
     | CheckpointBegan
     | CheckpointVoted
     | CheckpointLinked
+    | CheckpointWaits
     | CheckpointLost
     | CheckpointRetired
     | CheckpointVerified

@@ -13,7 +13,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.ids import NodeId, ProbeId
 from services.contract.messages.base import Message
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -35,7 +35,7 @@ class ProbeModel(Message):
 
     kind: Literal["probe_model"] = "probe_model"
     probe_id: ProbeId
-    spec: JobSpec
+    spec: CarriedSpec
     device_type: DeviceType
     conditions: tuple[Conditions, ...] = Field(min_length=1)
     stops: tuple[str, ...] = ()
@@ -45,9 +45,12 @@ class ProbeModel(Message):
 
 
 class ProbeFailure(Message):
-    """Why there is no profile: the code tells programs, the reason tells people what to do."""
+    """Why there is no profile: the code tells programs, the reason tells people what to do.
 
-    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised"]
+    ``wrong_spec``: a rank would fail in the same way. All others say nothing about that.
+    """
+
+    code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
     reason: str
     traceback: str | None = None
 

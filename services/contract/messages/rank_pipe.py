@@ -8,7 +8,7 @@ from services.contract.ids import CheckpointId, JobId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 
 
 class RankSeat(Message):
@@ -23,7 +23,7 @@ class RankSeat(Message):
     rank: int = Field(ge=0)
     local_rank: int = Field(ge=0)
     device: str
-    spec: JobSpec
+    spec: CarriedSpec
     plan: GangPlan
     resume_from: CheckpointId | None = None
     storage_root: str
@@ -63,6 +63,18 @@ class RankVote(Message):
     shard: ShardFile
     loss: float | None = None
     data_digest: str = ""
+
+
+class RankCheckpointWaits(Message):
+    """Rank to agent: this rank could not write its shard of the last checkpoint, and tries again.
+
+    ``condition``: what of the node prevents it.
+    """
+
+    kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
+    checkpoint_id: CheckpointId
+    step: int
+    condition: str
 
 
 class RankCheckpointFailed(Message):
@@ -117,6 +129,7 @@ RankMessage = Annotated[
     RankReady
     | RankCheckpointBegan
     | RankVote
+    | RankCheckpointWaits
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated

@@ -1,5 +1,6 @@
 """Writes down who changed what, and who was refused."""
 
+from collections import Counter
 from http import HTTPStatus
 from typing import Final
 
@@ -14,7 +15,9 @@ from services.controller.ports.access import AuditRecord
 from services.controller.ports.office import Ports
 
 _REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-# Who is refused may try for ever: the trail is bounded and must not be flooded out by them.
+_REFUSED: Final = range(400, 500)
+# Who is refused may try for ever: the trail is bounded and must not be flooded out by them. Those who
+# showed no valid token share one bucket, everybody else has their own.
 _REFUSAL_RATE: Final = Rate(per_s=1, burst=200)
 _PATH_CHARACTERS: Final = 300
 _log = structlog.get_logger()
@@ -24,11 +27,13 @@ class Audit:
     """ASGI middleware: an entry for each request that may change something or was refused.
 
     The entry stands before its answer is sent. Where the store does not take it, it is in the log.
+    Of many refusals some are left out, and the next one that is kept says how many.
     """
 
     def __init__(self, app: ASGIApp, ports: Ports) -> None:
         self._app = app
         self._ports = ports
+        self._left_out: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and note the answer."""
@@ -44,17 +49,24 @@ class Audit:
         await self._app(scope, receive, send_noted)
 
     async def _note(self, scope: Scope, status: int) -> None:
-        is_refusal = status in _REFUSALS
-        if scope["method"] in SAFE_METHODS and not is_refusal:
+        if scope["method"] in SAFE_METHODS and status not in _REFUSALS:
             return
         record = _record(scope, status)
         try:
-            if is_refusal and await self._ports.rates.take("audit:refusals", _REFUSAL_RATE):
-                _log.warning("refused_too_often_to_audit", **record.model_dump())
-                return
+            if record.actor is None or status in _REFUSED:
+                bucket = f"audit:of:{record.actor}" if record.actor else "audit:strangers"
+                if await self._ports.rates.take(bucket, _REFUSAL_RATE):
+                    self._leave_out(bucket, record)
+                    return
+                record = record.model_copy(update={"left_out": self._left_out.pop(bucket, 0)})
             await self._ports.audit.append(record)
         except StoreUnavailableError:
             _log.error("not_audited", **record.model_dump())
+
+    def _leave_out(self, bucket: str, record: AuditRecord) -> None:
+        self._left_out[bucket] += 1
+        if self._left_out[bucket] == 1:  # the log must not be flooded either
+            _log.warning("refused_too_often_to_audit", **record.model_dump())
 
 
 def _record(scope: Scope, status: int) -> AuditRecord:

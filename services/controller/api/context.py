@@ -23,6 +23,7 @@ class Context:
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
+    ``trouble``: why Redis takes no writes now, None while it does.
     """
 
     ports: Ports
@@ -32,6 +33,7 @@ class Context:
     entry_points: EntryPoints = field(default_factory=EntryPoints)
     streams: StreamSlots = field(default_factory=StreamSlots)
     drawing: Drawing = field(default_factory=Drawing)
+    trouble: Callable[[], str | None] = lambda: None
 
 
 def _context(request: Request) -> Context:

@@ -8,6 +8,7 @@ from services.contract.states import JobState
 from services.controller.ports.office import Ports
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Monitor:
@@ -36,7 +37,11 @@ class Monitor:
         )
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request; ``route`` is the pattern, so that ids make no series."""
+        """Count a request; ``route`` is the pattern, so that ids make no series.
+
+        A method may be any word: those that no route knows are one series.
+        """
+        method = method if method in _METHODS else "other"
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
 

@@ -144,10 +144,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})
-    if error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that is no text
+    if error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that it cannot parse
         return problem_response(
             error.status_code,
-            "the body is not JSON: it is not in UTF-8",
+            f"the body is not JSON that can be read here: {_unparsed(error.__cause__)}",
             code="malformed_json",
             scope=request.scope,
         )
@@ -159,6 +159,15 @@ async def _on_http(request: Request, error: Exception) -> Response:
         headers=headers,
         scope=request.scope,
     )
+
+
+def _unparsed(cause: BaseException | None) -> str:
+    """Why Python's parser gave up on a body."""
+    if isinstance(cause, RecursionError):
+        return "it is nested too deep"
+    if isinstance(cause, UnicodeDecodeError):
+        return "it is not in UTF-8"
+    return "it holds a number with too many digits"
 
 
 def _methods_of(request: Request) -> set[str]:

@@ -1,5 +1,7 @@
 """One numbered try of a job: its gang on its nodes, and how it ended."""
 
+from typing import Final
+
 from fsdp_core.plan.model import MeshPlan
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.base import Address
@@ -7,6 +9,9 @@ from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.messages.findings import Findings
 from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
+
+ATTEMPTS_KEPT: Final = 20
+"""So many of the newest attempts a job's record keeps, beside its first one."""
 
 
 class Failure(Record):
@@ -59,12 +64,14 @@ class Attempt(Record):
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
     life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
+    ``resent``: how often commands were sent again since an agent last answered one.
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
     stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
     progress, ``looks`` what they found when somebody asked last; ``oom_kills`` counts the kernel's
     kills for want of memory. ``failed_ms``: when the first rank exited, or a lost node was last
     heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it
-    was to load proved to be corrupt.
+    was to load proved to be corrupt. ``condition``: what of a node prevents its launch or its last
+    checkpoint, and may pass, such as a full disk.
     """
 
     fence: int
@@ -75,6 +82,7 @@ class Attempt(Record):
     resumed_step: int = 0
     started_ms: int
     store: Address | None = None
+    resent: int = 0
     launched: tuple[NodeId, ...] = ()
     first_step: int | None = None
     first_step_ms: int | None = None
@@ -82,6 +90,7 @@ class Attempt(Record):
     ended_nodes: tuple[NodeId, ...] = ()
     exits: tuple[NodeExit, ...] = ()
     refusal: str | None = None
+    condition: str | None = None
     corrupt_source: str | None = None
     lost: str | None = None
     lost_nodes: tuple[NodeId, ...] = ()
@@ -117,6 +126,17 @@ class Attempt(Record):
             or self.refusal is not None
             or any(not (entry.exit.finished or entry.exit.drained) for entry in self.exits)
         )
+
+    def was_prevented(self, failure: Failure | None) -> bool:
+        """Whether a state of a node ended it, and ``failure`` is no failure of a rank.
+
+        Ranks that wait for that state to pass are killed when the grace of a stop is over.
+        """
+        if self.condition is None or self.lost is not None or self.hang:
+            return False
+        if failure is None or failure.rank is None:
+            return True
+        return failure.standing == ExitStanding.VICTIM
 
     def loads(self, checkpoint_id: CheckpointId) -> bool:
         """Whether its ranks may still be reading that checkpoint."""

@@ -13,13 +13,14 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     CheckpointVoted,
+    CheckpointWaits,
 )
 from services.contract.states import CheckpointState
 from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain.attempt import Attempt
 from services.controller.domain.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.effects import Draft
-from services.controller.domain.gang import send_commit
+from services.controller.domain.gang import answered, send_commit
 from services.controller.domain.job import Job
 from services.controller.domain.settle import settle, succeed_late
 
@@ -42,6 +43,10 @@ def on_voted(fact: CheckpointVoted, draft: Draft) -> None:
     if before.state == after.state:
         return
     if after.state == CheckpointState.SEALED:
+        if draft.job.attempts[-1].condition is not None:
+            words = f"all ranks have written the checkpoint of step {after.step}"
+            draft.change(reason=words)
+            draft.change_attempt(condition=None)
         draft.note(
             "checkpoint.sealed",
             f"checkpoint of step {after.step}: all {after.world_size} ranks voted",
@@ -53,12 +58,23 @@ def on_voted(fact: CheckpointVoted, draft: Draft) -> None:
         draft.note("checkpoint.aborted", f"checkpoint {after.id}: {after.reason}")
 
 
+def on_waits(fact: CheckpointWaits, draft: Draft) -> None:
+    """The state of a node prevents a rank from writing the last checkpoint: it tries again.
+
+    Told by each rank at each try, and noted once.
+    """
+    known = _open(draft, fact.checkpoint_id)
+    if known is not None and known.state == CheckpointState.WRITING:
+        _wait(draft, known, fact.condition, "the ranks wait and write")
+
+
 def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
     """The checkpoint is committed. True whatever the fence: the chain in storage says so."""
     name = fact.manifest.checkpoint_id
     known = draft.job.checkpoints.get(name)
     if name in draft.job.gone or (known is not None and _is_committed(known)):
         return
+    answered(draft)
     linked = checkpoints.commit(known, fact, draft.now_ms)
     _put(draft, linked)
     draft.note(
@@ -74,11 +90,18 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
 
 
 def on_lost(fact: CheckpointLost, draft: Draft) -> None:
-    """The checkpoint will not be committed; training goes on without it."""
+    """The checkpoint will not be committed; training goes on without it.
+
+    Unless nothing follows it and the state of the node is to blame: then the commit is commanded
+    again when its answer would be overdue.
+    """
     if fact.checkpoint_id in draft.job.gone:
         return
     known = draft.job.checkpoints.get(fact.checkpoint_id) or _open(draft, fact.checkpoint_id)
     if known is None:
+        return
+    if fact.condition is not None and _is_worth_waiting(draft, known):
+        _wait(draft, known, fact.condition, "its agent waits and commits")
         return
     aborted = checkpoints.abort(known, fact.reason)
     if aborted != known:
@@ -213,6 +236,25 @@ def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
             step=known.step,
         )
     return known
+
+
+def _wait(draft: Draft, checkpoint: Checkpoint, condition: str, who: str) -> None:
+    if draft.job.attempts[-1].condition is not None:
+        return
+    words = f"{condition}: {who} the checkpoint of step {checkpoint.step} when that has passed"
+    draft.change_attempt(condition=condition)
+    draft.change(reason=words)
+    draft.note("checkpoint.waits", words, checkpoint=checkpoint.id, step=checkpoint.step)
+
+
+def _is_worth_waiting(draft: Draft, sealed: Checkpoint) -> bool:
+    """Whether no later checkpoint takes the place of this one, and no stop's grace is over."""
+    job, attempt = draft.job, draft.job.attempt
+    if attempt is None or sealed.state != CheckpointState.SEALED or sealed.fence != attempt.fence:
+        return False
+    if job.stop is not None:
+        return draft.now_ms < job.stop.asked_ms + int(job.stop.grace_s * 1000)
+    return attempt.is_over or sealed.step >= job.spec.train.steps
 
 
 def _put(draft: Draft, checkpoint: Checkpoint) -> None:

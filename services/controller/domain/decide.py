@@ -14,6 +14,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     CheckpointVoted,
+    CheckpointWaits,
     Evaluated,
     ExportFailed,
     GangDiagnosed,
@@ -40,6 +41,7 @@ from services.controller.domain.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
+    ClockSetBack,
     DiagnosisAsked,
     ExportAsked,
     FoundInStorage,
@@ -62,6 +64,7 @@ from services.controller.domain.events import (
     PurgeAsked,
     RemovalAsked,
     ResumeAsked,
+    SpecFaulted,
     VerifyAsked,
 )
 from services.controller.domain.job import Job
@@ -86,8 +89,10 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     PlanMade: planning.on_made,
     PlanMissed: planning.on_missed,
     PlanRefused: planning.on_refused,
+    SpecFaulted: planning.on_faulted,
     NodeLost: gang.on_node_lost,
     AnswerOverdue: gang.on_overdue,
+    ClockSetBack: gang.on_clock_set_back,
     PatchAsked: patching.on_patch,
     PurgeAsked: purging.on_purge,
     JobPurged: purging.on_purged,
@@ -103,6 +108,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     GangEnded: gang.on_ended,
     CheckpointBegan: commits.on_began,
     CheckpointVoted: commits.on_voted,
+    CheckpointWaits: commits.on_waits,
     CheckpointLinked: commits.on_linked,
     CheckpointLost: commits.on_lost,
     CheckpointRetired: commits.on_retired,
@@ -147,6 +153,7 @@ def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
     draft = Draft(job, now_ms)
     if not is_stale(job, event):
         _HANDLERS[type(event)](event, draft)
+        draft.keep_standing()
     return draft.decision()
 
 

@@ -23,6 +23,7 @@ from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
 NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"
+_CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoint_writer.CheckpointWriteError"
 _DESYNC: Final = "fsdp_core.errors.DesyncError"
 _MEMORY_TYPES: Final = frozenset({"builtins.MemoryError", "torch.OutOfMemoryError"})
 _MEMORY_WORDS: Final = (
@@ -77,6 +78,11 @@ _ADVICE: Final = {
     FailureClass.NONE: "Nothing needs to be done.",
 }
 
+_PREVENTED: Final = (
+    "{what}: make room there, or mend what the node lacks; the job goes on by itself when that is "
+    "done, at no cost to its restart budget."
+)
+
 
 def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Diagnosis | None:
     """The verdict on an attempt that is over; None where it ended as it should.
@@ -111,6 +117,9 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         rank=None if failure is None else failure.rank,
         node_id=None if failure is None else failure.node_id,
         evidence=evidence,
+        advice=_PREVENTED.format(what=attempt.condition)
+        if attempt.was_prevented(failure)
+        else None,
     )
 
 
@@ -221,6 +230,8 @@ def _of_exception(failure: Failure) -> FailureClass:
         return FailureClass.NAN
     if _DESYNC in names:
         return FailureClass.COLLECTIVE_MISMATCH
+    if _CHECKPOINT_WRITE in names:
+        return FailureClass.CHECKPOINT_FAILED
     if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
         return FailureClass.OUT_OF_MEMORY
     if "builtins.KeyboardInterrupt" in names:

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.contract.messages.commands import Command
-from services.contract.states import JobState
+from services.contract.messages.commands import Command, KeepStanding
+from services.contract.states import TERMINAL_STATES, JobState
 from services.controller.domain.job import Job
 from services.controller.domain.lifecycle import TRANSITIONS
 
@@ -49,8 +49,8 @@ class Draft:
     """
 
     def __init__(self, job: Job, now_ms: int) -> None:
-        self.job = job
-        self.now_ms = max(now_ms, job.updated_ms)
+        self.job = job.rewound(now_ms)
+        self.now_ms = max(now_ms, self.job.updated_ms)
         self._before = job
         self._sends: list[Send] = []
         self._notes: list[Note] = []
@@ -79,8 +79,34 @@ class Draft:
         self._sends += [Send(node, command) for node in nodes]
         self.change(commanded_ms=self.now_ms)
 
+    def keep_standing(self) -> None:
+        """Have storage remember where the job is to stand, if that is another place than before.
+
+        Nothing is known there of a job before its first attempt.
+        """
+        job, standing = self.job, _standing(self.job.state)
+        if job.head_node is None or standing == _standing(self._before.state):
+            return
+        command = KeepStanding(
+            job_id=job.id,
+            fence=job.fence,
+            standing=standing,
+            reason=(job.reason or "") if standing != JobState.QUEUED else "",
+            exit_reason=job.exit_reason,
+        )
+        self._sends.append(Send(job.head_node, command))
+
     def decision(self) -> Decision:
         """The finished decision; a job of which nothing changed keeps its time."""
         if self.job != self._before:
             self.change(updated_ms=self.now_ms)
         return Decision(self.job, tuple(self._sends), tuple(self._notes))
+
+
+def _standing(state: JobState) -> JobState:
+    """Where a job in ``state`` is to stand that Redis loses; QUEUED where it is meant to run."""
+    if state in {JobState.PAUSING, JobState.PAUSED}:
+        return JobState.PAUSED
+    if state in {JobState.CANCELLING, JobState.CANCELLED}:
+        return JobState.CANCELLED
+    return state if state in TERMINAL_STATES else JobState.QUEUED

@@ -13,6 +13,7 @@
     ├── PreconditionFailedError  412  the job is not as the client saw it
     ├── CursorExpiredError       410  the stream was trimmed behind the cursor
     ├── TooManyStreamsError      503  as many follow logs and events as may
+    ├── TooManyOwnStreamsError   429  one subject follows as many as it may
     ├── StoreUnavailableError    503  Redis does not answer
     ├── StaleWriteError          409  somebody else changed the record first
     └── DeposedError             503  another controller leads now
@@ -20,7 +21,7 @@
 
 from collections.abc import Sequence
 
-from services.contract.problems import Fault
+from services.contract.problems import Fault, first_faults
 
 
 class MeshloomError(Exception):
@@ -45,12 +46,12 @@ class InvalidRequestError(MeshloomError):
     title = "Invalid request"
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        super().__init__("; ".join(fault.detail for fault in faults))
-        self._faults = tuple(faults)
+        self._faults = tuple(first_faults(faults))
+        super().__init__("; ".join(fault.detail for fault in self._faults))
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Every fault of the request."""
+        """Every fault of the request, as far as ``first_faults`` lists them."""
         return self._faults
 
 
@@ -144,6 +145,15 @@ class TooManyStreamsError(MeshloomError):
     status = 503
     code = "too_many_streams"
     title = "Too many streams"
+    retry_after_s = 5
+
+
+class TooManyOwnStreamsError(MeshloomError):
+    """One subject follows as many streams as its share is; pages are still answered."""
+
+    status = 429
+    code = "too_many_own_streams"
+    title = "Too many streams of one subject"
     retry_after_s = 5
 
 

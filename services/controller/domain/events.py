@@ -16,6 +16,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     CheckpointVoted,
+    CheckpointWaits,
     Evaluated,
     ExportFailed,
     GangDiagnosed,
@@ -145,11 +146,21 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanMissed:
-    """Its plan failed, and this is why. ``unanswered``: the model is not the cause."""
+    """Its plan failed, and this is why. ``unanswered``: asked afresh, the answer may be another."""
 
     plan_id: str
     reason: str
     unanswered: bool = False
+
+
+@dataclass(frozen=True)
+class SpecFaulted:
+    """The node that was to profile the model found that no rank could build what the spec names."""
+
+    plan_id: str
+    reason: str
+    node_id: str
+    traceback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,13 @@ class NodeLost:
 @dataclass(frozen=True)
 class AnswerOverdue:
     """An agent that lives has not answered a command for long: send it again."""
+
+
+@dataclass(frozen=True)
+class ClockSetBack:
+    """The clock of Redis was set back: moments of the job lie ahead of it."""
+
+    by_ms: int
 
 
 @dataclass(frozen=True)
@@ -237,6 +255,7 @@ GangFact = (
     | GangProgressed
     | CheckpointBegan
     | CheckpointVoted
+    | CheckpointWaits
     | CheckpointLinked
     | CheckpointLost
     | CheckpointRetired
@@ -269,8 +288,10 @@ JobEvent = (
     | PlanMade
     | PlanMissed
     | PlanRefused
+    | SpecFaulted
     | NodeLost
     | AnswerOverdue
+    | ClockSetBack
     | PatchAsked
     | PurgeAsked
     | MoveAsked

@@ -1,5 +1,7 @@
 """Jobs that storage told of after Redis had lost them: made anew, and their ranks adopted."""
 
+from typing import Final
+
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
@@ -13,33 +15,54 @@ from services.controller.domain.events import FoundInStorage
 from services.controller.domain.job import Job, Origin
 
 FOUND_AGAIN = "found again in storage"
+ADOPTED_WITHIN_MS: Final = 10_000
+"""For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
+then; ranks of a node that is cut off are fenced by the next attempt."""
+_DAMAGED: Final = (
+    "records of its commit chain cannot be read, and without them it would begin anew: restore them, "
+    "or resume it to do so"
+)
 _PINNED = "pinned, for pins and holds were lost with Redis: unpin those that retention may give up"
 
 
 def found_again(fact: JobFound, now_ms: int) -> Decision:
     """The job as its card and its commit chain tell of it.
 
-    It stands PAUSED, or has SUCCEEDED if its last step is committed. Its next attempt is numbered
-    behind all that opened the chain, and goes on in the line of the newest one. What was pinned or
-    held nobody knows any more: all its checkpoints are pinned until somebody unpins them.
+    It has SUCCEEDED if its last step is committed, or stays where its card says that a person put it
+    or it ended. One that was meant to run is QUEUED, and waits at first whether its ranks train on.
+    Its next attempt is numbered behind all that opened the chain, and goes on in the line of the
+    newest one. What was pinned or held nobody knows any more: all its checkpoints are pinned until
+    somebody unpins them.
     """
     card = fact.card
     job = Job(
         id=fact.job_id,
         spec=card.spec,
-        state=JobState.PAUSED,
+        state=card.standing,
+        exit_reason=card.exit_reason,
         owner=card.owner,
         created_ms=card.created_ms or now_ms,
         updated_ms=now_ms,
         fence=fact.fence,
         run_fence=fact.fence,
+        found=True,
     )
     indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
     latest = indexed.latest_checkpoint
     saved = 0 if latest is None else latest.step
     count = len(indexed.checkpoints)
     reason = f"{FOUND_AGAIN}: {count} committed checkpoints, the newest of step {saved}"
-    changes: dict[str, object] = {"reason": reason}
+    changes: dict[str, object] = {"reason": f"{reason}; {card.reason}" if card.reason else reason}
+    if card.standing == JobState.QUEUED and fact.damaged and latest is None:
+        changes["state"] = JobState.PAUSED
+        changes["reason"] = f"{reason}; {_DAMAGED}"
+    elif card.standing == JobState.QUEUED:
+        # Of another node's ranks only that node can tell.
+        is_known = {seat.node_id for seat in card.plan.ranks} == {fact.node_id}
+        wait_ms = 0 if is_known and not fact.is_running else ADOPTED_WITHIN_MS
+        changes["not_before_ms"] = now_ms + wait_ms
+    if job.is_terminal:
+        changes["ended_ms"] = now_ms
     if saved >= card.spec.train.steps:
         changes |= {
             "state": JobState.SUCCEEDED,
@@ -79,7 +102,8 @@ def awaits_adoption(job: Job, fence: int) -> bool:
     It was made anew from storage, and nobody has resumed it since. Its fence may be behind: who
     told of it first may not have seen yet that the attempt was opened.
     """
-    return job.state == JobState.PAUSED and not job.attempts and 0 < job.fence <= fence
+    is_idle = job.state in {JobState.PAUSED, JobState.QUEUED} and not job.attempts
+    return job.found and is_idle and 0 < job.fence <= fence
 
 
 def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:

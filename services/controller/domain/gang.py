@@ -18,11 +18,13 @@ from services.contract.messages.facts import (
 )
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import Evaluation
+from services.controller.domain import checkpoint as checkpoints
 from services.controller.domain import diagnose
-from services.controller.domain.attempt import Attempt, NodeExit, NodeFindings
+from services.controller.domain.attempt import ATTEMPTS_KEPT, Attempt, NodeExit, NodeFindings
 from services.controller.domain.effects import Draft
 from services.controller.domain.events import (
     AnswerOverdue,
+    ClockSetBack,
     GangPlaced,
     NodeLost,
     PlacementDelayed,
@@ -31,6 +33,8 @@ from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.settle import settle
 
 ANSWER_DUE_MS: Final = 15_000
+RESENT_MOST: Final = 20
+"""So often is a command sent again that an agent whose lease lives does not answer: 5 minutes."""
 _EVALUATIONS_KEPT: Final = 500
 _STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
 
@@ -58,7 +62,8 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.attempts and job.attempts[-1].world_size != attempt.world_size:
         _note_resize(draft, job.attempts[-1], attempt.world_size)
     nodes = ", ".join(event.incarnations)
-    draft.change(attempts=(*job.attempts, attempt), plan=event.plan, fence=fence)
+    _append(draft, attempt)
+    draft.change(plan=event.plan, fence=fence)
     draft.move(
         JobState.PLACING,
         f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
@@ -66,6 +71,14 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
     _launch(draft, [event.plan.ranks[0].node_id])
+
+
+def _append(draft: Draft, attempt: Attempt) -> None:
+    """Add an attempt; the record, which is written as a whole, keeps the first and the newest."""
+    first, later = (*draft.job.attempts, attempt)[:1], (*draft.job.attempts, attempt)[1:]
+    surplus = max(len(later) - ATTEMPTS_KEPT, 0)
+    left_out = draft.job.attempts_left_out + surplus
+    draft.change(attempts=(*first, *later[surplus:]), attempts_left_out=left_out)
 
 
 def on_delayed(event: PlacementDelayed, draft: Draft) -> None:
@@ -83,6 +96,7 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None or fact.node_id in attempt.launched or attempt.is_over:
         return
+    answered(draft)
     launched = (*attempt.launched, fact.node_id)
     draft.change_attempt(launched=launched, store=attempt.store or fact.store)
     if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
@@ -98,7 +112,8 @@ def on_refused(fact: LaunchRefused, draft: Draft) -> None:
         return
     # Once it has failed or is to stop, a node refuses because of that: it is not the cause.
     if not attempt.has_failed and draft.job.stop is None:
-        draft.change_attempt(refusal=f"{fact.node_id} could not launch its ranks: {fact.reason}")
+        refusal = f"{fact.node_id} could not launch its ranks: {fact.reason}"
+        draft.change_attempt(refusal=refusal, condition=fact.condition)
     draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
     _kill_rest(draft)
     settle(draft)
@@ -124,6 +139,7 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     attempt = draft.job.attempt
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
+    answered(draft)
     exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
     hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
@@ -196,10 +212,18 @@ def on_evaluated(fact: Evaluated, draft: Draft) -> None:
 
 
 def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
-    """Send again what the newest attempt's agents should have answered long ago."""
+    """Send again what the newest attempt's agents should have answered long ago.
+
+    After ``RESENT_MOST`` times without an answer the attempt ends without these agents. Ranks that
+    live there all the same are fenced by the next attempt.
+    """
     job, attempt = draft.job, draft.job.attempt
     if attempt is None:
         return
+    if attempt.resent >= RESENT_MOST:
+        _give_up_waiting(draft, attempt)
+        return
+    draft.change_attempt(resent=attempt.resent + 1)
     if attempt.has_failed:
         _kill(draft, attempt.live_nodes)
     elif job.state == JobState.PLACING and job.plan is not None:
@@ -213,6 +237,48 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
             send_commit(draft, attempt.fence, sealed.id)
 
 
+def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:
+    """Note it; a decision sets the moments of its job back by itself."""
+    words = f"the clock of Redis was set back by {event.by_ms / 1000:.0f} s: what waits goes on"
+    draft.note("clock.set_back", words)
+
+
+def answered(draft: Draft) -> None:
+    """An agent answered: what is sent again is counted from here."""
+    if draft.job.attempt is not None and draft.job.attempt.resent:
+        draft.change_attempt(resent=0)
+
+
+def _give_up_waiting(draft: Draft, attempt: Attempt) -> None:
+    job = draft.job
+    waited_s = RESENT_MOST * ANSWER_DUE_MS // 1000
+    silent: tuple[str, ...] = ()
+    if attempt.has_failed or job.stop is not None:
+        silent = attempt.live_nodes
+    elif job.state == JobState.PLACING and job.plan is not None:
+        asked = attempt.live_nodes if attempt.store is not None else (job.plan.ranks[0].node_id,)
+        silent = tuple(node for node in asked if node not in attempt.launched)
+    if attempt.is_over and job.head_node is not None:
+        silent = (job.head_node,)
+    why = f"{', '.join(silent)} did not answer for {waited_s} s, although the lease lives"
+    draft.change_attempt(resent=0)
+    if silent:
+        _kill(draft, attempt.live_nodes)
+        draft.change_attempt(
+            lost=attempt.lost if attempt.has_failed else why,
+            lost_nodes=(*attempt.lost_nodes, *silent),
+        )
+        draft.note("attempt.unanswered", why, fence=attempt.fence)
+        settle(draft)
+        return
+    why = f"{job.head_node} did not say for {waited_s} s whether it is committed"
+    for sealed in job.checkpoints.values():
+        if sealed.state == CheckpointState.SEALED and sealed.fence == attempt.fence:
+            aborted = checkpoints.abort(sealed, why)
+            draft.change(checkpoints={**draft.job.checkpoints, sealed.id: aborted})
+            draft.note("checkpoint.aborted", f"checkpoint of step {sealed.step}: {why}")
+
+
 def is_overdue(job: Job, now_ms: int) -> bool:
     """Whether an agent should have answered the last command by now."""
     attempt = job.attempt
@@ -222,10 +288,13 @@ def is_overdue(job: Job, now_ms: int) -> bool:
         c.state == CheckpointState.SEALED and c.fence == attempt.fence
         for c in job.checkpoints.values()
     )
-    grace_ms = int(job.stop.grace_s * 1000) if job.stop is not None else 0
+    # Once the grace is over, an agent has no more of it for the command that is sent again.
+    since_ms = job.commanded_ms
+    if job.stop is not None:
+        since_ms = max(since_ms, job.stop.asked_ms + int(job.stop.grace_s * 1000))
     awaits_end = job.stop is not None or (attempt.has_failed and bool(attempt.live_nodes))
     awaits_answer = awaits_commit or job.state == JobState.PLACING or awaits_end
-    return awaits_answer and now_ms - job.commanded_ms > ANSWER_DUE_MS + grace_ms
+    return awaits_answer and now_ms - since_ms > ANSWER_DUE_MS
 
 
 def send_commit(draft: Draft, fence: int, checkpoint_id: str) -> None:

@@ -8,12 +8,12 @@ from pydantic import Field
 from services.contract.ids import CheckpointId, JobId, PlanId
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
 from services.contract.views import Evaluation
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
-from services.controller.domain.record import Record
+from services.controller.domain.record import Record, is_ahead
 
 RESUMABLE_STATES: Final = frozenset({JobState.PAUSED, JobState.FAILED, JobState.CANCELLED})
 WAITING_STATES: Final = frozenset({JobState.QUEUED, JobState.RESTARTING})
@@ -68,13 +68,15 @@ class Job(Record):
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
-    the node whose agent removes all that storage holds of the job. ``estimate``: what the plan
-    foresaw by which it runs. ``planning``: its layout is still to be chosen. ``asked``: its spec
-    as far as it was open before that.
+    the node whose agent removes all that storage holds of the job. ``attempts``: the first one and
+    the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
+    the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
+    train. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
+    before that.
     """
 
     id: JobId
-    spec: JobSpec
+    spec: CarriedSpec
     state: JobState = JobState.QUEUED
     reason: str | None = None
     exit_reason: ExitReason | None = None
@@ -87,10 +89,11 @@ class Job(Record):
     fence: int = 0
     run_fence: int = 0
     attempts: tuple[Attempt, ...] = ()
+    attempts_left_out: int = 0
     plan: GangPlan | None = None
     estimate: JobEstimate | None = None
     planning: Planning | None = None
-    asked: JobSpec | None = None
+    asked: CarriedSpec | None = None
     restarts: int = 0
     not_before_ms: int = 0
     stop: Stop | None = None
@@ -102,6 +105,7 @@ class Job(Record):
     damaged_records: tuple[int, ...] = ()
     revision: int = 0
     origin: Origin | None = None
+    found: bool = False
     purge_node: str | None = None
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
@@ -115,6 +119,26 @@ class Job(Record):
     def is_active(self) -> bool:
         """Whether something is still to happen to it without a person's wish."""
         return not self.is_terminal and self.state != JobState.PAUSED
+
+    def rewound(self, now_ms: int) -> "Job":
+        """The job, with its moments set back as the clock of Redis was; itself if it was not.
+
+        No moment but ``not_before_ms`` is later than its last change, and that by the longest wait
+        at most. So what it waits for is waited for as long as it would have been.
+        """
+        if not is_ahead(self.updated_ms, now_ms):
+            return self
+        back_ms = self.updated_ms - now_ms
+        stop = self.stop
+        if stop is not None:
+            stop = stop.model_copy(update={"asked_ms": stop.asked_ms - back_ms})
+        moments = {
+            "updated_ms": now_ms,
+            "not_before_ms": max(self.not_before_ms - back_ms, 0),
+            "commanded_ms": max(self.commanded_ms - back_ms, 0),
+            "stop": stop,
+        }
+        return self.model_copy(update=moments)
 
     @property
     def attempt(self) -> Attempt | None:

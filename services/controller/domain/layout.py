@@ -28,6 +28,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.messages.probing import DeviceType, ProbeModel
 from services.contract.planning import PlanAlternative, PlanOutcome
+from services.contract.plans import default_micro_batch
 from services.contract.probes import probe_id
 from services.contract.specs import JobSpec, MeshSpec
 from services.controller.domain import outcome, planner
@@ -108,6 +109,12 @@ class Study:
     standings: tuple[Standing, ...]
 
 
+def scaled(room: RankRoom, factor: float) -> RankRoom:
+    """The room, where steps take so much longer than was foreseen."""
+    facts = room.facts
+    return room if facts is None else replace(room, facts=replace(facts, scale=factor))
+
+
 def work_out(study: Study) -> PlanOutcome:
     """The plan. Takes a while: not for an event loop.
 
@@ -144,6 +151,7 @@ def _work_out(study: Study) -> PlanOutcome:
 def _search(study: Study) -> LayoutAnswer:
     profile = study.found.profile
     question = _question(study.spec, study.room, study.found.optimizer)
+    question = replace(question, default=_default(study.spec, study.found.sequence_tokens))
     answer = search_layout(profile, question)
     best, ranks = answer.best, study.spec.worlds[0]
     if question.fixed.mesh is not None or best is None or best.plan.mesh.tp == 1:
@@ -173,6 +181,13 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
         groups=spec.resources.world is None or spec.mesh != "auto",
     )
     return question if _can_split(spec, question) else replace(question, splits=())
+
+
+def _default(spec: JobSpec, sequence_tokens: int) -> tuple[ShardingPlan, int]:
+    """As it would run if nothing were chosen."""
+    plan, asked = planner.shard(spec), spec.train.micro_batch
+    per_rank = spec.train.global_batch // plan.mesh.data_ranks
+    return plan, default_micro_batch(per_rank, sequence_tokens) if asked == "auto" else asked
 
 
 def _micro_batch(spec: JobSpec, plan: ShardingPlan) -> int | None:
@@ -236,7 +251,9 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
             "units": outcome.units_of(profile, best.plan),
             "memory": outcome.memory_of_ranks(profile, best.plan, training),
             "traffic": outcome.traffic_of(best.estimate, best.plan),
-            "step_time": outcome.step_time_of(best.estimate, tokens),
+            "step_time": outcome.step_time_of(
+                best.estimate, tokens, 1.0 if room.facts is None else room.facts.scale
+            ),
         }
     )
 
@@ -250,12 +267,14 @@ def _why(answer: LayoutAnswer, room: RankRoom) -> tuple[str, ...]:
     if answer.best is None:
         return ()
     need = outcome.size(answer.best.estimate.peak.memory.total)
-    others = "the best" if answer.exhaustive else "the best found"
-    words = (
-        f"{others} of {answer.considered} layouts by {answer.ranked_by}; its fullest rank needs "
-        f"{need} of {outcome.size(room.memory_bytes)}"
-    )
-    return (words,)
+    best = "the best" if answer.exhaustive else "the best found"
+    which = f"{best} of {answer.considered} layouts by {answer.ranked_by}"
+    if answer.by_default:
+        which = (
+            f"the default layout: of {answer.considered} none is clearly better by "
+            f"{answer.ranked_by}"
+        )
+    return (f"{which}; its fullest rank needs {need} of {outcome.size(room.memory_bytes)}",)
 
 
 def _alternative(other: Alternative) -> PlanAlternative:

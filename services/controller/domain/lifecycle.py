@@ -26,14 +26,20 @@ _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
 _STOOD: Final = "the ranks drained, and who had asked for it was lost with Redis"
+_ADOPTED: Final = "Redis had lost the job, storage told of it, and its ranks were training on"
 _NO_RANK: Final = "; no rank is running"
 
 EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.QUEUED, JobState.PLACING, "there is room for all ranks: attempt opened"),
+    Edge(JobState.QUEUED, JobState.RUNNING, _ADOPTED),
     Edge(JobState.QUEUED, JobState.PAUSED, "pause" + _NO_RANK),
     Edge(JobState.QUEUED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
     Edge(JobState.QUEUED, JobState.SUCCEEDED, _LATE),
-    Edge(JobState.QUEUED, JobState.FAILED, "no layout fits: its plan is infeasible"),
+    Edge(
+        JobState.QUEUED,
+        JobState.FAILED,
+        "its plan is infeasible, or its probe found the spec to be wrong",
+    ),
     Edge(JobState.PLACING, JobState.STARTING, "all ranks are launched"),
     Edge(JobState.PLACING, JobState.RUNNING, "the first step, told before the launch"),
     Edge(JobState.PLACING, JobState.PAUSING, _PAUSE),
@@ -71,11 +77,7 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.PAUSING, JobState.FAILED, _GIVEN_UP),
     Edge(JobState.PAUSED, JobState.QUEUED, "resume"),
     Edge(JobState.PAUSED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
-    Edge(
-        JobState.PAUSED,
-        JobState.RUNNING,
-        "Redis had lost the job, storage told of it, and its ranks were training on",
-    ),
+    Edge(JobState.PAUSED, JobState.RUNNING, _ADOPTED),
     Edge(JobState.RESTARTING, JobState.PLACING, "the wait is over and there is room"),
     Edge(JobState.RESTARTING, JobState.QUEUED, "preempted: it waits for room like any other"),
     Edge(JobState.RESTARTING, JobState.PAUSED, "pause" + _NO_RANK),

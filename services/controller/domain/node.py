@@ -1,6 +1,7 @@
 """A node: it joins, its lease lives or is over, it leaves. Suspicion is not death."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from pydantic import Field
 
@@ -11,6 +12,9 @@ from services.contract.messages.probing import DeviceType, NodeMeasured
 from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import NodeState
 from services.controller.domain.record import Record
+
+LOST_NODE_KEPT_MS: Final = 7 * 86_400_000
+_BREAK_MS: Final = 5_000
 
 
 class Drain(Record):
@@ -31,7 +35,7 @@ class Measurement(Record):
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
-    ``joins`` is the number of its incarnation's newest join. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
+    ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
     another join makes it a node again. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
     ``measured``, by type of device, is kept beside it too: machines outlive their agents.
@@ -45,6 +49,7 @@ class Node(Record):
     fact_id: str
     joins: int = 0
     left: bool = False
+    lost_ms: int | None = None
     drain: Drain | None = Field(default=None, exclude=True)
     measured: dict[DeviceType, Measurement] = Field(default_factory=dict, exclude=True)
 
@@ -61,6 +66,28 @@ class Lease:
 
     incarnation: str
     left_ms: int
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Since when Redis has answered without a break, and when it did last, by its own clock."""
+
+    since_ms: int
+    last_ms: int
+
+    @property
+    def healthy_ms(self) -> int:
+        """For how long."""
+        return self.last_ms - self.since_ms
+
+    def after(self, now_ms: int) -> "Watch":
+        """The watch after another answer.
+
+        A long break (this process was stopped, say) hides what Redis did; so does a clock that was
+        set back.
+        """
+        is_broken = not 0 <= now_ms - self.last_ms <= _BREAK_MS
+        return Watch(now_ms if is_broken else self.since_ms, now_ms)
 
 
 def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
@@ -92,7 +119,8 @@ def leave(known: Node, fact: NodeLeft, fact_id: str) -> Node:
     """The node after its agent said farewell; of an earlier life, or repeated, it is void."""
     if known.incarnation != fact.incarnation or not _is_newer(fact_id, known.fact_id):
         return known
-    return known.model_copy(update={"state": NodeState.LOST, "fact_id": fact_id, "left": True})
+    lost = {"state": NodeState.LOST, "fact_id": fact_id, "left": True, "lost_ms": _time(fact_id)}
+    return known.model_copy(update=lost)
 
 
 def measurement(fact: NodeMeasured, at_ms: int) -> Measurement:
@@ -100,7 +128,7 @@ def measurement(fact: NodeMeasured, at_ms: int) -> Measurement:
     return Measurement(facts=fact.facts, failure=fact.failure, at_ms=at_ms)
 
 
-def judge(known: Node, lease: Lease | None, healthy_ms: int) -> Node:
+def judge(known: Node, lease: Lease | None, healthy_ms: int, now_ms: int) -> Node:
     """The node in the light of its lease.
 
     Args:
@@ -108,16 +136,28 @@ def judge(known: Node, lease: Lease | None, healthy_ms: int) -> Node:
         lease: The lease that lives, if any.
         healthy_ms: For how long Redis has answered without a break. A lease that ran out while
             Redis was away proves nothing: its agent could not renew it.
+        now_ms: The present.
     """
+    if known.state == NodeState.LOST and known.lost_ms is None:
+        known = known.model_copy(update={"lost_ms": now_ms})  # an older version did not say
     if known.left:
         return known
     if lease is not None:
         if known.state == NodeState.LOST and lease.incarnation == known.incarnation:
-            return known.model_copy(update={"state": NodeState.READY})
+            return known.model_copy(update={"state": NodeState.READY, "lost_ms": None})
         return known
     if known.state != NodeState.LOST and healthy_ms >= NODE_LEASE_MS:
-        return known.model_copy(update={"state": NodeState.LOST})
+        return known.model_copy(update={"state": NodeState.LOST, "lost_ms": now_ms})
     return known
+
+
+def is_forgettable(known: Node, now_ms: int) -> bool:
+    """Whether it was lost so long ago that it is forgotten.
+
+    Not one that is to be drained: its machine may come back, and must still be empty then.
+    """
+    is_lost = known.state == NodeState.LOST and known.lost_ms is not None
+    return is_lost and known.drain is None and now_ms - (known.lost_ms or 0) > LOST_NODE_KEPT_MS
 
 
 def _is_newer(fact_id: str, other: str) -> bool:

@@ -108,8 +108,11 @@ def traffic_of(found: Estimate, plan: ShardingPlan) -> tuple[AxisTraffic, ...]:
     )
 
 
-def step_time_of(found: Estimate, tokens: int) -> StepTimeView | None:
-    """Seconds of a step of so many tokens over all ranks, if the node is known."""
+def step_time_of(found: Estimate, tokens: int, scale: float) -> StepTimeView | None:
+    """Seconds of a step of so many tokens over all ranks, if the node is known.
+
+    ``scale`` is in the estimate already.
+    """
     if found.time is None:
         return None
     return StepTimeView(
@@ -117,6 +120,7 @@ def step_time_of(found: Estimate, tokens: int) -> StepTimeView | None:
         optimizer_s=found.time.optimizer,
         total_s=found.time.total,
         tokens_per_s=tokens / found.time.total if found.time.total else 0.0,
+        scale=scale,
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from services.contract.merge_patch import merged
 from services.contract.pointers import faults_of
 from services.contract.problems import Fault
+from services.contract.secret_references import written_out
 from services.contract.specs import JobSpec
 from services.controller.domain import planner
 from services.controller.domain.commits import retire_surplus
@@ -42,6 +43,8 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
         raise InvalidRequestError([_FIXED])
     asked = None if job.asked is None else with_patch(job.asked, patch)
     after = with_patch(job.spec, patch | _fitting(job.spec, asked))
+    if faults := list(written_out(event.patch.labels or {}, "/labels")):
+        raise InvalidRequestError(faults)
     if after == job.spec:
         return
     changed = _differences(job.spec.model_dump(mode="json"), after.model_dump(mode="json"), "")

@@ -12,10 +12,10 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from services.contract.ids import NodeId, PlanId, ProbeId
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
 from services.contract.planning import JobEstimate, PlanFailure, PlanOutcome
-from services.contract.specs import JobSpec
+from services.contract.specs import CarriedSpec
 from services.contract.states import NodeState, PlanState
 from services.controller.domain.node import Node
-from services.controller.domain.record import Record
+from services.controller.domain.record import Record, is_ahead
 
 _ADVICE: Final = {
     "timed_out": "the model is too large to be followed in that time: raise MESHLOOM_PROBE_TIMEOUT_S "
@@ -25,7 +25,9 @@ _ADVICE: Final = {
     "crashed": "run the model's factory by itself on that node and see why its process dies; the "
     "agent's log tells more",
     "refused": "see the reason: the node does not build such a model",
-    "raised": "mend the model or its arguments: the job itself would fail in the same way",
+    "raised": "the model may train all the same: a job of it runs by the default layout; write out "
+    "mesh and train.micro_batch to choose another",
+    "wrong_spec": "correct the spec, or the code that it names: a job of it would fail in the same way",
     "search_failed": "this is a defect of Meshloom: report it with the controller's log; a plan that "
     "is written out, or plan: default, needs no search",
     "no_answer": "see whether the node's agent is alive (meshloom nodes), then ask again",
@@ -42,7 +44,7 @@ class Plan(Record):
 
     id: PlanId
     state: PlanState = PlanState.PROBING
-    spec: JobSpec
+    spec: CarriedSpec
     owner: str = "local"
     device_type: DeviceType
     probe_id: ProbeId
@@ -80,6 +82,8 @@ class Plan(Record):
             host_bytes=fullest.host_bytes,
             micro_batch=found.micro_batch,
             step_time_s=None if found.step_time is None else found.step_time.total_s,
+            time_scale=1.0 if found.step_time is None else found.step_time.scale,
+            probe_id=self.probe_id,
         )
 
 
@@ -114,7 +118,7 @@ def judge(
     if answer is None:
         if node is None or node.state is NodeState.LOST:
             return fail(plan, "no_answer", f"{plan.node_id} was lost before it answered")
-        if now_ms < plan.answer_by_ms:
+        if now_ms < plan.answer_by_ms and not is_ahead(plan.created_ms, now_ms):
             return StillProbing()
         waited_s = (plan.answer_by_ms - plan.created_ms) / 1000
         return fail(plan, "no_answer", f"{plan.node_id} did not answer within {waited_s:.0f} s")
@@ -126,7 +130,8 @@ def judge(
     is_told = measured is not None and (
         measured.facts is not None or measured.at_ms >= plan.created_ms
     )
-    if not is_told and now_ms < plan.measured_by_ms:
+    may_wait = now_ms < plan.measured_by_ms and not is_ahead(plan.created_ms, now_ms)
+    if not is_told and may_wait:
         return StillProbing()
     return Profiled(
         answer.node_id, answer.took_s, answer.profile, answer.optimizer, answer.sequence_tokens

@@ -4,8 +4,15 @@ from pydantic import ValidationError
 
 from services.contract.states import ExitReason, JobState
 from services.controller.domain import planner
+from services.controller.domain.attempt import Failure
 from services.controller.domain.effects import Draft
-from services.controller.domain.events import PlanAsked, PlanMade, PlanMissed, PlanRefused
+from services.controller.domain.events import (
+    PlanAsked,
+    PlanMade,
+    PlanMissed,
+    PlanRefused,
+    SpecFaulted,
+)
 from services.controller.domain.job import WAITING_STATES, Job, Planning
 
 
@@ -33,7 +40,9 @@ def on_made(event: PlanMade, draft: Draft) -> None:
     except ValidationError as error:
         # With all that was chosen it is larger than a spec may be, and would be the next time.
         found = error.errors(include_url=False)[0]["msg"]
-        _run_unplanned(draft, event.estimate.plan_id, f"with what was chosen, {found}")
+        _run_unplanned(
+            draft, event.estimate.plan_id, f"no plan could be made: with what was chosen, {found}"
+        )
         return
     mesh = event.sharding.mesh
     words = (
@@ -74,8 +83,23 @@ def on_refused(event: PlanRefused, draft: Draft) -> None:
     )
 
 
+def on_faulted(event: SpecFaulted, draft: Draft) -> None:
+    """Its ranks would fail as the probe did, after they had waited for seats."""
+    if not _is_awaited(draft.job, event.plan_id):
+        return
+    draft.move(
+        JobState.FAILED,
+        f"the spec is wrong: {event.reason}",
+        exit_reason=ExitReason.USER_ERROR,
+        failure=Failure(node_id=event.node_id, error=event.reason, traceback=event.traceback),
+        ended_ms=draft.now_ms,
+        planning=Planning(),
+        stop=None,
+    )
+
+
 def _run_unplanned(draft: Draft, plan_id: str, why: str) -> None:
-    words = f"it runs by the default layout, for no plan could be made: {why}"
+    words = f"{why}; the job runs by the default layout"
     draft.change(planning=None, reason=words)
     draft.note("job.unplanned", words, plan_id=plan_id)
 

@@ -111,7 +111,7 @@ def followed(
     since: Mapping[tuple[str, int], int], found: Sequence[Chance], now_ms: int
 ) -> Mapping[tuple[str, int], int]:
     """Since when each attempt has had a chance without a break."""
-    return {chance.attempt: since.get(chance.attempt, now_ms) for chance in found}
+    return {chance.attempt: min(since.get(chance.attempt, now_ms), now_ms) for chance in found}
 
 
 def growth(chance: Chance, since_ms: int, now_ms: int, patience: Patience) -> MoveAsked | None:

@@ -1,20 +1,22 @@
 """Whether a failed attempt is followed by another one.
 
 A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
-within the budget; an agent that was stopped in an orderly way costs none of it. An exception
-before the attempt finished any step, or the same one again at the same step: the job's own fault,
-and another try would only repeat it. A loss that is no number: what the spec says.
+within the budget; an agent that was stopped in an orderly way costs none of it, nor does a state of
+the node that may pass, such as a full disk: for that the job waits. An exception
+before the attempt finished any step, or the same end again at the same step (an exception, an exit
+code, a crash, want of memory): the job's own fault, and another try would only repeat it. A loss
+that is no number: what the spec says.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Final
 
 from services.contract.messages.facts import ExitStanding
-from services.contract.states import ExitReason
+from services.contract.states import ExitReason, FailureClass
 from services.controller.domain import diagnose
 from services.controller.domain.attempt import Attempt, Failure, NodeExit
-from services.controller.domain.diagnose import NON_FINITE_LOSS
 from services.controller.domain.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
@@ -24,6 +26,17 @@ A job that commits checkpoints between its failures is not to wait longer and lo
 wait protects from is a fault that comes back at once.
 """
 
+CONDITION_MS: Final = (1_000, 2_000, 5_000, 15_000, 30_000)
+"""The wait after so many attempts in a row that a node's state prevented; the last for all more."""
+
+_EXCEPTIONS: Final = {
+    FailureClass.NAN: ExitReason.NON_FINITE_LOSS,
+    FailureClass.CHECKPOINT_FAILED: ExitReason.CHECKPOINT_FAILED,
+}
+_REPEATABLE: Final = frozenset(
+    {ExitReason.USER_ERROR, ExitReason.RANK_LOST, ExitReason.CHECKPOINT_FAILED}
+)
+_FROM_OUTSIDE: Final = frozenset({FailureClass.KILLED_BY_OPERATOR, FailureClass.NODE_LOST})
 _NOTHING_LEFT: Final = (
     "{what}, and no other committed checkpoint is left to go on from: restore its files and "
     "verify it, or delete the corrupt ones to begin anew"
@@ -79,11 +92,11 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
         return ExitReason.NODE_LOST
     if attempt.hang:
         return ExitReason.HANG
-    if failure is None:
+    if failure is None or attempt.was_prevented(failure):
         return ExitReason.CHECKPOINT_FAILED
-    if NON_FINITE_LOSS in failure.error_types:
-        return ExitReason.NON_FINITE_LOSS
-    return ExitReason.USER_ERROR if _is_exception(failure) else ExitReason.RANK_LOST
+    if not _is_exception(failure):
+        return ExitReason.RANK_LOST
+    return _EXCEPTIONS.get(diagnose.classify(attempt, failure), ExitReason.USER_ERROR)
 
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
@@ -92,6 +105,9 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
         return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
+    if attempt.was_prevented(failure):
+        number = _prevented_in_a_row(job)
+        return Restart(CONDITION_MS[min(number, len(CONDITION_MS)) - 1], counts=False)
     why = cause(attempt, failure)
     what = describe(failure)
     if failure is not None:
@@ -107,11 +123,11 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
 
 def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
     """Why another try would only repeat it; None where it might not."""
-    if why == ExitReason.USER_ERROR:
-        if attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step:
-            return ", before the attempt finished any step"
-        if _same_as_before(job, attempt, failure):
-            return ", the second time at this step"
+    is_before_any = attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step
+    if why == ExitReason.USER_ERROR and is_before_any:
+        return ", before the attempt finished any step"
+    if why in _REPEATABLE and _same_as_before(job, attempt, failure):
+        return ", the second time at this step"
     if why == ExitReason.NON_FINITE_LOSS:
         if job.spec.faults.on_nan == "stop":
             return "; faults.on_nan is stop"
@@ -165,12 +181,18 @@ def _in_vain(job: Job) -> int:
     """How many attempts of this run, the newest ones in a row, saved no step."""
     following = job.resume_point.step
     count = 0
-    for attempt in reversed([a for a in job.attempts if a.fence > job.run_fence]):
+    run = [a for a in job.attempts if a.fence > job.run_fence and a.condition is None]
+    for attempt in reversed(run):
         if following > attempt.resumed_step:
             break
         count += 1
         following = attempt.resumed_step
     return count
+
+
+def _prevented_in_a_row(job: Job) -> int:
+    run = [a for a in job.attempts if a.fence > job.run_fence]
+    return len(list(itertools.takewhile(lambda a: a.condition is not None, reversed(run))))
 
 
 def _failure(entry: NodeExit) -> Failure:
@@ -203,11 +225,22 @@ def _first_line(error: str) -> str:
 
 
 def _same_as_before(job: Job, attempt: Attempt, failure: Failure) -> bool:
+    """Whether its ranks ended in this way at this step in the attempt before, too.
+
+    What came from outside was not theirs: it may come again at the same step by chance.
+    """
     earlier = [a for a in job.attempts if job.run_fence < a.fence < attempt.fence]
-    if not earlier or earlier[-1].failure is None:
+    before = next((a for a in reversed(earlier) if a.condition is None), None)
+    if before is None or before.failure is None or before.exit_reason not in _REPEATABLE:
         return False
-    before = earlier[-1].failure
-    return before.step == failure.step and _signature(before) == _signature(failure)
+    ends = [(failure, diagnose.classify(attempt, failure))]
+    ends.append((before.failure, diagnose.classify(before, before.failure)))
+    if any(end.standing != ExitStanding.OWN_FAILURE for end, _ in ends):
+        return False
+    if any(kind in _FROM_OUTSIDE for _, kind in ends):
+        return False
+    present, past = (_signature(end, kind) for end, kind in ends)
+    return before.failure.step == failure.step and present == past
 
 
 def _is_nan_again(job: Job, attempt: Attempt, failure: Failure) -> bool:
@@ -221,5 +254,8 @@ def _is_nan_again(job: Job, attempt: Attempt, failure: Failure) -> bool:
     )
 
 
-def _signature(failure: Failure) -> str | None:
-    return None if failure.error is None else _ADDRESS.sub("0x", failure.error)
+def _signature(failure: Failure, kind: FailureClass) -> tuple[FailureClass, str | None]:
+    # How much memory was free is told with each want of it, and differs.
+    if kind == FailureClass.OUT_OF_MEMORY or failure.error is None:
+        return kind, None
+    return kind, _ADDRESS.sub("0x", failure.error)

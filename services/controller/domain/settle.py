@@ -35,8 +35,9 @@ def settle(draft: Draft) -> None:
     _abort_open(draft, attempt, sealed_too=draft.job.head_node in attempt.lost_nodes)
     pending = _pending_commit(draft.job, attempt)
     if pending is not None:
-        reason = f"waiting until the checkpoint of step {pending.step} is committed"
-        draft.change(reason=reason)
+        if attempt.condition is None:
+            reason = f"waiting until the checkpoint of step {pending.step} is committed"
+            draft.change(reason=reason)
     elif attempt.has_trained(draft.job.spec.train.steps):
         _conclude_training(draft, attempt)
     elif stop is not None:
@@ -158,18 +159,22 @@ def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
             stop=None,
         )
         return
+    wait = f" in {verdict.delay_ms / 1000:g} s" if verdict.delay_ms else ""
+    not_before_ms = draft.now_ms + verdict.delay_ms
     if not verdict.counts:
-        reason = f"{_uncounted(draft.job, attempt, failure)}; this restart is not counted"
-        draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+        why = _uncounted(draft.job, attempt, failure)
+        if attempt.was_prevented(failure):
+            why = f"{attempt.condition}: the job waits and tries again{wait}"
+        reason = f"{why}; this restart is not counted"
+        draft.move(JobState.RESTARTING, reason, not_before_ms=not_before_ms)
         return
     number = draft.job.restarts + 1
-    wait = f" in {verdict.delay_ms / 1000:g} s" if verdict.delay_ms else ""
     draft.move(
         JobState.RESTARTING,
         f"{retry.describe(failure)}; restart {number} of "
         f"{draft.job.spec.faults.max_restarts}{wait}",
         restarts=number,
-        not_before_ms=draft.now_ms + verdict.delay_ms,
+        not_before_ms=not_before_ms,
     )
 
 

@@ -19,4 +19,4 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
             pointer = f"/{field}/factory"
             faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
         faults += written_out(used.args, f"/{field}/args")
-    return faults
+    return [*faults, *written_out(spec.labels, "/labels")]

@@ -113,6 +113,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         restarts=0,
         run_fence=job.fence,
         not_before_ms=draft.now_ms,
+        found=False,
         planning=None if job.planning is None else Planning(),
     )
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final
 
 import structlog
@@ -35,11 +35,20 @@ class Leader:
         self._holder = holder
         self._reign = reign
         self._epoch: int | None = None
+        self._trouble: str | None = None
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the present reign; None while another controller, or none, leads."""
         return self._epoch
+
+    @property
+    def trouble(self) -> str | None:
+        """Why Redis did not take the last write of the lease; None if it did.
+
+        Every controller writes once a second or oftener, whether it leads or not.
+        """
+        return self._trouble
 
     async def lead(self) -> None:
         """Take the lead, reign, lose it, ask again; for ever."""
@@ -50,7 +59,8 @@ class Leader:
 
     async def _take_and_reign(self) -> None:
         asked_at = time.monotonic()
-        epoch = await self._leadership.take(self._holder)
+        with self._noting_trouble():
+            epoch = await self._leadership.take(self._holder)
         if epoch is None:
             await asyncio.sleep(_ASK_EVERY_S)
             return
@@ -78,12 +88,23 @@ class Leader:
                 return
             asked_at = time.monotonic()
             try:
-                if not await self._leadership.renew(self._holder):
+                with self._noting_trouble():
+                    is_ours = await self._leadership.renew(self._holder)
+                if not is_ours:
                     return
                 renewed_at = asked_at
             except StoreUnavailableError:
                 if time.monotonic() - renewed_at > _LEASE_S:
                     return
+
+    @contextlib.contextmanager
+    def _noting_trouble(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailableError as error:
+            self._trouble = str(error)
+            raise
+        self._trouble = None
 
     @contextlib.asynccontextmanager
     async def _released_at_the_end(self) -> AsyncIterator[None]:

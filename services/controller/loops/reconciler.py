@@ -1,16 +1,23 @@
 """The reconciler's loop: looks at everything once a second, and at once when it is woken."""
 
+import asyncio
+from typing import Final
+
+from services.contract.cancellation import end_if_told
+from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.resizing import Patience
 from services.controller.loops.endurance import Endurance
 from services.controller.ports.office import Ports
 from services.controller.use_cases.reconcile import Reconciler
+
+_WATCH_EVERY_S: Final = 1.0
 
 
 async def reconcile(ports: Ports, epoch: int, patience: Patience) -> None:
     """Reconcile for ever.
 
     Raises:
-        DeposedError: The reign is over.
+        ExceptionGroup: With the DeposedError that says that the reign is over.
     """
     reconciler = Reconciler(ports, epoch, patience)
     endurance = Endurance("reconciler", reconciler.forget_health)
@@ -22,5 +29,19 @@ async def reconcile(ports: Ports, epoch: int, patience: Patience) -> None:
                 endurance.succeeded()
                 await waker.wait(rest_s)
 
-    while True:
-        await endurance.round(listen_and_look)
+    async def look() -> None:
+        while True:
+            await endurance.round(listen_and_look)
+
+    async def watch() -> None:
+        while True:
+            end_if_told()
+            try:
+                await reconciler.watch()
+            except StoreUnavailableError:  # the loop beside this one says so
+                reconciler.forget_health()
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(look())
+        group.create_task(watch())

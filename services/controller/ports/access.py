@@ -38,7 +38,10 @@ class RateLimiter(Protocol):
 
 
 class AuditRecord(Record):
-    """A request that changed something or was refused. Its time is that of its place."""
+    """A request that changed something or was refused. Its time is that of its place.
+
+    ``left_out``: how many refusals of the same subject, or of strangers, have no entry before it.
+    """
 
     actor: str | None
     scope: Scope | None
@@ -46,6 +49,7 @@ class AuditRecord(Record):
     method: str
     path: str
     status: int
+    left_out: int = 0
 
 
 class AuditLog(Protocol):

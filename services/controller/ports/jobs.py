@@ -41,13 +41,15 @@ class EventRecord(Record):
 class Change:
     """A decision on a stored job, ready to be committed as a whole.
 
-    ``history`` tells what was decided upon.
+    ``history`` tells what was decided upon. ``deletes``: another job that is deleted with it, as by
+    ``JobStore.delete``; both happen, or neither.
     """
 
     before: Stored
     decision: Decision
     actor: Actor
     history: tuple[HistoryEntry, ...] = ()
+    deletes: Stored | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -75,8 +77,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ``Idempotency-Key`` and the digest of the body that came with it."""
+    """An ``Idempotency-Key`` of one subject, and the digest of the body that came with it.
 
+    Two subjects that choose the same key make two claims.
+    """
+
+    subject: str
     key: str
     digest: str
 
@@ -153,7 +159,8 @@ class JobStore(Protocol):
         """Write job, checkpoints, events, history and commands together, or nothing.
 
         Raises:
-            StaleWriteError: The job changed since it was read, or has a higher fence.
+            StaleWriteError: The job, or the one to be deleted, changed since it was read, or the
+                job has a higher fence.
             DeposedError: ``epoch`` is not the present one.
             NotFoundError: The job was deleted.
         """

@@ -17,11 +17,25 @@ class NodeStore(Protocol):
         """All of them, by id."""
         ...
 
-    async def put(self, node: Node, epoch: int) -> None:
-        """Write a node's record.
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
+        """Write a node's record, in the place of the one that was read; None: whatever is there.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.
+            StaleWriteError: A join or a leave was written since ``before`` was read.
+        """
+        ...
+
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """Remove a node's record with all that is kept with it, unless its lease lives.
+
+        Args:
+            node: As it was read.
+            epoch: The leadership in whose name this is done; None for a person's wish.
+
+        Raises:
+            DeposedError: ``epoch`` is not the present one.
+            StaleWriteError: It has joined or left since it was read, or its lease lives.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Leadership, time and wake-ups, and all ports in one hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +45,10 @@ class Waker(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """Everything that the controller needs of the world."""
+    """Everything that the controller needs of the world.
+
+    ``unreadable`` names the records that were met and cannot be read by this version.
+    """
 
     jobs: JobStore
     nodes: NodeStore
@@ -59,3 +62,4 @@ class Ports:
     audit: AuditLog
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]
+    unreadable: Callable[[], Sequence[str]] = tuple

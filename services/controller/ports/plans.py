@@ -4,6 +4,7 @@ from typing import Literal, Protocol
 
 from services.contract.messages.probing import ModelProbed
 from services.controller.domain.effects import Send
+from services.controller.domain.pace import Pace
 from services.controller.domain.plan import Plan
 from services.controller.ports.jobs import Place
 
@@ -66,6 +67,14 @@ class PlanStore(Protocol):
         Raises:
             RecordUnreadableError: There is one that makes no sense here.
         """
+        ...
+
+    async def keep_pace(self, probe_id: str, pace: Pace) -> None:
+        """Keep how long a job's steps took, with the profile of its model."""
+        ...
+
+    async def paces(self, probe_id: str) -> list[Pace]:
+        """The last that were kept, newest first; those that make no sense here are passed over."""
         ...
 
     async def wait(self, probe_id: str, timeout_s: float) -> None:

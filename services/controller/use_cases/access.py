@@ -16,6 +16,7 @@ from services.contract.access import (
 from services.contract.ids import new_token_id
 from services.controller.domain.errors import ForbiddenError, NotFoundError
 from services.controller.domain.token import (
+    BOOTSTRAP,
     SECRET_BYTES,
     Principal,
     Token,
@@ -30,6 +31,7 @@ from services.controller.ports.office import Ports
 from services.controller.use_cases.present import maybe_moment, moment
 
 _RANDOM_BYTES = 10
+_EXPIRED = "this token has expired; ask an operator for a new one"
 _REFUSED_FROM = 400
 _FAILED_FROM = 500
 
@@ -51,8 +53,20 @@ async def identify(ports: Ports, shown: str) -> Principal | Refusal:
     if token is None or not token.is_shown_by(secret):
         return Refusal("this token is not known; it may have been revoked")
     if token.expires_ms is not None and token.has_expired(await ports.clock.now_ms()):
-        return Refusal("this token has expired; ask an operator for a new one")
+        return Refusal(_EXPIRED)
     return token.principal
+
+
+async def refused_since(ports: Ports, asks: Principal) -> str | None:
+    """Why somebody who was admitted would not be now; None while they would."""
+    if asks.token_id is None or asks == BOOTSTRAP:
+        return None
+    token = await ports.tokens.get(asks.token_id)
+    if token is None:
+        return "this token was revoked"
+    if token.expires_ms is not None and token.has_expired(await ports.clock.now_ms()):
+        return _EXPIRED
+    return None
 
 
 async def check_owner(ports: Ports, job_id: str, asks: Principal, may: str = "change it") -> None:

@@ -7,7 +7,7 @@ import structlog
 
 from services.controller.domain.decide import decide, is_stale
 from services.controller.domain.effects import Decision
-from services.controller.domain.errors import StaleWriteError
+from services.controller.domain.errors import NotFoundError, StaleWriteError
 from services.controller.domain.history import Occurrence, entry
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import Actor, Change, Stored
@@ -23,6 +23,8 @@ async def apply_events(
     occurrences: Sequence[Occurrence],
     actor: Actor,
     epoch: int | None = None,
+    *,
+    deletes: Stored | None = None,
 ) -> Stored:
     """Decide on events in their order and commit all decisions together.
 
@@ -33,6 +35,7 @@ async def apply_events(
         actor: Who causes them.
         epoch: The leadership in whose name this is done; None for a person's wish, which the
             version compare alone keeps from overwriting anything.
+        deletes: Another job that is deleted with the commit; both happen, or neither.
 
     Raises:
         NotFoundError: There is no such job.
@@ -43,13 +46,17 @@ async def apply_events(
     for _ in range(_TRIES):
         stored = await ports.jobs.load(job_id)
         decision = decide_all(stored.job, occurrences)
-        change = Change(stored, decision, actor, tuple(map(entry, occurrences)))
+        change = Change(stored, decision, actor, tuple(map(entry, occurrences)), deletes)
         if change.is_empty:
+            if deletes is not None:
+                await ports.jobs.delete(deletes)
             return stored
         try:
             return await ports.jobs.commit(change, epoch)
         except StaleWriteError:
             _log.debug("stale_write", job_id=job_id)
+            if deletes is not None and await _has_changed(ports, deletes):
+                raise
     raise StaleWriteError(f"job {job_id} changes too fast; try again")
 
 
@@ -61,3 +68,10 @@ def decide_all(job: Job, occurrences: Sequence[Occurrence]) -> Decision:
             _log.info("stale_fact", job_id=job.id, fence=job.fence, fact=type(event).__name__)
         decision = decision.then(decide(decision.job, event, now_ms))
     return decision
+
+
+async def _has_changed(ports: Ports, stored: Stored) -> bool:
+    try:
+        return (await ports.jobs.load(stored.job.id)).version != stored.version
+    except NotFoundError:
+        return True

@@ -29,7 +29,7 @@ from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent,
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job, Origin
 from services.controller.domain.patching import with_patch
-from services.controller.ports.jobs import Actor, Claim, Place
+from services.controller.ports.jobs import Actor, Claim, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
@@ -126,6 +126,24 @@ async def release_origin(ports: Ports, job: Job, actor: Actor, epoch: int | None
         await _apply(ports, job.origin.job_id, released, actor, epoch)
     except (NotFoundError, RecordUnreadableError):
         return  # then there is nothing that retires it, either
+
+
+async def delete_with_holds(
+    ports: Ports, stored: Stored, actor: Actor, epoch: int | None = None
+) -> None:
+    """Forget a job, and let go of the checkpoint that it began with: both, or neither.
+
+    Raises:
+        StaleWriteError: The job changed since it was read; it goes on, and so does its hold.
+    """
+    origin = stored.job.origin
+    if origin is not None and origin.checkpoint_id is not None:
+        now_ms = await ports.clock.now_ms()
+        released = Occurrence(HoldReleased(origin.checkpoint_id, stored.job.id), now_ms)
+        with contextlib.suppress(NotFoundError, RecordUnreadableError):
+            await apply_events(ports, origin.job_id, [released], actor, epoch, deletes=stored)
+            return
+    await ports.jobs.delete(stored)
 
 
 async def release_all_held_for(ports: Ports, clone_id: str, actor: Actor) -> None:

@@ -58,8 +58,8 @@ def to_entry_id(cursor: str | None) -> str | None:
     Raises:
         InvalidRequestError: It is none of ours.
     """
-    if cursor is not None and not _ENTRY_ID.fullmatch(cursor):
-        raise _invalid(cursor)
+    if cursor is not None and (not _ENTRY_ID.fullmatch(cursor) or not cursor.strip("0-")):
+        raise _invalid(cursor)  # no entry is 0-0, and Redis knows none before it
     return cursor
 
 

@@ -38,7 +38,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.clone import let_go_of_origin, release_origin
+from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
 from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told
 
@@ -47,10 +47,11 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Told:
-    """A fact and where it stood in the queue."""
+    """A fact, where it stood in the queue, and when it was told."""
 
     fact: Fact
     entry: Entry
+    time_ms: int
 
 
 async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
@@ -61,14 +62,16 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
     Raises:
         DeposedError: ``epoch`` is over; the facts are the next leader's.
     """
-    told = [t for t in map(_parse, entries) if t is not None]
+    # Ids of a stream grow even if its clock was set back: no fact is of the future.
+    now_ms = await ports.clock.now_ms()
+    told = [t for t in (_parse(entry, now_ms) for entry in entries) if t is not None]
     for _, row in itertools.groupby(told, key=_addressee):
         group = list(row)
         if isinstance(group[0].fact, NodeJoined | NodeLeft):
             for one in group:
                 await _heed_node(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
-            await heed_found(ports, group[0].fact, group[0].entry.time_ms, epoch)
+            await heed_found(ports, group[0].fact, group[0].time_ms, epoch)
         elif isinstance(group[0].fact, ModelProbed | NodeMeasured):
             for one in group:
                 await _heed_answer(ports, one, epoch)
@@ -76,9 +79,9 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
             await _heed_gang(ports, group, epoch)
 
 
-def _parse(entry: Entry) -> Told | None:
+def _parse(entry: Entry, now_ms: int) -> Told | None:
     try:
-        return Told(FACT.validate_json(entry.body), entry)
+        return Told(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
     except ValidationError as error:
         # It will not become readable by waiting: said once, and passed over.
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=str(error))
@@ -104,13 +107,13 @@ async def _heed_answer(ports: Ports, told: Told, epoch: int) -> None:
         why = None if fact.failure is None else fact.failure.code
         _log.info("model_probed", probe_id=fact.probe_id, took_s=fact.took_s, failure=why)
     elif isinstance(fact, NodeMeasured):
-        found = nodes.measurement(fact, told.entry.time_ms)
+        found = nodes.measurement(fact, told.time_ms)
         await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
         _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
 
 
 async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
-    slim = [(_without_stacks(told.fact), told.entry.time_ms) for told in group]
+    slim = [(_without_stacks(told.fact), told.time_ms) for told in group]
     occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
@@ -139,8 +142,7 @@ async def _apply(
             await let_go_of_origin(ports, stored.job, epoch)
         for one in occurrences:
             if isinstance(one.event, JobPurged) and is_purged(stored.job, one.event):
-                await release_origin(ports, stored.job, actor, epoch)
-                await ports.jobs.delete(stored)
+                await delete_with_holds(ports, stored, actor, epoch)
                 _log.info("job_purged", job_id=job_id)
                 return
     except NotFoundError:
@@ -188,7 +190,7 @@ async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
             # Before the join is remembered: what was told behind it must not be held against it.
             if nodes.is_new_word(known.get(fact.node_id), fact, told.entry.id):
                 await _end_missing(ports, fact, epoch)
-            await ports.nodes.put(node, epoch)
+            await ports.nodes.put(node, epoch, known.get(node.id))
             _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
         if node.fact_id == told.entry.id:
             await _lose_gangs(ports, node, f"the agent of {node.id} was started anew", epoch)
@@ -196,7 +198,7 @@ async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
     elif isinstance(fact, NodeLeft) and fact.node_id in known:
         node = nodes.leave(known[fact.node_id], fact, told.entry.id)
         if node != known[fact.node_id]:
-            await ports.nodes.put(node, epoch)
+            await ports.nodes.put(node, epoch, known[node.id])
             _log.info("node_left", node_id=node.id)
         if node.fact_id == told.entry.id:
             await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)

@@ -12,7 +12,7 @@ from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import listing
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.clone import release_all_held_for, release_origin
+from services.controller.use_cases.clone import delete_with_holds, release_all_held_for
 from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import STEPS_FOR_ETA
@@ -67,12 +67,11 @@ async def delete_job(ports: Ports, job_id: str, actor: Actor) -> None:
         stored = await ports.jobs.load(job_id)
     except RecordUnreadableError:
         # Whether it has ended is in the record; nobody drives it any more in any case.
-        await release_all_held_for(ports, job_id, actor)
         await ports.jobs.delete_unread(job_id)
+        await release_all_held_for(ports, job_id, actor)
         return
     refuse_unless_ended(stored.job)
-    await release_origin(ports, stored.job, actor)
-    await ports.jobs.delete(stored)
+    await delete_with_holds(ports, stored, actor)
 
 
 async def purge_job(ports: Ports, job_id: str, actor: Actor) -> JobView | None:
@@ -110,7 +109,7 @@ async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
         NotFoundError: There is no such job.
     """
     stored = await ports.jobs.load(job_id)
-    return AttemptList(items=attempt_views(stored.job))
+    return AttemptList(items=attempt_views(stored.job), left_out=stored.job.attempts_left_out)
 
 
 async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:

@@ -3,11 +3,12 @@
 A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 import structlog
 
+from services.contract.planning import PlanFailure
 from services.contract.states import PlanState
 from services.controller.domain.errors import (
     DeposedError,
@@ -24,9 +25,11 @@ from services.controller.domain.events import (
     PlanMade,
     PlanMissed,
     PlanRefused,
+    SpecFaulted,
 )
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
+from services.controller.domain.pace import STEPS_READ, can_tell, pace_of
 from services.controller.domain.placement import Standing
 from services.controller.domain.plan import Plan
 from services.controller.domain.planning import awaits_plan
@@ -43,6 +46,7 @@ from services.controller.use_cases.plans import (
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
+_NOT_OF_THE_MODEL: Final = frozenset({"no_answer", "search_failed"})
 _REST_S: Final = 1.0
 _REST_WHILE_PROBING_S: Final = 0.1
 
@@ -60,6 +64,7 @@ class Planner:
         self._ports = ports
         self._epoch = epoch
         self._drawing = drawing
+        self._paced: set[tuple[str, int]] = set()
 
     async def look(self) -> float:
         """Do all that is due; returns the seconds after which to look again at the latest.
@@ -67,7 +72,8 @@ class Planner:
         Raises:
             DeposedError: The reign is over.
         """
-        waiting = [s.job for s in await self._ports.jobs.active() if awaits_plan(s.job)]
+        active = [stored.job for stored in await self._ports.jobs.active()]
+        waiting = [job for job in active if awaits_plan(job)]
         named = [job for job in waiting if _plan_of(job) is not None]
         nameless = [job for job in waiting if _plan_of(job) is None]
         if nameless:
@@ -77,7 +83,26 @@ class Planner:
                 await self._advance(job, self._ask(job, standings))
         for job in named:
             await self._advance(job, self._next(job))
+        await self._keep_paces(active)
         return _REST_WHILE_PROBING_S if named else _REST_S
+
+    async def _keep_paces(self, active: Sequence[Job]) -> None:
+        """What the first steps of attempts took, once each: later plans of the model use it."""
+        self._paced &= {(job.id, job.fence) for job in active}
+        new = [job for job in active if can_tell(job) and (job.id, job.fence) not in self._paced]
+        if not new:
+            return
+        records = await self._ports.telemetry.last_steps([job.id for job in new], STEPS_READ)
+        nodes = await self._ports.nodes.nodes()
+        for job in new:
+            pace = pace_of(job, records.get(job.id, ()), nodes)
+            if pace is None or job.estimate is None or job.estimate.probe_id is None:
+                continue
+            self._paced.add((job.id, job.fence))
+            probe_id = job.estimate.probe_id
+            known = {(each.job_id, each.fence) for each in await self._ports.plans.paces(probe_id)}
+            if (job.id, job.fence) not in known:
+                await self._ports.plans.keep_pace(probe_id, pace)
 
     async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
         try:
@@ -103,7 +128,7 @@ class Planner:
         except NotFoundError:
             return await self._ask(job, await standings_now(self._ports))
         except RecordUnreadableError as error:
-            return PlanMissed(plan_id, str(error))
+            return PlanMissed(plan_id, f"no plan could be made: {error}")
         return _outcome(plan)
 
     async def _ask(self, job: Job, standings: tuple[Standing, ...]) -> JobEvent:
@@ -131,10 +156,20 @@ def _outcome(plan: Plan) -> JobEvent | None:
     if plan.state is PlanState.PROBING:
         return None
     if plan.failure is not None:
-        why = f"{plan.failure.reason}; {plan.failure.advice}"
-        return PlanMissed(plan.id, why, unanswered=plan.failure.code == "no_answer")
+        return _missed(plan, plan.failure)
     made = plan.outcome
     if made.feasible and made.sharding is not None and plan.estimate is not None:
         return PlanMade(made.sharding, plan.estimate)
     advice = "; ".join(made.advice) or "change the spec"
     return PlanRefused(plan.id, f"its plan is infeasible: {plan.reason}", advice)
+
+
+def _missed(plan: Plan, failure: PlanFailure) -> JobEvent:
+    if failure.code == "wrong_spec" and not plan.cached:
+        return SpecFaulted(plan.id, failure.reason, plan.node_id, failure.traceback)
+    # What was found before may have been corrected since: the code is no part of the question.
+    again = failure.code in {"no_answer", "wrong_spec"}
+    why = f"the model could not be profiled: {failure.reason}"
+    if failure.code in _NOT_OF_THE_MODEL:
+        why = f"no plan could be made: {failure.reason}; {failure.advice}"
+    return PlanMissed(plan.id, why, unanswered=again)

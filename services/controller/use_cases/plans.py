@@ -5,6 +5,7 @@ nothing is lost with the one that was asked.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, NamedTuple
@@ -29,6 +30,8 @@ from services.controller.domain.errors import (
     StateConflictError,
 )
 from services.controller.domain.layout import RankRoom, Study
+from services.controller.domain.node import Node
+from services.controller.domain.pace import Pace, kind_of, scale_of
 from services.controller.domain.placement import (
     Gang,
     Seated,
@@ -271,8 +274,9 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         if known.state is not PlanState.PROBING:
             return known
         standings = await standings_now(ports)
+        paces = await ports.plans.paces(plan.probe_id)
         try:
-            study = _study(plan, verdict, standings)
+            study = _study(plan, verdict, standings, paces)
             outcome = await asyncio.to_thread(layout.work_out, study)
         except Exception as error:  # noqa: BLE001 whatever it is, it ends this plan alone
             # Without a conclusion it would be worked out, and trip us up, at each look.
@@ -283,7 +287,9 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         return await ports.plans.conclude(concluded)
 
 
-def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Study:
+def _study(
+    plan: Plan, found: Profiled, standings: tuple[Standing, ...], paces: Sequence[Pace]
+) -> Study:
     """Where the job would run now, or could run later: its room is that of the tightest node."""
     gang, device_type = Gang.of(plan.spec), plan.device_type
     outcome = place(gang, standings)
@@ -296,11 +302,16 @@ def _study(plan: Plan, found: Profiled, standings: tuple[Standing, ...]) -> Stud
     # Without any, the reason that it can never run is told with the asked node's plan.
     gangs = gangs or [tuple(s.node for s in standings if s.node.id == plan.node_id)]
     tightest = [
-        min((RankRoom.on(node, device_type) for node in nodes), key=lambda room: room.memory_bytes)
+        min((_room(node, device_type, paces) for node in nodes), key=lambda room: room.memory_bytes)
         for nodes in gangs
     ]
     room = max(tightest, key=lambda room: (room.memory_bytes, room.facts is not None))
     return Study(plan.spec, found, room, standings)
+
+
+def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoom:
+    factor = scale_of(paces, kind_of(node.inventory, device_type))
+    return layout.scaled(RankRoom.on(node, device_type), factor)
 
 
 async def standings_now(ports: Ports) -> tuple[Standing, ...]:

@@ -3,11 +3,11 @@
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Literal
 
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.contract.planning import EstimateView
-from services.contract.states import ExitReason
+from services.contract.states import ExitReason, JobState
 from services.contract.views import (
     AttemptView,
     CheckpointView,
@@ -29,8 +29,11 @@ from services.controller.domain.placement import Standing
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"
-STRAGGLER_SCORE: Final = 0.1
-"""From this share of the time on, the rank that keeps the others waiting most is named."""
+STRAGGLER_SCORE: Final = 0.2
+"""From this share of the time on, the rank that keeps the others waiting most is named: below it,
+what else a machine does makes one rank late or the other."""
+_RESOLVED_BYTES: Final = {"resident_growth": 64 << 20, "allocated": 2 << 20}
+"""Estimates below this are not compared: kernels, gloo and the allocator take as much for any model."""
 _ENDED_BY_PEOPLE = frozenset(
     {ExitReason.COMPLETED, ExitReason.CANCELLED, ExitReason.PAUSED, ExitReason.KILLED}
 )
@@ -84,11 +87,15 @@ def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView 
     seen = [s.peak_bytes for s in samples.values() if s.fence == job.fence and s.peak_bytes]
     most = max(seen, default=None)
     is_host = job.plan is None or job.plan.device_type == "cpu"
+    way: Literal["resident_growth", "allocated"] = "resident_growth" if is_host else "allocated"
+    foreseen = job.estimate.peak.total
     return EstimateView(
         **dict(job.estimate),
         measured_peak_bytes=most,
-        measured_as=None if most is None else "resident_growth" if is_host else "allocated",
-        ratio=None if most is None else round(most / max(job.estimate.peak.total, 1), 3),
+        measured_as=None if most is None else way,
+        ratio=round(most / foreseen, 3)
+        if most is not None and foreseen >= _RESOLVED_BYTES[way]
+        else None,
     )
 
 
@@ -102,7 +109,9 @@ def failure_view(failure: Failure | None) -> FailureView | None:
 
 def attempt_views(job: Job) -> tuple[AttemptView, ...]:
     """A job's attempts, oldest first."""
-    following = (*job.attempts, None)[1:]
+    following = list((*job.attempts, None)[1:])
+    if job.attempts_left_out:
+        following[0] = None  # what followed the first one is not kept
     return tuple(_attempt_view(a, b) for a, b in zip(job.attempts, following, strict=True))
 
 
@@ -143,7 +152,8 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
     for sample in current.values():
         for group, number in sample.issued.items():
             foremost[group] = max(foremost.get(group, 0), number)
-    slowest = _slowest(current.values())
+    # Nobody waits for a rank that has ended, or is drained.
+    slowest = _slowest(current.values()) if job.state == JobState.RUNNING else None
     return tuple(
         RankView(
             rank=seat.rank,

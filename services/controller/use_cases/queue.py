@@ -1,7 +1,9 @@
 """The queue and the room there is; nodes that are to be emptied."""
 
 from services.contract.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.states import NodeState
 from services.contract.views import NodeView
+from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain
 from services.controller.domain.placement import Seated, Standing, stand
@@ -61,6 +63,30 @@ async def undrain_node(ports: Ports, node_id: str) -> NodeView:
     """
     await ports.nodes.drain(node_id, None)
     return await get_node(ports, node_id)
+
+
+async def forget_node(ports: Ports, node_id: str) -> None:
+    """Remove a lost node's record, its drain and what it measured; its agent may join again.
+
+    Raises:
+        NotFoundError: There is no such node.
+        StateConflictError: It is not lost, or ranks of a job may live there.
+    """
+    node = next((node for node in await ports.nodes.nodes() if node.id == node_id), None)
+    if node is None:
+        raise no_node(node_id)
+    attempts = [(s.job.id, s.job.attempt) for s in await ports.jobs.active()]
+    busy = sorted(name for name, attempt in attempts if attempt and node_id in attempt.live_nodes)
+    if busy:
+        raise StateConflictError(f"ranks of {', '.join(busy)} may live on {node_id}")
+    if node.state != NodeState.LOST:
+        raise StateConflictError(
+            f"{node_id} is {node.shown_state}: drain it, and stop its agent before it is deleted"
+        )
+    try:
+        await ports.nodes.forget(node, None)
+    except StaleWriteError as error:
+        raise StateConflictError(f"the agent of {node_id} lives: stop it first") from error
 
 
 async def _stand(ports: Ports, jobs: list[Job]) -> tuple[Standing, ...]:

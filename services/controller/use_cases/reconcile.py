@@ -1,5 +1,6 @@
 """One look at everything: what should happen by now and has not."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -18,6 +19,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.events import (
     AnswerOverdue,
+    ClockSetBack,
     GangPlaced,
     JobEvent,
     MoveAsked,
@@ -28,7 +30,7 @@ from services.controller.domain.gang import is_overdue
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
-from services.controller.domain.node import Lease, Node
+from services.controller.domain.node import Lease, Node, Watch
 from services.controller.domain.placement import Seated, Standing, stand
 from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
 from services.controller.domain.resizing import Chance, Patience, followed, growth, shrinkage
@@ -42,7 +44,6 @@ _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
 _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
-_BREAK_MS: Final = 5_000
 _LONG_MS: Final = 1 << 62
 _PATIENCE: Final = Patience()
 
@@ -61,12 +62,15 @@ class Reconciler:
         self._epoch = epoch
         self._patience = patience
         self._room_since: Mapping[tuple[str, int], int] = {}
-        self._healthy_since_ms: int | None = None
-        self._last_look_ms = 0
+        self._watch: Watch | None = None
 
     def forget_health(self) -> None:
         """Redis was away: leases that ran out meanwhile prove nothing."""
-        self._healthy_since_ms = None
+        self._watch = None
+
+    async def watch(self) -> None:
+        """See that Redis answers; to be done each second, however long a look takes."""
+        self._answered(await self._ports.clock.now_ms())
 
     async def look(self) -> float:
         """Do all that is due; returns the seconds after which to look again at the latest.
@@ -75,37 +79,78 @@ class Reconciler:
             DeposedError: The reign is over.
         """
         now_ms = await self._ports.clock.now_ms()
-        healthy_ms = self._healthy_for(now_ms)
-        known, leases = await self._judge_nodes(healthy_ms)
+        healthy_ms = self._answered(now_ms).healthy_ms
+        known, leases = await self._judge_nodes(healthy_ms, now_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
-        jobs = [await self._check_attempt(job, known, now_ms) for job in jobs]
+        jobs = [await self._set_back(job, now_ms) for job in jobs]
+        unread = await self._alive_but_unread(jobs, known)
+        jobs = [await self._check_attempt(job, known, unread, now_ms) for job in jobs]
         jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
         jobs = [await self._keep_bounds(job, now_ms) for job in jobs]
         chances = await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
         await self._grow(chances, now_ms)
+        await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
 
-    def _healthy_for(self, now_ms: int) -> int:
-        # A long break between two looks (this process was stopped, say) hides what Redis did.
-        if self._healthy_since_ms is None or now_ms - self._last_look_ms > _BREAK_MS:
-            self._healthy_since_ms = now_ms
-        self._last_look_ms = now_ms
-        return now_ms - self._healthy_since_ms
+    def _answered(self, now_ms: int) -> Watch:
+        self._watch = Watch(now_ms, now_ms) if self._watch is None else self._watch.after(now_ms)
+        return self._watch
 
-    async def _judge_nodes(self, healthy_ms: int) -> tuple[dict[str, Node], dict[str, Lease]]:
+    async def _judge_nodes(
+        self, healthy_ms: int, now_ms: int
+    ) -> tuple[dict[str, Node], dict[str, Lease]]:
         known = await self._ports.nodes.nodes()
         leases = await self._ports.nodes.leases([node.id for node in known])
         judged: dict[str, Node] = {}
         for node in known:
-            judged[node.id] = nodes.judge(node, leases.get(node.id), healthy_ms)
+            judged[node.id] = nodes.judge(node, leases.get(node.id), healthy_ms, now_ms)
             if judged[node.id] != node:
-                _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
-                await self._ports.nodes.put(judged[node.id], self._epoch)
+                try:
+                    await self._ports.nodes.put(judged[node.id], self._epoch, node)
+                except StaleWriteError:  # it has joined or left: judged anew at the next look
+                    judged[node.id] = node
+                else:
+                    _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
         return judged, leases
 
-    async def _check_attempt(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:
+    async def _set_back(self, job: Job, now_ms: int) -> Job:
+        """The job after the clock of Redis was set back, if it was."""
+        if job.rewound(now_ms) is job:
+            return job
+        return await self._apply(job, ClockSetBack(job.updated_ms - now_ms), now_ms)
+
+    async def _alive_but_unread(
+        self, jobs: Sequence[Job], known: Mapping[str, Node]
+    ) -> Mapping[str, Lease]:
+        """Leases of nodes that have ranks and whose records cannot be read: they are not lost."""
+        busy = {name for job in jobs if job.attempt is not None for name in job.attempt.live_nodes}
+        unread = sorted(busy.difference(known))
+        return await self._ports.nodes.leases(unread) if unread else {}
+
+    async def _forget_nodes(
+        self,
+        known: Mapping[str, Node],
+        leases: Mapping[str, Lease],
+        jobs: Sequence[Job],
+        now_ms: int,
+    ) -> None:
+        """Forget nodes that were lost long ago and on which no job waits."""
+        busy = {name for job in jobs if job.attempt for name in job.attempt.incarnations}
+        for node in known.values():
+            is_needed = node.id in busy or node.id in leases
+            if not is_needed and nodes.is_forgettable(node, now_ms):
+                with contextlib.suppress(StaleWriteError):
+                    await self._ports.nodes.forget(node, self._epoch)
+                    _log.info("node_forgotten", node_id=node.id)
+
+    async def _check_attempt(
+        self, job: Job, known: dict[str, Node], unread: Mapping[str, Lease], now_ms: int
+    ) -> Job:
         """The job after what its nodes and the clock have done to its attempt."""
         for node_id, reason in _losses(job, known):
+            lease = unread.get(node_id)
+            if lease and job.attempt and lease.incarnation == job.attempt.incarnations[node_id]:
+                continue
             told = await last_told(self._ports, job)
             farewell = _has_left(job, known.get(node_id))
             lost = NodeLost(node_id, reason, told.step, told.seen_ms, farewell=farewell)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
 
+import structlog
+from pydantic import ValidationError
+
 from services.contract.messages.telemetry import LogLine
 from services.contract.views import EventPage, EventView, LogPage, LogView
 from services.controller.domain.errors import NotFoundError
@@ -15,6 +18,7 @@ from services.controller.use_cases.present import moment
 
 Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
+_log = structlog.get_logger()
 _CHUNK: Final = 500
 _LOOK_EVERY_S: Final = 1.0
 
@@ -58,8 +62,9 @@ async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: in
     """
     await ports.jobs.load(job_id)
     entries = await ports.telemetry.read(job_id, Log.EVENTS, after, limit + 1)
-    items = tuple(_event(job_id, entry) for entry in entries[:limit])
-    return EventPage(items=items, next_cursor=items[-1].id if len(entries) > limit else None)
+    told = (_event(job_id, entry) for entry in entries[:limit])
+    cursor = entries[limit - 1].id if len(entries) > limit else None
+    return EventPage(items=tuple(e for e in told if e is not None), next_cursor=cursor)
 
 
 async def page_of_lines(
@@ -75,7 +80,8 @@ async def page_of_lines(
     found: list[LogView] = []
     while len(found) <= limit:
         entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
-        found += [line for line in map(_line, entries) if wanted.matches(line)]
+        lines = (_line(job_id, entry) for entry in entries)
+        found += [line for line in lines if line is not None and wanted.matches(line)]
         if len(entries) < _CHUNK:
             break
         after = entries[-1].id
@@ -101,10 +107,12 @@ async def follow(
         entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
         for entry in entries:
             if selection is None:
-                yield _event(job_id, entry)
+                event = _event(job_id, entry)
+                if event is not None:
+                    yield event
             else:
-                line = _line(entry)
-                if selection.matches(line):
+                line = _line(job_id, entry)
+                if line is not None and selection.matches(line):
                     yield line
         if entries:
             after = entries[-1].id
@@ -122,8 +130,13 @@ async def _lives(ports: Ports, job_id: str) -> bool:
         return False
 
 
-def _event(job_id: str, entry: Entry) -> EventView:
-    record = EventRecord.model_validate_json(entry.body)
+def _event(job_id: str, entry: Entry) -> EventView | None:
+    """The event of an entry; None for one that this version cannot read."""
+    try:
+        record = EventRecord.model_validate_json(entry.body)
+    except ValidationError as error:
+        _log.warning("event_unreadable", job_id=job_id, entry=entry.id, error=str(error))
+        return None
     return EventView(
         id=entry.id,
         at=moment(entry.time_ms),
@@ -136,6 +149,11 @@ def _event(job_id: str, entry: Entry) -> EventView:
     )
 
 
-def _line(entry: Entry) -> LogView:
-    line = LogLine.model_validate_json(entry.body)
-    return LogView(id=entry.id, **line.model_dump())
+def _line(job_id: str, entry: Entry) -> LogView | None:
+    """The line of an entry; None for one that this version cannot read."""
+    try:
+        line = LogLine.model_validate_json(entry.body)
+        return LogView(id=entry.id, **line.model_dump())
+    except ValidationError as error:
+        _log.warning("line_unreadable", job_id=job_id, entry=entry.id, error=str(error))
+        return None

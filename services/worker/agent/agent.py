@@ -129,7 +129,13 @@ class Agent:
         self._rounds = StorageRounds(
             writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
         )
-        self._inbox = Inbox(waiting, node_id, self._supervisor.handle, self._outbox.acknowledge)
+        self._inbox = Inbox(
+            waiting,
+            node_id,
+            self._supervisor.handle,
+            self._supervisor.refuse,
+            self._outbox.acknowledge,
+        )
 
     async def serve(self, leftovers: list[Leftover], stop: asyncio.Event) -> None:
         """Join, work until ``stop`` is set, leave.

@@ -1,7 +1,9 @@
 """Carries out the commands that no gang does: on checkpoints, on models, on the node itself."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import structlog
 
@@ -9,12 +11,20 @@ from services.contract.commit_chain import ChainError
 from services.contract.messages.commands import (
     CommitCheckpoint,
     ExportCheckpoint,
+    KeepStanding,
     PurgeJob,
     RetireCheckpoint,
     VerifyCheckpoint,
 )
-from services.contract.messages.facts import Fact
-from services.contract.messages.probing import MeasureNode, ProbeModel
+from services.contract.messages.facts import (
+    CheckpointLost,
+    CheckpointUnread,
+    ExportFailed,
+    Fact,
+    JobPurged,
+    LaunchRefused,
+)
+from services.contract.messages.probing import MeasureNode, ModelProbed, ProbeModel
 from services.worker.agent.exporter import Exporter
 from services.worker.agent.prober import Prober
 from services.worker.agent.self_test import SelfTest
@@ -25,10 +35,19 @@ Question = (
     | RetireCheckpoint
     | VerifyCheckpoint
     | ExportCheckpoint
+    | KeepStanding
     | PurgeJob
     | ProbeModel
     | MeasureNode
 )
+_REFUSALS: Final[Mapping[str, type[Fact]]] = {
+    "launch_gang": LaunchRefused,
+    "commit_checkpoint": CheckpointLost,
+    "verify_checkpoint": CheckpointUnread,
+    "export_checkpoint": ExportFailed,
+    "purge_job": JobPurged,
+    "probe_model": ModelProbed,
+}
 _log = structlog.get_logger()
 
 
@@ -69,6 +88,8 @@ class Answers:
                 facts = await self._exporter.export(command)
             case VerifyCheckpoint():
                 facts = await asyncio.to_thread(self._storage.verify, command)
+            case KeepStanding():
+                facts = await self._keep_standing(command)
             case PurgeJob():
                 facts = (await asyncio.to_thread(purge, self._storage, command, self._node_id),)
             case ProbeModel():
@@ -77,9 +98,40 @@ class Answers:
                 facts = (await self._self_test.measure(command, ranks_are_here),)
         return facts
 
+    def refusal(self, body: str, why: str) -> Fact | None:
+        """What ends the wait for a command that this version cannot read; None if nothing does.
+
+        Args:
+            body: The command as it came.
+            why: What is wrong with it.
+        """
+        try:
+            said = json.loads(body)
+            reason = f"this agent cannot read {said['kind']}: {why}; run the controller's version"
+            if said["kind"] == "commit_checkpoint":
+                said |= {"checkpoint_id": said["manifest"]["checkpoint_id"]}
+            about = said | {
+                "kind": _REFUSALS[said["kind"]].model_fields["kind"].default,
+                "node_id": self._node_id,
+                "reason": reason,
+                "error": reason,
+                "took_s": 0,
+                "failure": {"code": "refused", "reason": reason},
+            }
+            return _REFUSALS[said["kind"]].model_validate(about)
+        except (ValueError, TypeError, KeyError):
+            return None  # what it asked, or of which job, cannot be made out
+
     def give_way(self) -> None:
         """Ranks are about to start."""
         self._self_test.give_way()
+
+    async def _keep_standing(self, command: KeepStanding) -> Sequence[Fact]:
+        try:
+            await asyncio.to_thread(self._storage.keep_standing, command)
+        except OSError as error:
+            _log.warning("standing_not_kept", job=command.job_id, why=str(error))
+        return ()
 
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         try:

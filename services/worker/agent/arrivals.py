@@ -9,7 +9,8 @@ Two figures come of it for each rank, both smoothed over the last seconds:
 *lag*: how much later than the first rank it issued a collective, on average over collectives.
 
 *score*: the share of the time in which it was late, from the moment at which half of the ranks had
-issued a collective until it did. Collectives of which several are in flight count once.
+issued a collective until it did. Collectives of which several are in flight count once, and none for
+longer than a usual step takes: a single long delay makes no straggler, the same in many steps does.
 """
 
 import math
@@ -68,8 +69,9 @@ class ArrivalMeter:
         common = set.intersection(*(set(arrivals[rank]) for rank in self._ranks))
         new = [key for key in common if key[1] > self._newest.get(key[0], 0)]
         moments = {key: {rank: arrivals[rank][key] for rank in self._ranks} for key in new}
+        most_s = step_time_s or math.inf
         for key in sorted(new, key=lambda key: (min(moments[key].values()), key)):
-            self._count(key, moments[key], memory_s)
+            self._count(key, moments[key], memory_s, most_s)
 
     def of(self, rank: int) -> Lateness | None:
         """The figures of ``rank``; None before there is enough to compare."""
@@ -80,7 +82,9 @@ class ArrivalMeter:
             score=min(self._late_s[rank] / self._elapsed_s, 1.0),
         )
 
-    def _count(self, key: ArrivalKey, moments: Mapping[int, int], memory_s: float) -> None:
+    def _count(
+        self, key: ArrivalKey, moments: Mapping[int, int], memory_s: float, most_s: float
+    ) -> None:
         group, number = key
         first = min(moments.values())
         # The upper half waits for the rest; of two ranks the first waits for the second.
@@ -96,7 +100,7 @@ class ArrivalMeter:
             self._lag_s[rank] += (moment - first) / _NS
             late_from = max(usual, self._late_until[rank])
             if follows and moment > late_from:
-                self._late_s[rank] += (moment - late_from) / _NS
+                self._late_s[rank] += min((moment - late_from) / _NS, most_s)
             self._late_until[rank] = max(self._late_until[rank], moment)
 
     def _fade(self, factor: float) -> None:

@@ -56,7 +56,8 @@ for key = 4, #KEYS, 4 do
     for _ = 1, tonumber(take()) do
       local record = take()
       if allowed and fresh then
-        redis.call('XADD', KEYS[key + stream], 'MAXLEN', '~', kept, '*', ARGV[6], record)
+        -- Not call: a stream to which nothing can be added must not cost the node its lease.
+        redis.pcall('XADD', KEYS[key + stream], 'MAXLEN', '~', kept, '*', ARGV[6], record)
       end
     end
   end

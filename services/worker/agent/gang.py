@@ -19,6 +19,7 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
+    CheckpointWaits,
     Evaluated,
     Fact,
     GangDiagnosed,
@@ -28,6 +29,7 @@ from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
+    RankCheckpointWaits,
     RankEvaluated,
     RankFailed,
     RankFinished,
@@ -91,7 +93,8 @@ class GangState:
     """All ranks of one attempt on this node, by number.
 
     ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when the ranks were found to
-    hang, and ``hang`` what was found then.
+    hang, and ``hang`` what was found then. ``waited_at`` is when a rank last said that it waits for
+    room on the disk: it makes no progress then, and those that have finished wait for it.
     """
 
     job_id: str
@@ -108,6 +111,7 @@ class GangState:
     progress: Progress = field(default_factory=Progress)
     hung_at: float | None = None
     hang: Findings | None = None
+    waited_at: float = 0.0
 
     @property
     def is_looking(self) -> bool:
@@ -290,14 +294,22 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
             return state, ()
         case RankCheckpointBegan(checkpoint_id=checkpoint):
             state = replace(state, began=state.began | {checkpoint})
-            return state, (Tell(_fact(state, message)),)
+        case RankCheckpointWaits():
+            progress = replace(state.progress, moved_at=now)
+            state = replace(state, progress=progress, waited_at=now)
         case _:
-            return state, (Tell(_fact(state, message)),)
+            pass
+    return state, (Tell(_fact(state, message)),)
 
 
 def _fact(
     state: GangState,
-    said: RankCheckpointBegan | RankVote | RankCheckpointFailed | RankFoundCorrupt | RankEvaluated,
+    said: RankCheckpointBegan
+    | RankVote
+    | RankCheckpointWaits
+    | RankCheckpointFailed
+    | RankFoundCorrupt
+    | RankEvaluated,
 ) -> Fact:
     """What a rank said, as its agent tells it to the controller."""
     job_id, fence, node_id = state.job_id, state.fence, state.node_id
@@ -307,6 +319,8 @@ def _fact(
             return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankVote():
             return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
+        case RankCheckpointWaits():
+            return CheckpointWaits(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankCheckpointFailed():
             return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
         case RankFoundCorrupt():
@@ -404,7 +418,10 @@ def _ticked(state: GangState, now: float) -> Decision:
     wedged = tuple(
         rank.rank
         for rank in state.ranks.values()
-        if (rank.finished is not None and now >= rank.spoke_last_at + WEDGED_AFTER_S)
+        if (
+            rank.finished is not None
+            and now >= max(rank.spoke_last_at, state.waited_at) + WEDGED_AFTER_S
+        )
         or (rank.failed is not None and now >= rank.spoke_last_at + FAILED_LEAVES_WITHIN_S)
     )
     return _kill(state, wedged)

@@ -13,10 +13,12 @@ from redis.exceptions import ResponseError
 from services.contract import redis_keys
 from services.contract.cancellation import end_if_told
 from services.contract.messages.commands import COMMAND, Command
+from services.contract.pointers import pointer_of
 from services.worker.agent.redis_clients import BLOCK_MS, REDIS_AWAY
 
 _AT_ONCE: Final = 64
 _PAUSE_S: Final = 0.3
+_FAULTS_NAMED: Final = 3
 _log = structlog.get_logger()
 Entry = tuple[str, dict[str, str] | None]
 
@@ -28,6 +30,7 @@ class Inbox:
         redis: A client whose socket waits longer than ``BLOCK_MS``.
         node_id: Whose inbox.
         handle: Carries a command out. Commands are begun in order and may overlap.
+        refuse: Called with the text of a command that cannot be read, and why.
         acknowledge: Called with the entry of a command that was carried out.
     """
 
@@ -36,12 +39,14 @@ class Inbox:
         redis: Redis,
         node_id: str,
         handle: Callable[[Command], Awaitable[None]],
+        refuse: Callable[[str, str], None],
         acknowledge: Callable[[str], None],
     ) -> None:
         self._redis = redis
         self._key = redis_keys.node_inbox(node_id)
         self._consumer = node_id
         self._handle = handle
+        self._refuse = refuse
         self._acknowledge = acknowledge
         self._newest = (0, 0)
 
@@ -86,10 +91,12 @@ class Inbox:
         handling.create_task(self._carry_out(entry_id, fields))
 
     async def _carry_out(self, entry_id: str, fields: dict[str, str] | None) -> None:
+        body = (fields or {}).get(redis_keys.MESSAGE_FIELD, "")
         try:
-            command = COMMAND.validate_json((fields or {}).get(redis_keys.MESSAGE_FIELD, ""))
+            command = COMMAND.validate_json(body)
         except ValidationError as error:
             _log.error("unreadable_command", entry=entry_id, why=str(error))
+            self._refuse(body, _in_a_line(error))
         else:
             try:
                 await self._handle(command)
@@ -102,3 +109,8 @@ class Inbox:
 def _position(entry_id: str) -> tuple[int, int]:
     milliseconds, _, sequence = entry_id.partition("-")
     return int(milliseconds), int(sequence)
+
+
+def _in_a_line(error: ValidationError) -> str:
+    faults = error.errors(include_url=False, include_input=False)
+    return "; ".join(f"{pointer_of(f['loc'])}: {f['msg']}" for f in faults[:_FAULTS_NAMED])

@@ -1,9 +1,11 @@
 """Follows one file that a rank writes and turns what is new into log lines.
 
 The file is the buffer: what is not asked for stays there and is read later. Only when it runs
-far ahead is the middle passed over, with a line that says so; the file itself keeps all.
+far ahead is the middle passed over, with a line that says so. A file that has grown to
+``FILE_BYTES`` is begun anew, with such a line, and its last part is kept beside it.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
@@ -14,6 +16,10 @@ Level = Literal["debug", "info", "warning", "error"]
 
 LINE_CHARACTERS: Final = 4_000
 BACKLOG_BYTES: Final = 1 << 20
+FILE_BYTES: Final = 64 << 20
+"""What a rank writes to one stream is cut back to nothing once it is longer than this."""
+PREVIOUS_BYTES: Final = 16 << 20
+"""So much of it is kept in the file of the same name that ends in ``.1``."""
 _KEPT_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 18
 _PARTIAL_BYTES: Final = 1 << 16
@@ -74,6 +80,33 @@ class LogTail:
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
         return lines + self._lines(chunk, limit - len(lines), last=last)
+
+    def cut_back(self) -> None:
+        """Begin the file anew if it is too long; to be called often, whoever reads or not.
+
+        The rank goes on to append to the same file. What it writes while this is done, within
+        some milliseconds, may be lost; what was not read yet, up to ``BACKLOG_BYTES``, is not.
+        """
+        try:
+            if self._path.stat().st_size <= FILE_BYTES:
+                return
+            # A link in its place was made by the rank: it is not followed.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "r+b", buffering=0) as file:
+                size = os.fstat(descriptor).st_size
+                file.seek(size - PREVIOUS_BYTES)
+                last = file.read(PREVIOUS_BYTES)
+                previous = self._path.with_name(f"{self._path.name}.1")
+                previous.unlink(missing_ok=True)
+                previous.write_bytes(last)
+                unread = last[-min(size - self._offset, BACKLOG_BYTES) :]
+                os.ftruncate(descriptor, 0)
+                words = f"… {size} bytes until here; the last of them are in {previous.name}\n"
+                file.write(words.encode() + (unread if self._offset < size else b""))
+        except OSError:
+            return  # it is not there yet, or the next call tries again
+        self._offset = 0
+        self._inside_cut_line = False
 
     def at_end(self) -> bool:
         """Whether everything that is in the file now was read, or cannot be."""

@@ -28,7 +28,7 @@ class Handled:
 
 
 class Outbox:
-    """Appends facts to ``ml:facts`` and acknowledges commands behind the facts they led to.
+    """Appends facts to ``ml:facts:arrived`` and acknowledges commands behind the facts they led to.
 
     Args:
         redis: A client that does not retry.
@@ -83,9 +83,7 @@ class Outbox:
                     pipeline.xack(self._inbox, redis_keys.INBOX_GROUP, item.entry_id)
                     pipeline.xdel(self._inbox, item.entry_id)
                 else:
-                    pipeline.xadd(
-                        redis_keys.FACTS, {redis_keys.MESSAGE_FIELD: item.model_dump_json()}
-                    )
+                    pipeline.rpush(redis_keys.ARRIVED_FACTS, item.model_dump_json())
             pipeline.publish(redis_keys.WAKE, "facts")
             await pipeline.execute()
         for _ in batch:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final, cast
 
 import structlog
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from services.contract import redis_keys
@@ -170,8 +171,12 @@ class Session:
         entries = await self._redis.xrevrange(redis_keys.job_steps(left.job_id), count=1)
         if not entries:
             return left
-        _, fields = cast("tuple[str, dict[str, str]]", entries[0])
-        last = StepRecord.model_validate_json(fields[redis_keys.MESSAGE_FIELD])
+        entry, fields = cast("tuple[str, dict[str, str]]", entries[0])
+        try:
+            last = StepRecord.model_validate_json(fields.get(redis_keys.MESSAGE_FIELD, ""))
+        except ValidationError as error:  # steps that are told twice are shown once
+            _log.error("step_unreadable", job=left.job_id, entry=entry, why=str(error))
+            return left
         later = (s for s in left.steps if (s.fence, s.step) > (last.fence, last.step))
         return replace(left, steps=tuple(later))
 

@@ -3,13 +3,14 @@
 import hashlib
 import secrets
 import shutil
+import threading
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import sync_folder
+from services.contract.durable import node_condition, sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -21,6 +22,7 @@ from services.contract.manifests import (
 )
 from services.contract.messages.commands import (
     CommitCheckpoint,
+    KeepStanding,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
@@ -39,6 +41,7 @@ from services.contract.messages.facts import (
     RunningGang,
 )
 from services.contract.rank_user import RankUser
+from services.contract.states import JobState
 
 _READ_BYTES: Final = 1 << 20
 _log = structlog.get_logger()
@@ -60,6 +63,7 @@ class Storage:
     def __init__(self, root: Path, node_id: str, ranks_are: RankUser | None = None) -> None:
         self.root = root
         self._node_id = node_id
+        self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
 
     def open_attempt(self, command: LaunchGang) -> ChainDamaged | None:
@@ -89,8 +93,10 @@ class Storage:
             fence=command.fence,
             plan=command.plan,
             resume_from=command.resume_from,
+            standing=JobState.QUEUED,
         )
-        write_card(self.root, card)
+        with self._writing_cards:
+            write_card(self.root, card)
         for folder in chain.abandoned():
             try:
                 shutil.rmtree(folder)
@@ -104,6 +110,18 @@ class Storage:
                 CommitChain(self.root, job_of_checkpoint(source)).share_with(self._ranks_are)
         damaged = chain.read().damaged
         return self._damaged(command, damaged) if damaged else None
+
+    def keep_standing(self, command: KeepStanding) -> None:
+        """Write it into the job's card, if that is still of this attempt.
+
+        Raises:
+            OSError: The storage refuses.
+        """
+        with self._writing_cards:
+            card = read_card(self.root, command.job_id)
+            if card is not None and card.fence <= command.fence:
+                kept = command.model_dump(include={"standing", "reason", "exit_reason"})
+                write_card(self.root, card.model_copy(update=kept))
 
     def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
         """What storage tells of a job; None without a card, or of one that was deleted.
@@ -229,6 +247,7 @@ class Storage:
             node_id=self._node_id,
             checkpoint_id=command.manifest.checkpoint_id,
             reason=str(error),
+            condition=node_condition(error, self._node_id),
         )
 
 

@@ -26,6 +26,8 @@ EVERY_S: Final = 60.0
 SOON_S: Final = 1.0
 GRACE_S: Final = 900.0
 _AT_ONCE: Final = 256
+_UNADOPTED_STATES: Final = frozenset({JobState.PAUSED, JobState.QUEUED})
+"""Of a job that was found again, as long as its ranks are not its own again."""
 _log = structlog.get_logger()
 
 
@@ -110,12 +112,17 @@ class StorageRounds:
         standings = await self._standings(jobs)
         gangs = self._gangs()
         for job_id, standing in standings.items():
-            stands = standing.state == JobState.PAUSED and job_id in gangs
+            stands = standing.state in _UNADOPTED_STATES and job_id in gangs
             if standing.is_lost or stands:
                 await self._report(job_id, gangs)
             elif standing.deleted:
                 await asyncio.to_thread(self._put_away, job_id)
-        waiting = any(standings[job].state == JobState.PAUSED for job in gangs if job in standings)
+        # One that was told of just now may need to be told again, once all its nodes have joined.
+        waiting = any(
+            standings[job].is_lost or standings[job].state in _UNADOPTED_STATES
+            for job in gangs
+            if job in standings
+        )
         over = [job_id for job_id, s in standings.items() if s.is_over and job_id not in gangs]
         await asyncio.to_thread(self._remove_orphans, jobs, over)
         await asyncio.to_thread(self._folder.prune, [j for j, s in standings.items() if s.deleted])

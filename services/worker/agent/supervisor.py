@@ -9,11 +9,13 @@ from typing import Final
 import structlog
 
 from services.contract.commit_chain import ChainError
+from services.contract.durable import CHECKPOINT_DISK, node_condition
 from services.contract.messages.commands import (
     Command,
     CommitCheckpoint,
     DiagnoseGang,
     ExportCheckpoint,
+    KeepStanding,
     LaunchGang,
     PurgeJob,
     RetireCheckpoint,
@@ -46,6 +48,7 @@ from services.worker.agent.storage import Storage
 from services.worker.agent.telemetry import Records
 
 TICK_S: Final = 0.1
+_HOME_DISK: Final = "the disk of the agent's own files"
 _log = structlog.get_logger()
 GangKey = tuple[str, int]
 
@@ -108,6 +111,17 @@ class Supervisor:
                 case _:
                     for fact in await self._answers.to(command, self._has_ranks):
                         self._tell(fact)
+
+    def refuse(self, body: str, why: str) -> None:
+        """Tell that a command cannot be read, so that nobody waits for what it asked."""
+        fact = self._answers.refusal(body, why)
+        if isinstance(fact, LaunchRefused):
+            key = (fact.job_id, fact.fence)
+            if key in self._gangs or key in self._coming:
+                return  # it was sent again, and could be read before
+            fact = self._ended(key) or self._refuse(key, fact.reason)
+        if fact is not None:
+            self._tell(fact)
 
     async def run(self) -> None:
         """Watch all gangs until cancelled."""
@@ -199,15 +213,18 @@ class Supervisor:
         if ended is not None:
             self._tell(ended)
             return
+        disk = CHECKPOINT_DISK
         try:
             with self._making_room(key):
                 damage = await asyncio.to_thread(self._storage.open_attempt, command)
                 if damage is not None:
                     self._tell(damage)
+                disk = _HOME_DISK
                 crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
-            self._tell(self._refuse(key, str(error)))
+            condition = node_condition(error, self._node_id, disk)
+            self._tell(self._refuse(key, str(error), condition))
             return
         gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
         self._gangs[key] = gang
@@ -249,9 +266,15 @@ class Supervisor:
             # Its launch would have come before: it was stopped too early, and must not come later.
             self._tell(self._ended(key) or self._refuse(key, "it was stopped before its launch"))
 
-    def _refuse(self, key: GangKey, reason: str) -> LaunchRefused:
+    def _refuse(self, key: GangKey, reason: str, condition: str | None = None) -> LaunchRefused:
         job_id, fence = key
-        refusal = LaunchRefused(job_id=job_id, fence=fence, node_id=self._node_id, reason=reason)
+        refusal = LaunchRefused(
+            job_id=job_id,
+            fence=fence,
+            node_id=self._node_id,
+            reason=reason,
+            condition=condition,
+        )
         with contextlib.suppress(OSError):
             self._folder.attempt(*key).close(refusal)
         return refusal
@@ -282,7 +305,7 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case CommitCheckpoint() | RetireCheckpoint() | PurgeJob():
+        case CommitCheckpoint() | RetireCheckpoint() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
         case ProbeModel() | MeasureNode():
             return "", "asking"

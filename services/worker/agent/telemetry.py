@@ -87,6 +87,8 @@ class GangTelemetry:
         Args:
             ready: By rank, what names the groups of its board.
         """
+        for tail in self._tails.values():
+            tail.cut_back()
         begun = {}
         for rank in self._seats:
             reader = self._reader(rank)

@@ -1,6 +1,12 @@
-"""Writes checkpoints beside the training: one rank's shard and its vote."""
+"""Writes checkpoints beside the training: one rank's shard and its vote.
+
+A write that fails costs that checkpoint, and training goes on to the next. After the last step, or
+before a pause, there is no next one: a rank that meets a full disk then keeps its state and writes
+again until there is room.
+"""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,10 +16,13 @@ from typing import Final, Literal, Self
 import torch
 
 from services.contract.commit_chain import CommitChain
+from services.contract.durable import node_condition
 from services.contract.ids import checkpoint_id
+from services.contract.manifests import ShardFile
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
+    RankCheckpointWaits,
     RankMessage,
     RankSeat,
     RankVote,
@@ -24,6 +33,9 @@ from services.worker.rank.training_state import TrainingState
 
 Send = Callable[[RankMessage], None]
 _ABANDONING_S: Final = 0.5
+_TRIES_AGAIN_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""The waits between tries of a write that must succeed; the last for all more. The agent takes a
+rank that is silent for 20 s after its end for wedged."""
 
 
 class CheckpointWriteError(RuntimeError):
@@ -41,8 +53,10 @@ class CheckpointWriter:
     """Writes at most one checkpoint at a time; its vote tells the agent that it is durable.
 
     A failure to copy or to write is told to the agent and does not stop the training, because the
-    next checkpoint may succeed; only after the last one it is an error (``finish``). A block of
-    ``with`` that ends by an exception abandons what is in flight.
+    next checkpoint may succeed; only after the last one it is an error (``finish``). The last one
+    is written again for as long as the node's state (a full disk) prevents it; the agent ends that
+    when the grace of a stop is over. A block of ``with`` that ends by an exception abandons what is
+    in flight.
 
     Args:
         seat: Names the job, the attempt, the rank and the storage.
@@ -70,6 +84,7 @@ class CheckpointWriter:
         self._staging = Staging()
         self._copies_beside = True
         self._failure: Exception | None = None
+        self._is_last = False
         self._staged: Staged | None = None
         self._in_flight: threading.Thread | None = None
         self._abandoned = threading.Event()
@@ -90,15 +105,17 @@ class CheckpointWriter:
         """Whether the state after ``step`` is not saved yet, and not being saved."""
         return step > self._last_step
 
-    def save(self, state: TrainingState) -> None:
+    def save(self, state: TrainingState, *, is_last: bool = False) -> None:
         """Begins to save ``state``; waits first for the one before it.
 
         Args:
             state: Live. In mode ``async``, what is not ``lasting`` in it may change as soon as
                 this returns, the rest after ``release``.
+            is_last: No step follows: it is written again until the node lets it.
         """
         self._join()
         self._last_step = state.step
+        self._is_last = is_last
         self._failure = None
         checkpoint = checkpoint_id(self._seat.job_id, state.step, self._seat.fence)
         self._send(RankCheckpointBegan(checkpoint_id=checkpoint, step=state.step))
@@ -173,9 +190,7 @@ class CheckpointWriter:
     def _write(
         self, checkpoint: str, state: TrainingState, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        chain = CommitChain(Path(self._seat.storage_root), self._seat.job_id)
-        folder = chain.shard_folder(checkpoint)
-        shard = shard_file.write(folder, self._seat.rank, tensors, state.text, self._go_on)
+        shard = self._written(checkpoint, state, tensors)
         self._send(
             RankVote(
                 checkpoint_id=checkpoint,
@@ -185,6 +200,26 @@ class CheckpointWriter:
                 data_digest=self._data_digest,
             )
         )
+
+    def _written(
+        self, checkpoint: str, state: TrainingState, tensors: Mapping[str, torch.Tensor]
+    ) -> ShardFile:
+        seat = self._seat
+        chain = CommitChain(Path(seat.storage_root), seat.job_id)
+        folder = chain.shard_folder(checkpoint)
+        waits_s = itertools.chain(_TRIES_AGAIN_S, itertools.repeat(_TRIES_AGAIN_S[-1]))
+        while True:
+            try:
+                return shard_file.write(folder, seat.rank, tensors, state.text, self._go_on)
+            except OSError as error:
+                condition = node_condition(error, seat.plan.ranks[seat.rank].node_id)
+                if condition is None or not self._is_last:
+                    raise
+                told = RankCheckpointWaits(
+                    checkpoint_id=checkpoint, step=state.step, condition=condition
+                )
+                self._send(told)
+            self._abandoned.wait(next(waits_s))
 
     @contextlib.contextmanager
     def _failures_told(self, checkpoint: str) -> Iterator[None]:

@@ -5,7 +5,11 @@ import traceback
 from typing import Final
 
 _TEXT_LIMIT: Final = 32_768
-_NO_MEMORY: Final = ("Cannot allocate memory", "can't start new thread")
+_NO_MEMORY: Final = (
+    "annot allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+)
 
 
 def one_line(error: BaseException) -> str:
@@ -32,5 +36,8 @@ def lacks_host_memory(error: BaseException) -> bool:
     """Whether the system refused memory of the host."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    refused = isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
-    return refused or isinstance(error, MemoryError)
+    # A library that finds no room for itself is an ImportError.
+    refused = any(word in str(error) for word in _NO_MEMORY)
+    return isinstance(error, MemoryError) or (
+        refused and isinstance(error, RuntimeError | ImportError)
+    )

@@ -6,7 +6,7 @@ slowest, for which the others wait in every step.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from fsdp_core.comm.collectives import GroupCollectives
 from fsdp_core.plan.model import NodeFacts
+from services.worker.rank.engine_costs import engine_costs
 
 _FIGURE_S: Final = 0.2
-_TRIALS: Final = 3
+_TRIALS: Final = 10
 _MOST_ROUNDS: Final = 100
 _DTYPES: Final[Mapping[str, Mapping[str, torch.dtype]]] = {
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
@@ -72,7 +73,7 @@ def node_facts(fellow: Fellow, seats: int, processes: int) -> NodeFacts:
             exchange = _Exchange(fellow.data, fellow.device)
             link = exchange.sent / _round_s(fellow, exchange.once)
         overlap = _overlap(fellow, exchange, seconds["fp32"])
-    return NodeFacts(
+    facts = NodeFacts(
         matmul_flops={word: share * operations / each for word, each in seconds.items()},
         memory_bandwidth=share * memory,
         link_bandwidth=link,
@@ -80,6 +81,25 @@ def node_facts(fellow: Fellow, seats: int, processes: int) -> NodeFacts:
         collective_latency=_round_s(fellow, exchange.smallest().once) / exchange.collectives,
         ranks=seats,
         overlap=overlap,
+    )
+    return _with_engine(fellow, facts)
+
+
+def _with_engine(fellow: Fellow, facts: NodeFacts) -> NodeFacts:
+    """What the engine takes, too; of a node of one rank that rank alone is asked."""
+    data = fellow.data
+    if data is None or data.group is None or fellow.device is None:
+        return facts
+    costs = engine_costs(fellow.device, data.group, partial(_round_s, fellow))
+    return replace(
+        facts,
+        dispatch_s=costs.dispatch,
+        unit_s=costs.unit,
+        parameter_s=costs.parameter,
+        sharded_parameter_s=costs.sharded_parameter,
+        norm_s=costs.norm,
+        update_s=costs.update,
+        exchanges=costs.exchanges,
     )
 
 

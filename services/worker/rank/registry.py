@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -55,7 +56,23 @@ def create(
     offered: Mapping[str, object] = MappingProxyType({}),
     grant: Grant = NOTHING_GRANTED,
 ) -> Any:  # noqa: ANN401 (what a factory makes is for the caller to know)
-    """Calls the factory that a field of the spec names.
+    """Calls the factory that a field of the spec names: see ``bound``.
+
+    Raises:
+        FactoryError: There is no such factory, or it does not take these arguments.
+        Exception: Whatever it raises.
+    """
+    return bound(field, factory, *positional, offered=offered, grant=grant)()
+
+
+def bound(
+    field: str,
+    factory: Factory,
+    *positional: object,
+    offered: Mapping[str, object] = MappingProxyType({}),
+    grant: Grant = NOTHING_GRANTED,
+) -> Callable[[], Any]:
+    """The factory that a field of the spec names, with its arguments, which it takes.
 
     Args:
         field: ``model``, ``data``, ``optimizer`` or ``schedule``.
@@ -78,7 +95,7 @@ def create(
     try:
         signature = inspect.signature(make)
     except ValueError:  # written in C: it checks its arguments itself
-        return make(*positional, **given)
+        return partial(make, *positional, **given)
     takes = signature.parameters
     arguments = {name: value for name, value in offered.items() if name in takes} | given
     if _ROOTS in takes:
@@ -90,7 +107,7 @@ def create(
         raise FactoryError(
             f"{field}.args: {factory.factory}: {error}; it takes {', '.join(own) or 'nothing'}"
         ) from error
-    return make(*positional, **arguments)
+    return partial(make, *positional, **arguments)
 
 
 def find(field: str, name: str) -> Callable[..., Any]:
@@ -110,7 +127,7 @@ def find(field: str, name: str) -> Callable[..., Any]:
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError) as error:
         raise FactoryError(f"{field}.factory: {name}: {error}{_hint(module_name)}") from error
     except AttributeError as error:
         raise FactoryError(

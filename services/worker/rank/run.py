@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
 
 import torch
 from torch import nn
 
 from fsdp_core import fully_shard, observe
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.board_watch import BoardWatch
@@ -22,8 +22,6 @@ from services.worker.rank.loss import Loss, loss_of
 from services.worker.rank.materialise import sharded_model
 from services.worker.rank.schedules import Schedule
 from services.worker.rank.seeds import derive
-
-_MICRO_BATCH_TOKENS: Final = 16_384
 
 
 class DataMismatchError(RuntimeError):
@@ -128,29 +126,14 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         base_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         schedule=schedule,
         data=data,
-        micro_batch=micro_batch(
-            spec.train.micro_batch, spec.train.global_batch // gang.data_ranks, length
+        micro_batch=(
+            default_micro_batch(spec.train.global_batch // gang.data_ranks, length)
+            if spec.train.micro_batch == "auto"
+            else spec.train.micro_batch
         ),
         tokens_per_step=spec.train.global_batch * length,
         watch=watch,
     )
-
-
-def micro_batch(wanted: int | Literal["auto"], per_rank: int, length: int) -> int:
-    """Sequences of one pass.
-
-    ``auto``: as many as divide the rank's share of the step and keep a pass at 16 384 tokens or
-    fewer. Beyond that a pass gains no speed, and its activations cost memory.
-
-    Args:
-        wanted: From the spec; a number is taken as it is.
-        per_rank: Sequences of a step on this rank.
-        length: Tokens of a sequence.
-    """
-    if wanted != "auto":
-        return wanted
-    divisors = (n for n in range(per_rank, 0, -1) if per_rank % n == 0)
-    return next((n for n in divisors if n * length <= _MICRO_BATCH_TOKENS), 1)
 
 
 def _fingerprint(digest: str) -> bytes:

@@ -93,7 +93,8 @@ def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple
         if _is_due(step, run.spec.train.eval_every, steps):
             _report_evaluation(run, pipe, step)
         if agreed.checkpoint or _is_due(step, run.spec.checkpoint.every_steps, steps):
-            _save(run, writer, step, loss)
+            is_last = step == steps or (agreed.checkpoint and agreed.stop)
+            _save(run, writer, step, loss, is_last=is_last)
         if agreed.stop and step < steps:
             return step, True
     return max(steps, resumed), False
@@ -121,10 +122,10 @@ def _is_due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _save(run: Run, writer: CheckpointWriter, step: int, loss: float) -> None:
+def _save(run: Run, writer: CheckpointWriter, step: int, loss: float, *, is_last: bool) -> None:
     if writer.is_due(step):
         run.watch.enter(RankPhase.CHECKPOINT)
-        writer.save(capture(run, step, loss))
+        writer.save(capture(run, step, loss), is_last=is_last)
 
 
 def _await_copies(run: Run, writer: CheckpointWriter) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -29,13 +28,13 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
 )
+from services.worker.rank.memory_limit import limit_memory
 from services.worker.rank.seat import take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
-_KIB: Final = 1 << 10
 _GIB: Final = 1 << 30
 _prctl = ctypes.CDLL(None).prctl
 
@@ -171,27 +170,6 @@ class WarmProcess:
         if self._is.user is not None:
             self._is.user.become()
             die_with_parent(warm)  # the kernel forgets it with the old user
-
-
-def limit_memory(allowance: int) -> None:
-    """Have the kernel refuse this process more than ``allowance`` bytes beyond what it has.
-
-    What is limited is private memory that can be written (RLIMIT_DATA). Address space as a whole
-    would count files that a data source maps and what CUDA reserves, which take no memory; and
-    what is resident is limited by no kernel, only watched, so that an allocation that is far too
-    large would be made first and noticed later, if at all.
-    """
-    limit = _private_bytes() + allowance
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
-    return int(kibibytes) * _KIB
 
 
 def die_with_parent(parent: int) -> None:

@@ -33,14 +33,14 @@ class MemoryJobs:
         stored = Stored(decision.job, 1)
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
-            self._server.claims[claim.key] = (claim, stored)
+            self._server.claims[claim.subject, claim.key] = (claim, stored)
         self._log(decision.job, event_records(decision, actor), (creation(decision.job),))
         await self._server.wake()
         return stored
 
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
-        known = self._server.claims.get(claim.key)
+        known = self._server.claims.get((claim.subject, claim.key))
         if known is None:
             return None
         if known[0].digest != claim.digest:
@@ -75,6 +75,8 @@ class MemoryJobs:
         known = await self.load(job.id)
         if known.version != change.before.version or known.job.fence > job.fence:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
+        if change.deletes is not None:
+            await self.delete(change.deletes)
         stored = Stored(job, known.version + 1)
         self._server.jobs[job.id] = stored
         self._log(job, change.events, change.history)

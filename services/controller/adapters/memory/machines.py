@@ -6,7 +6,7 @@ from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.errors import CursorExpiredError, no_node
+from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
 from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
@@ -33,10 +33,26 @@ class MemoryNodes:
             for name in sorted(self._server.nodes)
         ]
 
-    async def put(self, node: Node, epoch: int) -> None:
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
         self._server.refuse_deposed(epoch)
+        known = self._server.nodes.get(node.id)
+        if before is not None and (known is None or known.fact_id != before.fact_id):
+            raise StaleWriteError(f"node {node.id} changed meanwhile")
         self._server.nodes[node.id] = node
+        await self._server.wake()
+
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """See ``NodeStore.forget``."""
+        self._server.refuse_deposed(epoch)
+        known = self._server.nodes.get(node.id)
+        if known is None or known.fact_id != node.fact_id or node.id in self._server.leases:
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+        del self._server.nodes[node.id]
+        self._server.drains.pop(node.id, None)
+        self._server.inboxes.pop(node.id, None)
+        for key in [key for key in self._server.measured if key[0] == node.id]:
+            del self._server.measured[key]
         await self._server.wake()
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:

@@ -6,6 +6,7 @@ from services.contract.states import PlanState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import no_plan
+from services.controller.domain.pace import PACES_KEPT, Pace
 from services.controller.domain.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
@@ -76,6 +77,15 @@ class MemoryPlans:
     async def answer(self, probe_id: str) -> ModelProbed | None:
         """See ``PlanStore.answer``."""
         return self._known(probe_id)
+
+    async def keep_pace(self, probe_id: str, pace: Pace) -> None:
+        """See ``PlanStore.keep_pace``."""
+        known = self._server.paces.get(probe_id, [])
+        self._server.paces[probe_id] = [pace, *known][:PACES_KEPT]
+
+    async def paces(self, probe_id: str) -> list[Pace]:
+        """See ``PlanStore.paces``."""
+        return list(self._server.paces.get(probe_id, ()))
 
     async def wait(self, probe_id: str, timeout_s: float) -> None:
         """See ``PlanStore.wait``."""

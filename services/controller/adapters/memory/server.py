@@ -11,6 +11,7 @@ from services.contract.messages.telemetry import RankSample, RankStacks, StepRec
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.pace import Pace
 from services.controller.domain.plan import Plan
 from services.controller.domain.rate import Bucket
 from services.controller.domain.token import Token
@@ -28,7 +29,7 @@ class MemoryServer:
     now_ms: Callable[[], int]
     jobs: dict[str, Stored] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
-    claims: dict[str, tuple[Claim, Stored]] = field(default_factory=dict)
+    claims: dict[tuple[str, str], tuple[Claim, Stored]] = field(default_factory=dict)
     logs: dict[tuple[str, Log], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
     steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
@@ -45,6 +46,7 @@ class MemoryServer:
     measured: dict[tuple[str, DeviceType], Measurement] = field(default_factory=dict)
     plans: dict[str, tuple[int, Plan]] = field(default_factory=dict)
     answers: dict[str, tuple[int, ModelProbed]] = field(default_factory=dict)
+    paces: dict[str, list[Pace]] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
     leader: str | None = None
     epoch: int = 0

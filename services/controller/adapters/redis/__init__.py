@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
+from services.contract.redis_keys import TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.jobs import RedisJobs
@@ -15,11 +16,13 @@ from services.controller.ports.office import Ports
 
 
 @contextlib.asynccontextmanager
-async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[Ports]:
+async def redis_ports(
+    url: str, max_streams: int = MAX_STREAMS, telemetry_kept_s: int = TELEMETRY_KEPT_S
+) -> AsyncIterator[Ports]:
     """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet."""
     async with connected(url, max_streams) as clients:
         yield Ports(
-            jobs=RedisJobs(clients),
+            jobs=RedisJobs(clients, telemetry_kept_s),
             nodes=RedisNodes(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
@@ -31,4 +34,5 @@ async def redis_ports(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator
             audit=RedisAudit(clients),
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
+            unreadable=lambda: clients.unreadable.names,
         )

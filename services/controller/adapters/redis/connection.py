@@ -6,15 +6,18 @@ those of the loops are not those of the streams, so that followers can never sil
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import Final
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
+import structlog
+from pydantic import ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.controller.domain.errors import StoreUnavailableError
@@ -30,15 +33,81 @@ _READ_RETRIES: Final = 1
 _READ_BACKOFF_S: Final = 0.05
 
 
+_MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
+_REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
+_ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
+_WAIT: Final = "it is busy: it answers again by itself"
+_REFUSALS: Final[Mapping[type[ResponseError], str]] = {
+    OutOfMemoryError: _MEMORY,
+    NoPermissionError: _ACL,
+    ReadOnlyError: _REPLICA,
+}
+_REFUSAL_CODES: Final = {
+    "OOM": _MEMORY,
+    "NOPERM": _ACL,
+    "ACL failure in script": _ACL,
+    "READONLY": _REPLICA,
+    "MASTERDOWN": _REPLICA,
+    "MISCONF": "it cannot save: free its disk; its log says what failed",
+    "NOREPLICAS": "too few replicas follow it: see min-replicas-to-write",
+    "LOADING": _WAIT,
+    "BUSY": _WAIT,
+    "UNBLOCKED": _WAIT,
+}
+_REFUSAL_CODE: Final = re.compile(rf"(?:^|caused error: )({'|'.join(_REFUSAL_CODES)})\b")
+_UNREADABLE_KEPT: Final = 1_000
+_log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Unreadable:
+    """Records that this version cannot read. Each costs itself alone, and is logged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, object] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys, with the field or the entry where a key holds several records."""
+        return tuple(self._known)
+
+    def read(self, name: str, parse: Callable[[str], T], text: str) -> T | None:
+        """The record ``text`` of this name; None if ``parse`` raises ValidationError."""
+        try:
+            value = parse(text)
+        except ValidationError as error:
+            self.note(name, hash(text), error)
+            return None
+        self.forget(name)
+        return value
+
+    def note(self, name: str, content: object, error: BaseException | None) -> None:
+        """It cannot be read; said once for the same ``content``, for loops come by each second."""
+        if self._known.get(name) != content:
+            _log.error("record_unreadable", key=name, error=str(error))
+        self._known.pop(name, None)
+        self._known[name] = content
+        if len(self._known) > _UNREADABLE_KEPT:
+            del self._known[next(iter(self._known))]
+
+    def forget(self, name: str) -> None:
+        """It was read, or is there no more."""
+        self._known.pop(name, None)
+
+
 @dataclass(frozen=True)
 class RedisClients:
-    """The clients: for what answers at once, and for what waits until something comes."""
+    """The clients: for what answers at once, and for what waits until something comes.
+
+    ``unreadable``: what all that read by these clients could not read.
+    """
 
     reads: Redis
     writes: Redis
     facts: Redis
     wakes: Redis
     streams: Redis
+    unreadable: Unreadable = field(default_factory=Unreadable)
 
 
 @contextlib.asynccontextmanager
@@ -81,8 +150,26 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Redis's absence, in the words of the ports."""
+    """Redis's absence, and its refusal of all work of a kind, in the words of the ports.
+
+    Other errors of Redis (a key of another type, a script that fails) are defects of ours: they
+    pass, and are logged by whoever meets them.
+    """
     try:
         yield
-    except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
+    except ResponseError as error:
+        advice = _advice(error)
+        if advice is None:
+            raise
+        raise StoreUnavailableError(f"Redis refuses: {error}; {advice}") from error
+    except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise StoreUnavailableError(f"Redis does not answer: {error}") from error
+
+
+def _advice(error: ResponseError) -> str | None:
+    for kind, advice in _REFUSALS.items():
+        if isinstance(error, kind):
+            return advice
+    # What redis-py knows by no class of its own; in a pipeline it names the command before it.
+    found = _REFUSAL_CODE.search(str(error))
+    return None if found is None else _REFUSAL_CODES[found.group(1)]

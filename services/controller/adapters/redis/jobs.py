@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import structlog
 from pydantic import ValidationError
 
 from services.contract import redis_keys as keys
@@ -33,8 +32,10 @@ from services.controller.ports.jobs import (
     event_records,
 )
 
-_log = structlog.get_logger()
 _PAGE: Final = 256
+_NOTHING_DOOMED: Final = (0, "", "")
+# In the script's keys the inboxes come behind those of the job.
+_FIRST_INBOX: Final = 11
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
 
 
@@ -48,21 +49,27 @@ class _Row(NamedTuple):
 
 
 class RedisJobs:
-    """The port ``JobStore``."""
+    """The port ``JobStore``.
 
-    def __init__(self, clients: RedisClients) -> None:
+    Args:
+        clients: Redis.
+        telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
+    """
+
+    def __init__(
+        self, clients: RedisClients, telemetry_kept_s: int = keys.TELEMETRY_KEPT_S
+    ) -> None:
         self._clients = clients
+        self._telemetry_kept_s = telemetry_kept_s
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
         self._restore = clients.writes.register_script(scripts.RESTORE)
         self._delete = clients.writes.register_script(scripts.DELETE)
         self._send = clients.writes.register_script(scripts.SEND)
-        self._unreadable: dict[str, int] = {}
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
         job = decision.job
-        claim_key = "" if claim is None else claim.key
         with answering():
             status, claimed = await self._create(
                 keys=[
@@ -70,7 +77,7 @@ class RedisJobs:
                     keys.JOBS,
                     keys.ACTIVE_JOBS,
                     keys.job_events(job.id),
-                    keys.idempotency(claim_key),
+                    _claim_key(claim),
                     keys.job_history(job.id),
                 ],
                 args=[
@@ -132,7 +139,7 @@ class RedisJobs:
     async def claimed(self, claim: Claim) -> Stored | None:
         """See ``JobStore.claimed``."""
         with answering():
-            text = await self._clients.reads.get(keys.idempotency(claim.key))
+            text = await self._clients.reads.get(_claim_key(claim))
         return None if text is None else _claimed(claim, str(text))
 
     async def load(self, job_id: str) -> Stored:
@@ -153,6 +160,7 @@ class RedisJobs:
             for send in sends
             for text in (str(inboxes.index(keys.node_inbox(send.node_id)) + 1), _json(send))
         ]
+        doomed = change.deletes
         with answering():
             status, version = await self._commit(
                 keys=[
@@ -162,7 +170,12 @@ class RedisJobs:
                     keys.job_events(job.id),
                     keys.job_checkpoints(job.id),
                     keys.job_history(job.id),
+                    keys.job_ranks(job.id),
+                    keys.job_steps(job.id),
+                    keys.job_logs(job.id),
+                    keys.job_stacks(job.id),
                     *inboxes,
+                    *([] if doomed is None else _doomed(doomed.job.id)),
                 ],
                 args=[
                     change.before.version,
@@ -175,15 +188,23 @@ class RedisJobs:
                     job.state,
                     int(job.is_active),
                     keys.EVENTS_KEPT,
+                    *(
+                        _NOTHING_DOOMED
+                        if doomed is None
+                        else (len(inboxes) + _FIRST_INBOX, doomed.job.id, doomed.version)
+                    ),
                     *_listed(_bodies(change.events)),
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),
                     *_listed(outgoing),
                     keys.HISTORY_KEPT,
                     *_listed(_bodies(change.history)),
+                    self._telemetry_kept_s if job.is_terminal else "",
                 ],
             )
         _refuse(status, job.id)
+        if doomed is not None:
+            self._clients.unreadable.forget(keys.job(doomed.job.id))
         return Stored(job, int(version))
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
@@ -240,7 +261,7 @@ class RedisJobs:
                     for name in names[start : start + _PAGE]:
                         pipe.hget(keys.job(name), "state")
                     for state in await pipe.execute():
-                        if state is not None:
+                        if state in totals:  # a newer version may know more of them
                             totals[JobState(state)] += 1
         return totals
 
@@ -250,7 +271,9 @@ class RedisJobs:
             try:
                 found.append(_stored(row))
             except RecordUnreadableError as error:
-                self._complain(row, error)
+                self._clients.unreadable.note(keys.job(row.job_id), row.version, error.__cause__)
+            else:
+                self._clients.unreadable.forget(keys.job(row.job_id))
         return found
 
     async def _rows(self, job_ids: list[str]) -> list[_Row]:
@@ -271,32 +294,33 @@ class RedisJobs:
             ]
         return found
 
-    def _complain(self, row: _Row, error: RecordUnreadableError) -> None:
-        """Once a version: the reconciler comes by every second."""
-        if self._unreadable.get(row.job_id) != row.version:
-            self._unreadable[row.job_id] = row.version
-            _log.error("job_unreadable", job_id=row.job_id, error=str(error.__cause__))
-
     async def _forget(self, job_id: str, version: int) -> None:
-        self._unreadable.pop(job_id, None)
+        self._clients.unreadable.forget(keys.job(job_id))
         with answering():
             status = await self._delete(
-                keys=[
-                    keys.job(job_id),
-                    keys.JOBS,
-                    keys.ACTIVE_JOBS,
-                    keys.DELETED_JOBS,
-                    keys.job_events(job_id),
-                    keys.job_ranks(job_id),
-                    keys.job_steps(job_id),
-                    keys.job_logs(job_id),
-                    keys.job_stacks(job_id),
-                    keys.job_checkpoints(job_id),
-                    keys.job_history(job_id),
-                ],
-                args=[version, job_id],
+                keys=[keys.ACTIVE_JOBS, *_doomed(job_id)], args=[version, job_id]
             )
         _refuse(status, job_id)
+
+
+def _claim_key(claim: Claim | None) -> str:
+    return keys.idempotency("", "") if claim is None else keys.idempotency(claim.subject, claim.key)
+
+
+def _doomed(job_id: str) -> list[str]:
+    """The keys of a job that is deleted, as the scripts take them."""
+    return [
+        keys.job(job_id),
+        keys.JOBS,
+        keys.DELETED_JOBS,
+        keys.job_events(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+    ]
 
 
 def _claimed(claim: Claim, text: str) -> Stored:

@@ -1,7 +1,7 @@
 """Nodes, facts and telemetry in Redis."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from redis.exceptions import ResponseError
 
@@ -10,7 +10,12 @@ from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
-from services.controller.domain.errors import CursorExpiredError, DeposedError, no_node
+from services.controller.domain.errors import (
+    CursorExpiredError,
+    DeposedError,
+    StaleWriteError,
+    no_node,
+)
 from services.controller.domain.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
@@ -28,6 +33,7 @@ class RedisNodes:
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
         self._put = clients.writes.register_script(scripts.PUT_NODE)
+        self._forget = clients.writes.register_script(scripts.FORGET_NODE)
         self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
         self._measure = clients.writes.register_script(scripts.MEASURED_NODE)
 
@@ -39,17 +45,64 @@ class RedisNodes:
                 pipe.hgetall(keys.DRAINING_NODES)
                 pipe.hgetall(keys.MEASURED_NODES)
                 records, drains, measured = await pipe.execute()
-        return [_node(records[name], drains.get(name), measured) for name in sorted(records)]
+        found = (self._node(n, records[n], drains.get(n), measured) for n in sorted(records))
+        return [node for node in found if node is not None]
 
-    async def put(self, node: Node, epoch: int) -> None:
+    def _node(
+        self, name: str, record: str, drain: str | None, measured: Mapping[str, str]
+    ) -> Node | None:
+        read = self._clients.unreadable.read
+        node = read(f"{keys.NODES} {name}", Node.model_validate_json, record)
+        if node is None:
+            return None
+        told: dict[DeviceType, Measurement] = {}
+        for field, text in measured.items():
+            node_id, _, device_type = field.rpartition("/")
+            if node_id == name:
+                found = read(
+                    f"{keys.MEASURED_NODES} {field}", Measurement.model_validate_json, text
+                )
+                if found is not None:
+                    told[cast("DeviceType", device_type)] = found
+        known = None
+        if drain is not None:
+            known = read(f"{keys.DRAINING_NODES} {name}", Drain.model_validate_json, drain)
+            # Whatever it says, somebody wants the node to be empty.
+            known = known or Drain(asked_ms=0)
+        return node.model_copy(update={"drain": known, "measured": told})
+
+    async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
+        seen = "" if before is None else before.fact_id
         with answering():
             status = await self._put(
                 keys=[keys.EPOCH, keys.NODES],
-                args=[epoch, node.id, node.model_dump_json(), keys.WAKE],
+                args=[epoch, node.id, node.model_dump_json(), keys.WAKE, seen],
             )
         if status == "deposed":
             raise DeposedError("another controller leads now")
+        if status == "stale":
+            raise StaleWriteError(f"node {node.id} changed meanwhile")
+
+    async def forget(self, node: Node, epoch: int | None) -> None:
+        """See ``NodeStore.forget``."""
+        with answering():
+            status = await self._forget(
+                keys=[
+                    keys.EPOCH,
+                    keys.NODES,
+                    keys.DRAINING_NODES,
+                    keys.MEASURED_NODES,
+                    keys.node_lease(node.id),
+                    keys.node_beat(node.id),
+                    keys.node_inbox(node.id),
+                ],
+                args=["" if epoch is None else epoch, node.id, node.fact_id, keys.WAKE],
+            )
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
+        if status == "stale":
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""
@@ -90,10 +143,14 @@ class RedisNodes:
 
 
 class RedisFacts:
-    """The port ``FactQueue``: a consumer group of one consumer."""
+    """The port ``FactQueue``: a consumer group of one consumer.
+
+    Facts arrive in a list, from which they are taken into the stream in their order.
+    """
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
+        self._take = clients.writes.register_script(scripts.TAKE_FACTS)
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
@@ -108,11 +165,30 @@ class RedisFacts:
 
     async def unacknowledged(self, limit: int) -> list[Entry]:
         """See ``FactQueue.unacknowledged``."""
-        return await self._read("0", limit, None)
+        return await self._read("0", limit)
 
     async def next(self, limit: int, timeout_s: float) -> list[Entry]:
         """See ``FactQueue.next``."""
-        return await self._read(">", limit, min(timeout_s, MAX_BLOCK_S))
+        entries = await self._taken(limit)
+        if entries:
+            return entries
+        with answering():
+            # The one that is waited for goes into a list of its own, so that a controller which
+            # ends here loses none, and what arrives behind it stays behind it.
+            await self._clients.facts.blmove(
+                keys.ARRIVED_FACTS,
+                keys.TAKEN_FACTS,
+                min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
+            )
+        return await self._taken(limit)
+
+    async def _taken(self, limit: int) -> list[Entry]:
+        with answering():
+            await self._take(
+                keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
+                args=[limit, keys.MESSAGE_FIELD],
+            )
+        return await self._read(">", limit)
 
     async def acknowledge(self, ids: Sequence[str]) -> None:
         """See ``FactQueue.acknowledge``."""
@@ -122,7 +198,7 @@ class RedisFacts:
                 pipe.xdel(keys.FACTS, *ids)
                 await pipe.execute()
 
-    async def _read(self, start: str, limit: int, block_s: float | None) -> list[Entry]:
+    async def _read(self, start: str, limit: int) -> list[Entry]:
         with answering():
             try:
                 answer: Any = await self._clients.facts.xreadgroup(
@@ -130,7 +206,6 @@ class RedisFacts:
                     _CONSUMER,
                     {keys.FACTS: start},
                     count=limit,
-                    block=None if block_s is None else max(int(block_s * 1000), 1),
                 )
             except ResponseError as error:
                 if not str(error).startswith("NOGROUP"):
@@ -154,10 +229,13 @@ class RedisTelemetry:
                 for job_id in job_ids:
                     pipe.hgetall(keys.job_ranks(job_id))
                 rows = await pipe.execute()
-        return {
-            job_id: {int(rank): RankSample.model_validate_json(text) for rank, text in row.items()}
-            for job_id, row in zip(job_ids, rows, strict=True)
-        }
+        return {name: self._samples(name, row) for name, row in zip(job_ids, rows, strict=True)}
+
+    def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
+        key = keys.job_ranks(job_id)
+        read = self._clients.unreadable.read
+        told = [read(f"{key} {rank}", RankSample.model_validate_json, row[rank]) for rank in row]
+        return {sample.rank: sample for sample in told if sample is not None}
 
     async def last_steps(
         self, job_ids: Sequence[str], count: int
@@ -169,7 +247,7 @@ class RedisTelemetry:
                     pipe.xrevrange(keys.job_steps(job_id), count=count)
                 rows = await pipe.execute()
         return {
-            job_id: [_step(entry) for entry in reversed(_entries(row))]
+            job_id: self._steps(job_id, _entries(row)[::-1])
             for job_id, row in zip(job_ids, rows, strict=True)
         }
 
@@ -183,10 +261,16 @@ class RedisTelemetry:
                     keys.job_steps(job_id), start, "+", count=_STEPS_A_READ
                 )
             entries = _entries(rows)
-            records += [_step(entry) for entry in entries]
+            records += self._steps(job_id, entries)
             if len(entries) < _STEPS_A_READ:
                 return records
             start = f"({entries[-1].id}"
+
+    def _steps(self, job_id: str, entries: Iterable[Entry]) -> list[StepRecord]:
+        key = keys.job_steps(job_id)
+        read = self._clients.unreadable.read
+        told = [read(f"{key} {e.id}", StepRecord.model_validate_json, e.body) for e in entries]
+        return [record for record in told if record is not None]
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
         """See ``Telemetry.keep_stacks``."""
@@ -199,9 +283,11 @@ class RedisTelemetry:
     async def stacks(self, job_id: str) -> list[RankStacks]:
         """See ``Telemetry.stacks``."""
         with answering():
-            rows = await self._clients.reads.hgetall(keys.job_stacks(job_id))
-        kept = [RankStacks.model_validate_json(text) for text in rows.values()]
-        return sorted(kept, key=lambda entry: entry.rank)
+            rows: Any = await self._clients.reads.hgetall(keys.job_stacks(job_id))
+        key = keys.job_stacks(job_id)
+        read = self._clients.unreadable.read
+        told = [read(f"{key} {rank}", RankStacks.model_validate_json, rows[rank]) for rank in rows]
+        return sorted((s for s in told if s is not None), key=lambda entry: entry.rank)
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""
@@ -222,17 +308,6 @@ class RedisTelemetry:
             await self._clients.streams.xread(
                 {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
             )
-
-
-def _node(record: str, drain: str | None, measured: Mapping[str, str]) -> Node:
-    node = Node.model_validate_json(record)
-    told = {
-        field.rpartition("/")[2]: Measurement.model_validate_json(text)
-        for field, text in measured.items()
-        if field.rpartition("/")[0] == node.id
-    }
-    known = None if drain is None else Drain.model_validate_json(drain)
-    return node.model_copy(update={"drain": known, "measured": told})
 
 
 def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:
@@ -258,10 +333,6 @@ def _log_key(job_id: str, log: Log) -> str:
     return builders[log](job_id)
 
 
-def _step(entry: Entry) -> StepRecord:
-    return StepRecord.model_validate_json(entry.body)
-
-
 def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict, by protocol version
     if not answer:
         return []
@@ -274,4 +345,6 @@ def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict,
 
 def _entries(rows: Any) -> list[Entry]:  # noqa: ANN401 as redis-py parses them
     # An entry that was deleted while it was pending comes without fields.
-    return [Entry(name, fields[keys.MESSAGE_FIELD] if fields else "") for name, fields in rows]
+    return [
+        Entry(name, fields.get(keys.MESSAGE_FIELD, "") if fields else "") for name, fields in rows
+    ]

@@ -17,6 +17,7 @@ from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import RedisClients, answering
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
+from services.controller.domain.pace import PACES_KEPT, Pace
 from services.controller.domain.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
@@ -154,6 +155,28 @@ class RedisPlans:
                 f"the answer to {probe_id} cannot be read by this version of the controller; "
                 "ask anew with POST /v1/plans?fresh=true"
             ) from error
+
+    async def keep_pace(self, probe_id: str, pace: Pace) -> None:
+        """See ``PlanStore.keep_pace``."""
+        name = keys.probe_paces(probe_id)
+        with answering():
+            async with self._clients.writes.pipeline(transaction=True) as pipe:
+                pipe.lpush(name, pace.model_dump_json())
+                pipe.ltrim(name, 0, PACES_KEPT - 1)
+                pipe.expire(name, keys.PLAN_TTL_S)
+                await pipe.execute()
+
+    async def paces(self, probe_id: str) -> list[Pace]:
+        """See ``PlanStore.paces``."""
+        with answering():
+            texts: Any = await self._clients.reads.lrange(keys.probe_paces(probe_id), 0, -1)
+        found: list[Pace] = []
+        for text in texts:
+            try:
+                found.append(Pace.model_validate_json(text))
+            except ValidationError as error:
+                _log.warning("pace_unreadable", probe_id=probe_id, error=str(error))
+        return found
 
     async def wait(self, probe_id: str, timeout_s: float) -> None:
         """See ``PlanStore.wait``. It looks now and then: waiting requests hold no connection."""

@@ -25,10 +25,16 @@ COMMIT: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, then the inboxes
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
+-- inboxes; from KEYS[doomed]
+-- on, if a job is deleted with this: that job, all jobs, deleted jobs, all else kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
+local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
+if doomed > 0 and redis.call('HGET', KEYS[doomed], 'version') ~= doomed_version then
+  return {'stale', '0'}
+end
 local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
 if not known[1] then return {'gone', '0'} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
@@ -43,11 +49,22 @@ for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
 for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
 local sends = take_list()
 for i = 1, #sends, 2 do
-  redis.call('XADD', KEYS[6 + tonumber(sends[i])], '*', field, sends[i + 1])
+  redis.call('XADD', KEYS[10 + tonumber(sends[i])], '*', field, sends[i + 1])
 end
 local remembered = take()
 for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
+end
+local lives_s = take()
+for i = 6, 10 do
+  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
+end
+if doomed > 0 then
+  redis.call('ZREM', KEYS[doomed + 1], doomed_id)
+  redis.call('SADD', KEYS[doomed + 2], doomed_id)
+  redis.call('SREM', KEYS[2], doomed_id)
+  redis.call('DEL', KEYS[doomed])
+  for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -98,11 +115,11 @@ return 'ok'
 )
 
 DELETE: Final = """
--- KEYS: job, all jobs, active jobs, deleted jobs, then all else that is kept with the job
-if redis.call('HGET', KEYS[1], 'version') ~= ARGV[1] then return 'stale' end
-redis.call('ZREM', KEYS[2], ARGV[2])
-redis.call('SREM', KEYS[3], ARGV[2])
-redis.call('DEL', KEYS[1])
+-- KEYS: active jobs, job, all jobs, deleted jobs, then all else that is kept with the job
+if redis.call('HGET', KEYS[2], 'version') ~= ARGV[1] then return 'stale' end
+redis.call('ZREM', KEYS[3], ARGV[2])
+redis.call('SREM', KEYS[1], ARGV[2])
+redis.call('DEL', KEYS[2])
 redis.call('SADD', KEYS[4], ARGV[2])
 for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'ok'
@@ -118,12 +135,42 @@ return 'ok'
 """
 )
 
+_NEWEST_FACT: Final = """
+local function newest_fact(key, node)
+  local could, known = pcall(cjson.decode, redis.call('HGET', key, node) or '')
+  return could and type(known) == 'table' and known.fact_id or nil
+end
+"""
+
 PUT_NODE: Final = (
     _REFUSE_DEPOSED
+    + _NEWEST_FACT
     + """
--- KEYS: epoch, nodes; ARGV: epoch, node id, record, wake channel
+-- KEYS: epoch, nodes; ARGV: epoch, node id, record, wake channel, the fact that was the newest
+-- ('' writes in any case)
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+if ARGV[5] ~= '' and newest_fact(KEYS[2], ARGV[2]) ~= ARGV[5] then return 'stale' end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+FORGET_NODE: Final = (
+    _REFUSE_DEPOSED
+    + _NEWEST_FACT
+    + """
+-- KEYS: epoch, nodes, draining nodes, measured nodes, lease, beat, inbox
+-- ARGV: epoch, node id, the fact that was the newest, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+if newest_fact(KEYS[2], ARGV[2]) ~= ARGV[3] or redis.call('EXISTS', KEYS[5]) == 1 then
+  return 'stale'
+end
+for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[2]) end
+for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
+  if string.sub(field, 1, #ARGV[2] + 1) == ARGV[2] .. '/' then redis.call('HDEL', KEYS[4], field) end
+end
+redis.call('DEL', KEYS[6], KEYS[7])
 redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """
@@ -196,6 +243,19 @@ redis.call('PUBLISH', ARGV[3], ARGV[1])
 return 'ok'
 """
 
+TAKE_FACTS: Final = """
+-- KEYS: facts, then the lists from which they are taken, the older ones first; ARGV: how many, field
+local left = tonumber(ARGV[1])
+for i = 2, #KEYS do
+  while left > 0 do
+    local fact = redis.call('LPOP', KEYS[i])
+    if not fact then break end
+    redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    left = left - 1
+  end
+end
+"""
+
 TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
 if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
@@ -205,7 +265,9 @@ return redis.call('INCR', KEYS[2])
 RENEW_LEAD: Final = """
 -- KEYS: leader; ARGV: holder, lease in ms
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+-- A write, as all decisions are: a Redis that refuses those ends the reign, and so says why.
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
 """
 
 RELEASE_LEAD: Final = """

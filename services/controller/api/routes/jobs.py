@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
-from services.contract.problems import Fault, Problem
+from services.contract.problems import Fault, Problem, first_faults
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import JobState
 from services.contract.views import (
@@ -50,7 +50,7 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=255,
         pattern=r"^[\x21-\x7e]+$",
-        description="The same key with the same body again gets the same answer",
+        description="The same key with the same body again, by the same subject, gets the same answer",
     ),
 ]
 
@@ -75,7 +75,9 @@ async def submit(
     What can never run is refused, with every fault at once. A job by a plan runs that very plan.
     """
     refuse_unspeakable(wanted)
-    claim = None if idempotency_key is None else Claim(idempotency_key, _digest(_json(wanted)))
+    claim = None
+    if idempotency_key is not None:
+        claim = Claim(actor.name, idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
         context.ports,
         Submission(wanted, claim, dry_run=dry_run),
@@ -182,7 +184,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     refuse_unspeakable(body)
     claim = None
     if idempotency_key is not None:
-        claim = Claim(idempotency_key, _digest({"clone": job_id, **_json(body)}))
+        claim = Claim(actor.name, idempotency_key, _digest({"clone": job_id, **_json(body)}))
     cloning = Cloning(job_id, body, claim, dry_run=dry_run)
     view = await clone_job(context.ports, cloning, actor, context.entry_points)
     if dry_run:
@@ -324,10 +326,10 @@ def _field_names(fields: str) -> set[str]:
 
 def refuse_unspeakable(spec: BaseModel) -> None:
     """Refuse what is no text: JSON may escape half of a surrogate pair in an argument; no store or stream can carry it."""
-    faults = [
+    faults = first_faults(
         Fault(pointer=place, detail="not a Unicode string", code="string_unicode")
         for place in _unspeakable(spec.model_dump(), "")
-    ]
+    )
     if faults:
         raise InvalidRequestError(faults)
 

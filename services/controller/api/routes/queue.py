@@ -40,6 +40,18 @@ async def drain_node(
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
+@router.delete(
+    "/nodes/{node_id}",
+    status_code=HTTPStatus.NO_CONTENT,
+    response_class=Response,
+    dependencies=[OPERATES_NODE],
+)
+async def forget_node(node_id: str, ports: WithPorts) -> Response:
+    """Delete the record of a lost node on which no rank lives; its agent may join again."""
+    await use_cases.forget_node(ports, node_id)
+    return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
 @router.post(
     "/nodes/{node_id}/undrain",
     status_code=HTTPStatus.ACCEPTED,

@@ -31,20 +31,27 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(context: WithContext) -> Response:
-    """The controller can serve: Redis answers."""
+    """The controller can serve: Redis answers, and takes writes."""
     epoch = context.epoch()
     role = "standby" if epoch is None else f"leading, epoch {epoch}"
+    trouble = context.trouble()
     try:
         await context.ports.clock.now_ms()
     except StoreUnavailableError as error:
-        health = Health(status="unavailable", checks={"redis": str(error), "leadership": role})
+        trouble = str(error)
+    if trouble is not None:
+        health = Health(status="unavailable", checks={"redis": trouble, "leadership": role})
         return Response(
             health.model_dump_json(),
             status_code=HTTPStatus.SERVICE_UNAVAILABLE,
             media_type="application/json",
             headers=_RETRY,
         )
-    health = Health(status="ok", checks={"redis": "ok", "leadership": role})
+    checks = {"redis": "ok", "leadership": role}
+    if unread := context.ports.unreadable():
+        # Open to everybody: it does not name them.
+        checks["records"] = f"{len(unread)} cannot be read by this version"
+    health = Health(status="ok", checks=checks)
     return Response(health.model_dump_json(), media_type="application/json")
 
 

@@ -1,5 +1,6 @@
 """A job's events and logs: JSON by cursor, or a stream of server-sent events."""
 
+import functools
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -8,10 +9,12 @@ from pydantic import AwareDatetime
 from services.contract.views import EventPage, LogPage
 from services.controller.api import sse
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithContext
+from services.controller.api.context import Context, WithContext, WithPrincipal
 from services.controller.api.routes.jobs import next_link
 from services.controller.api.scopes import READS
+from services.controller.domain.token import Principal
 from services.controller.use_cases import watch as use_cases
+from services.controller.use_cases.access import refused_since
 from services.controller.use_cases.cursors import to_entry_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["watch"])
@@ -34,6 +37,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     job_id: str,
     request: Request,
     context: WithContext,
+    asks: WithPrincipal,
     *,
     limit: Limit = 200,
     cursor: Cursor = None,
@@ -45,7 +49,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True)
-        return await sse.stream(entries, context.stopping, context.streams)
+        return await sse.stream(entries, context.stopping, context.streams, _viewer(context, asks))
     page = await use_cases.page_of_events(context.ports, job_id, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
@@ -55,6 +59,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     job_id: str,
     request: Request,
     context: WithContext,
+    asks: WithPrincipal,
     *,
     rank: Annotated[int | None, Query(ge=0)] = None,
     stream: Literal["stdout", "stderr"] | None = None,
@@ -78,6 +83,12 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
-        return await sse.stream(lines, context.stopping, context.streams)
+        return await sse.stream(lines, context.stopping, context.streams, _viewer(context, asks))
     page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
+
+
+def _viewer(context: Context, asks: Principal) -> sse.Viewer:
+    # Without tokens everybody is the same subject.
+    subject = None if asks.token_id is None else asks.subject
+    return sse.Viewer(subject, functools.partial(refused_since, context.ports, asks))

@@ -230,6 +230,7 @@ export interface MemoryView {
   whole_gradients: number;
   activations: number;
   communication: number;
+  workspace: number;
   total: number;
 }
 
@@ -509,7 +510,7 @@ export interface PlanAlternative {
 }
 
 export interface PlanFailure {
-  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "no_answer" | "search_failed";
+  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "wrong_spec" | "no_answer" | "search_failed";
   reason: string;
   advice: string;
   traceback: string | null;
@@ -581,6 +582,7 @@ export interface PlanView {
 
 export interface AttemptList {
   items: AttemptView[];
+  left_out: number;
 }
 
 export interface StopRequest {

@@ -133,7 +133,8 @@ function Head({ job }: { job: JobView }) {
 /** What the job's plan foresaw of its fullest rank beside what was seen of any. */
 function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
-  const seen = estimate.ratio === null ? "nothing measured yet" : `measured is ${what}: ${estimate.ratio} times as much as foreseen`;
+  const compared = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as foreseen`;
+  const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
     <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
       {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>{" "}

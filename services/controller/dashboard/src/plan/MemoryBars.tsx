@@ -14,6 +14,7 @@ const KINDS: Kind[] = [
   "whole_gradients",
   "activations",
   "communication",
+  "workspace",
 ];
 const RANKS_NAMED = 8;
 // Below this share of the scale a bar shows that there is room, and no more.

@@ -1,0 +1,165 @@
+"""Times forward and backward of a small model on real tensors, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_core import torch_private
+from fsdp_core.plan.apply import DTYPES
+from fsdp_core.plan.model import ModelProfile, PassTimes
+from fsdp_core.runtime.tensor_tree import map_tensors
+
+if TYPE_CHECKING:
+    from fsdp_core.plan.model.sharding import Precision
+    from fsdp_core.plan.profiling import ModelUnderStudy
+
+REFERENCE_WIDTH = 768
+"""Of the product that tells how fast the processor is, as in a node's self-test."""
+
+_BUDGET_S = 1.0
+_GIVEN_UP_S = 10
+_LONGEST_PASS_S = 0.4
+_REPEATS = 5
+_FACTOR = 2
+_MOST_SIZES = 9
+_SCALE = 0.02
+# What a pass takes longer than its matrix products would at their best rate; at least.
+_SLOWER = 2
+
+
+def timed_passes(
+    study: ModelUnderStudy, profile: ModelProfile, memory: int, param_dtype: Precision | None
+) -> PassTimes | None:
+    """Runs passes of some micro-batches and times them; None if that takes too much.
+
+    The model gets parameters with values, whole, in a child process: what it does there, and what
+    memory it takes, ends with that process. Only on the host: an accelerator's memory may belong
+    to ranks.
+
+    Args:
+        study: The model.
+        profile: Of it.
+        memory: Bytes that may be taken.
+        param_dtype: Of computation.
+    """
+    if study.device_type != "cpu":
+        return None
+    take = partial(_time_all, study, profile, memory, param_dtype)
+    answer = _in_child(take)
+    if not answer:
+        return None
+    flops, *seconds = json.loads(answer)
+    return PassTimes(tuple((int(m), f, b) for m, f, b in seconds), flops) if seconds else None
+
+
+def _in_child(take: Callable[[], Sequence[object]]) -> bytes:
+    """What `take` returns, as JSON; nothing if it fails, or takes far too long."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        # Whatever happens, this process ends here: all else of it belongs to the parent.
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_GIVEN_UP_S)
+            os.close(reading)
+            if os.getppid() == parent:
+                os.write(writing, json.dumps(take()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answers:  # noqa: PTH123 - a descriptor
+        answer = answers.read()
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)
+    return answer
+
+
+def _time_all(
+    study: ModelUnderStudy, profile: ModelProfile, memory: int, param_dtype: Precision | None
+) -> list[object]:
+    torch.set_num_threads(1)
+    rate = _reference_flops()
+    weights = 2 * sum(prod(each.shape) * each.itemsize for each in profile.parameters)
+    model: nn.Module | None = None
+    found: list[object] = [rate]
+    began, size = time.perf_counter(), 1
+    for _ in range(_MOST_SIZES):
+        need = weights + sum(unit.saved.at(size) for unit in profile.units)
+        least = _SLOWER * profile.flops.at(size) / rate
+        if _SLOWER * need > memory or least > _LONGEST_PASS_S:
+            break
+        if model is None:
+            model = _with_values(study, param_dtype)
+        # A batch of one may be too small for a model that normalises over it.
+        with suppress(ValueError):
+            took = _best(model, study, size)
+            found.append((size, *took))
+            if sum(took) > _LONGEST_PASS_S / _FACTOR:
+                break
+        if time.perf_counter() - began > _BUDGET_S:
+            break
+        size *= _FACTOR
+    return found
+
+
+def _with_values(study: ModelUnderStudy, param_dtype: Precision | None) -> nn.Module:
+    """The model with parameters that are as large as those of one that was just initialised."""
+    with torch.device("meta"), torch_private.without_drawing_twice():
+        model = study.make()
+    model.to_empty(device=study.device_type)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(std=_SCALE)
+            else:
+                tensor.zero_()
+    if param_dtype is not None:
+        dtype = DTYPES[param_dtype]
+        model.to(dtype)
+        for module in model.modules():
+            module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+    return model
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: object, kwargs: object) -> object:
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+
+def _best(model: nn.Module, study: ModelUnderStudy, size: int) -> tuple[float, float]:
+    """Processor seconds of forward and backward: whoever else uses the processor adds nothing."""
+    times = []
+    for number in range(1 + _REPEATS):
+        began = time.thread_time()
+        loss = study.loss(model, size)
+        between = time.thread_time()
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
+        ended = time.thread_time()
+        model.zero_grad(set_to_none=True)
+        if number or ended - began > _LONGEST_PASS_S:
+            times.append((between - began, ended - between))
+        if ended - began > _LONGEST_PASS_S:
+            break
+    return min(times, key=sum)
+
+
+def _reference_flops() -> float:
+    left, right = torch.randn(2, REFERENCE_WIDTH, REFERENCE_WIDTH)
+    product = torch.empty_like(left)
+    best = float("inf")
+    for _ in range(1 + _REPEATS):
+        began = time.thread_time()
+        torch.mm(left, right, out=product)
+        best = min(best, time.thread_time() - began)
+    return 2 * REFERENCE_WIDTH**3 / best

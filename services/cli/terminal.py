@@ -1,0 +1,81 @@
+r"""What the command line writes: data are shown as data, whatever they hold.
+
+Names, errors and log lines come from jobs and from whoever reaches the controller. Brackets in them are
+no markup, and a control character, which a terminal would obey, is shown as an escape (``\x1b``).
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pydantic import BaseModel
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Span, Text
+
+# C0 and C1, the marks that turn the direction of a line, and half of a surrogate pair, which no stream
+# can carry. U+2028 and U+2029 end lines in some terminals.
+_OTHERS: Final = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_UNSAFE: Final = re.compile(f"[\x00-\x08\x0b-\x1f{_OTHERS}]")
+_UNSAFE_IN_A_LINE: Final = re.compile(f"[\x00-\x1f{_OTHERS}]")
+
+
+def harmless(text: str) -> str:
+    """``text`` with every control character as an escape; lines and tabs stay."""
+    return _UNSAFE.sub(_escape, text)
+
+
+def one_line(text: str) -> str:
+    """As ``harmless``, in one line: what follows a line break could pose as another entry."""
+    return _UNSAFE_IN_A_LINE.sub(_escape, text)
+
+
+class Terminal(Console):
+    """A console that reads no markup and obeys no control characters of what it is given.
+
+    Args:
+        options: As of rich's ``Console``.
+    """
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 passed through to rich
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401 passed through to rich
+        """A string as text, before its width is measured."""
+        return super().render_str(harmless(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Also what was made a ``Text`` before."""
+        if isinstance(renderable, Text):
+            renderable = _harmless_text(renderable)
+        return super().render(renderable, options)
+
+
+console: Final = Terminal()
+errors: Final = Terminal(stderr=True, soft_wrap=True)
+
+
+def print_json(view: BaseModel) -> None:
+    """The view as JSON in ASCII: terminals obey control characters of other ranges, too."""
+    document = json.loads(view.model_dump_json())
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def _harmless_text(text: Text) -> Text:
+    if not _UNSAFE.search(text.plain):
+        return text
+
+    def moved(place: int) -> int:
+        return len(harmless(text.plain[:place]))
+
+    clean = text.blank_copy(harmless(text.plain))
+    clean.spans = [Span(moved(start), moved(end), style) for start, end, style in text.spans]
+    return clean

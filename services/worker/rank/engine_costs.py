@@ -1,0 +1,232 @@
+"""Measures what the engine itself takes: hooks, copies and collectives of tiny units.
+
+The same units run with the engine and without, and the difference is what counts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core import FSDPModule, clip_grad_norm_, fully_shard
+from fsdp_core.plan.live_storage import LiveStorage
+from fsdp_core.plan.model import Exchange
+from fsdp_core.plan.model.traffic import Kind
+
+_UNITS: Final = 4
+_MANY: Final = 17
+_ITEM_BYTES: Final = 4
+_UNIT_BYTES: Final = {
+    "cpu": (16 << 10, 512 << 10, 8 << 20),
+    "cuda": (64 << 10, 8 << 20, 128 << 20),
+}
+_WIDTH, _LAYERS = 16, 8
+_NOTHING: Final = 1e-15
+_LEAST_OF_GATHER: Final = 2.5
+
+Timer = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """As of ``NodeFacts``, in seconds."""
+
+    dispatch: float
+    unit: float
+    parameter: float
+    sharded_parameter: float
+    update: float
+    norm: float
+    exchanges: dict[Kind, Exchange]
+
+
+class _Touch(torch.autograd.Function):
+    """Passes its input on; gives each parameter a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - PyTorch's
+        ctx.save_for_backward(*parameters)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - PyTorch's
+        return (grad, *(torch.zeros_like(each) for each in ctx.saved_tensors))
+
+
+class _Unit(nn.Module):
+    def __init__(self, numel: int, count: int, device: torch.device) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(numel, device=device) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        touched: torch.Tensor = cast("Callable[..., torch.Tensor]", _Touch.apply)(x, *self.all)
+        return touched
+
+
+def engine_costs(
+    device: torch.device, group: dist.ProcessGroup | None, timer: Timer
+) -> EngineCosts:
+    """Measures them, together with all fellows.
+
+    Args:
+        device: Where this process computes.
+        group: Through which ranks exchange their data; None: there is but one.
+        timer: Seconds that something takes when all do it.
+    """
+    (alone,) = _meshes(device, None)
+    unit, parameter = _held(device, alone, timer)
+    update = timer(_update(device, alone))
+    costs = EngineCosts(
+        dispatch=_dispatch_s(device, timer),
+        unit=unit,
+        parameter=parameter,
+        sharded_parameter=parameter,
+        update=update / (_MANY * _UNITS),
+        norm=0.0,
+        exchanges={},
+    )
+    if group is None:
+        return costs
+    shard, replicate = _meshes(device, group)
+    _, sharded = _held(device, shard, timer)
+    return replace(
+        costs,
+        sharded_parameter=max(sharded, parameter),
+        norm=max(0.0, timer(_update(device, shard)) - update),
+        exchanges=_exchanges(device, (shard, replicate), timer, unit + sharded),
+    )
+
+
+def _held(device: torch.device, mesh: DeviceMesh, timer: Timer) -> tuple[float, float]:
+    """Seconds of a unit besides its parameters, and of each of these."""
+    small = _UNIT_BYTES[device.type][0]
+    seconds = {
+        count: timer(_step(_model(device, small, count, mesh)))
+        - timer(_step(_model(device, small, count)))
+        for count in (1, _MANY)
+    }
+    parameter = max(0.0, seconds[_MANY] - seconds[1]) / ((_MANY - 1) * _UNITS)
+    return max(0.0, seconds[1] / _UNITS - parameter), parameter
+
+
+def _meshes(device: torch.device, group: dist.ProcessGroup | None) -> tuple[DeviceMesh, ...]:
+    """One of this rank alone; else one over which it shards, and one over which it replicates."""
+    mine = dist.get_rank()
+    lone = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][mine]
+    lone = cast("dist.ProcessGroup", lone)
+    if group is None:
+        return (DeviceMesh.from_group(lone, device.type),)
+    ranks = list(range(group.size()))
+    both = DeviceMesh.from_group(
+        [group, lone],
+        device.type,
+        mesh=torch.tensor([[rank] for rank in ranks]),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+    return DeviceMesh.from_group(group, device.type), both
+
+
+def _model(
+    device: torch.device, nbytes: int, count: int = 1, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    numel = max(1, nbytes // _ITEM_BYTES // count)
+    model = nn.Sequential(*(_Unit(numel, count, device) for _ in range(_UNITS)))
+    if mesh is not None:
+        for unit in model:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _step(model: nn.Module, *, reduces: bool = True) -> Callable[[], object]:
+    """A pass that reduces, or one of those that only add to the gradients."""
+    x = torch.zeros(1, device=next(model.parameters()).device, requires_grad=True)
+
+    def once() -> None:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduces)
+        model(x).backward()
+        if reduces:
+            model.zero_grad()
+
+    return once
+
+
+def _exchanges(
+    device: torch.device, meshes: tuple[DeviceMesh, DeviceMesh], timer: Timer, held: float
+) -> dict[Kind, Exchange]:
+    """Of units of several sizes; `held` is what the engine takes of one besides."""
+    shard, replicate = meshes
+    seen: dict[Kind, list[tuple[float, float]]] = {
+        "all_gather": [],
+        "reduce_scatter": [],
+        "all_reduce": [],
+    }
+    part = (shard.size() - 1) / shard.size()
+    for nbytes in _UNIT_BYTES[device.type]:
+        plain, sharded, copied = (
+            _model(device, nbytes, mesh=mesh) for mesh in (None, shard, replicate)
+        )
+        once, more = (timer(_step(plain, reduces=reduces)) for reduces in (True, False))
+        last, others = (timer(_step(sharded, reduces=reduces)) for reduces in (True, False))
+        averaged = timer(_step(copied))
+        # Of each unit one gather before forward, one before backward, and a reduction, which
+        # cannot be much faster than a gather: a small difference of large figures may say so.
+        all_three = (last - once) / _UNITS - held
+        gather = min(((others - more) / _UNITS - held) / 2, all_three / _LEAST_OF_GATHER)
+        seen["all_gather"].append((nbytes * part, gather))
+        seen["reduce_scatter"].append((nbytes * part, all_three - 2 * gather))
+        seen["all_reduce"].append((2 * nbytes * part, (averaged - once) / _UNITS - held))
+    return {kind: _line(points) for kind, points in seen.items()}
+
+
+def _line(points: list[tuple[float, float]]) -> Exchange:
+    """Closest to all by ratio; neither figure below nothing."""
+    known = [(sent, seconds) for sent, seconds in points if seconds > 0] or [(1.0, _NOTHING)]
+    # Weighted least squares of a + b x, with 1 / y as weight.
+    rows = [(1 / seconds, sent / seconds) for sent, seconds in known]
+    one, cross, square = (sum(p**i * q**j for p, q in rows) for i, j in ((2, 0), (1, 1), (0, 2)))
+    left, right = sum(p for p, _ in rows), sum(q for _, q in rows)
+    determinant = one * square - cross * cross
+    slope = (one * right - cross * left) / determinant if determinant > 0 else 0.0
+    latency = (left - cross * slope) / one
+    if latency < 0:
+        latency, slope = _NOTHING, right / square
+    if slope <= 0:
+        latency, slope = left / one, _NOTHING
+    return Exchange(latency, 1 / slope)
+
+
+def _dispatch_s(device: torch.device, timer: Timer) -> float:
+    layers = [
+        layer
+        for _ in range(_LAYERS)
+        for layer in (nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH), nn.GELU())
+    ]
+    model = nn.Sequential(*layers).to(device)
+    x = torch.zeros(1, _WIDTH, device=device)
+
+    def once() -> None:
+        model(x).sum().backward()
+
+    once()
+    with LiveStorage() as live:
+        once()
+    return timer(once) / live.operators
+
+
+def _update(device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
+    """Clips and updates many parameters, as a rank does at the end of a step."""
+    model = _model(device, _MANY * _UNIT_BYTES[device.type][0], _MANY, mesh)
+    model(torch.zeros(1, device=device, requires_grad=True)).backward()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def once() -> None:
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return once

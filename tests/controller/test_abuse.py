@@ -1,0 +1,297 @@
+"""What hostile clients do to a real controller, over real sockets: it stays fair, quick and readable."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from urllib.parse import urlencode
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+from redis import Redis
+from starlette.types import Message, Receive, Scope, Send
+
+from services.cli.client import Client
+from services.cli.errors import RefusedError
+from services.contract import redis_keys as keys
+from services.contract.messages.telemetry import LogLine
+from services.contract.problems import MOST_FAULTS
+from services.controller.api.framing import MAX_BODY_BYTES, BodyLimit
+from services.local.embedded_redis import EmbeddedRedis
+from tests.controller.conftest import job_body
+from tests.controller.test_process import Controller, started
+
+pytestmark = pytest.mark.redis
+BOOTSTRAP = "the-operators-own-token"
+SHOWN = {"Authorization": f"Bearer {BOOTSTRAP}"}
+
+
+@pytest.fixture(scope="module")
+def controller(redis_server: EmbeddedRedis) -> Iterator[Controller]:
+    """A controller that wants tokens; its client shows none by itself."""
+    redis_server.flush()
+    with started(redis_server.url, token=BOOTSTRAP) as controller:
+        yield controller
+
+
+def bearer(controller: Controller, subject: str, scope: str = "submitter") -> dict[str, str]:
+    """The headers of a new token."""
+    wanted = {"subject": subject, "scope": scope}
+    made = controller.client.post("/v1/tokens", json=wanted, headers=SHOWN)
+    assert made.status_code == 201, made.text
+    return {"Authorization": f"Bearer {made.json()['token']}"}
+
+
+# --- idempotency keys ---------------------------------------------------------------------------
+
+
+def test_the_same_key_of_two_subjects_makes_a_job_for_each(controller: Controller) -> None:
+    made = {}
+    for subject in ("sue", "sam"):
+        headers = bearer(controller, subject) | {"Idempotency-Key": "nightly"}
+        first = controller.client.post("/v1/jobs", json=job_body(), headers=headers)
+        again = controller.client.post("/v1/jobs", json=job_body(), headers=headers)
+        assert (first.status_code, again.content) == (201, first.content)
+        assert first.json()["owner"] == subject
+        made[subject] = first.json()["id"]
+        body = {"overrides": {"priority": 1}}
+        path = f"/v1/jobs/{made['sue']}/clone"
+        headers["Idempotency-Key"] = "cloned"
+        clone = controller.client.post(path, json=body, headers=headers)
+        assert (clone.status_code, clone.json()["owner"]) == (202, subject)
+    assert made["sue"] != made["sam"]
+
+
+# --- bodies -------------------------------------------------------------------------------------
+
+JSON = {"Content-Type": "application/json"}
+
+
+def filled(spec: dict[str, object], fields: dict[str, object]) -> bytes:
+    """A spec with so many bad fields as the largest body has room for."""
+    return json.dumps(spec | fields, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        filled(job_body(), {f"{number:x}": 0 for number in range(26_000)}),
+        filled(job_body(), {"labels": {f"/{number:x}": "" for number in range(21_000)}}),
+        filled(job_body(), {"labels": {f"a{number:x}": 0 for number in range(25_000)}}),
+        filled(job_body(), {"model": {"factory": "decoder", "args": {"a": [1 << 64] * 11_000}}}),
+    ],
+    ids=["unknown fields", "keys of labels", "values of labels", "numbers of args"],
+)
+def test_a_body_full_of_faults_gets_a_short_answer(controller: Controller, body: bytes) -> None:
+    assert MAX_BODY_BYTES * 0.8 < len(body) < MAX_BODY_BYTES
+    headers = bearer(controller, "sam") | JSON
+
+    answer = controller.client.post("/v1/jobs", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 422
+    assert len(answer.content) < MAX_BODY_BYTES / 2
+    faults = answer.json()["errors"]
+    assert len(faults) == MOST_FAULTS + 1
+    assert faults[-1]["code"] == "more_faults"
+
+
+@pytest.mark.anyio
+async def test_large_bodies_leave_the_loop_to_others_between_them() -> None:
+    rounds, seen = 0, []
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        seen.append(rounds)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes(MAX_BODY_BYTES)}
+
+    async def send(_: Message) -> None: ...
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while len(seen) < 4:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    limit, scope = BodyLimit(app), {"type": "http", "method": "POST", "headers": []}
+    await asyncio.gather(go_round(), *(limit(scope, receive, send) for _ in range(4)))
+    assert sorted(set(seen)) == seen
+    assert len(seen) == 4
+
+
+def test_faults_of_a_clones_overrides_are_bounded_too(controller: Controller) -> None:
+    sue = bearer(controller, "sue")
+    job_id = controller.client.post("/v1/jobs", json=job_body(), headers=sue).json()["id"]
+    overrides = {f"field{number}": 0 for number in range(5_000)}
+    path = f"/v1/jobs/{job_id}/clone"
+    answer = controller.client.post(path, json={"overrides": overrides}, headers=sue)
+    assert answer.status_code == 422
+    assert len(answer.json()["errors"]) == MOST_FAULTS + 1
+
+
+def test_a_body_above_the_limit_is_refused_whether_or_not_it_is_announced(
+    controller: Controller,
+) -> None:
+    body = filled(job_body(), {f"{number:x}": 0 for number in range(110_000)})
+    headers = bearer(controller, "sam") | JSON
+    for content in (body, iter([body])):
+        answer = controller.client.post("/v1/jobs", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [(b"[" * 100_000, "nested too deep"), (b"1" * 5_000, "digits"), (b"\xff", "UTF-8")],
+)
+def test_what_no_parser_reads_is_refused_with_the_reason(
+    controller: Controller, body: bytes, words: str
+) -> None:
+    answer = controller.client.post(
+        "/v1/jobs", content=body, headers=bearer(controller, "sam") | JSON
+    )
+    assert (answer.status_code, answer.json()["code"]) == (400, "malformed_json")
+    assert words in answer.json()["detail"]
+
+
+# --- cursors, labels of figures, headers --------------------------------------------------------
+
+NUMBERS = strategies.sampled_from(
+    [0, 1, -1, 10**14, 10**15, 10**18, 1 << 63, (1 << 64) - 1, 10**19, 10**30]
+)
+PLACES = strategies.builds(
+    "{} {}".format, NUMBERS, strategies.sampled_from(["job_x", "", "\u00e9"])
+)
+ORDERS = strategies.builds(
+    "{} {}".format, strategies.sampled_from(["-priority", "updated"]), PLACES
+)
+CURSORS = (
+    strategies.builds("{}-{}".format, NUMBERS, NUMBERS)
+    | (PLACES | ORDERS).map(lambda text: base64.urlsafe_b64encode(text.encode()).decode())
+    | strategies.sampled_from(["0-0", "-", "+", "$", "*", "0", "", "(0-1", "\x00", "\u0660-\u0661"])
+    | strategies.text(max_size=12)
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/jobs?",
+        "/v1/jobs?sort=-priority&",
+        "/v1/plans?",
+        "/v1/audit?",
+        "/v1/jobs/{job}/events?",
+        "/v1/jobs/{job}/logs?",
+    ],
+)
+def test_a_cursor_of_any_kind_is_a_place_or_a_fault_of_the_client(
+    controller: Controller, path: str
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+
+    @hypothesis.settings(
+        max_examples=60, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.example("0-0")
+    @hypothesis.given(CURSORS)
+    def ask(cursor: str) -> None:
+        query = urlencode({"cursor": cursor}, errors="surrogatepass")
+        answer = controller.client.get(path.format(job=job) + query, headers=SHOWN)
+        assert answer.status_code in {200, 410, 422}, answer.text
+
+    ask()
+
+
+def test_methods_that_no_route_knows_are_one_series(controller: Controller) -> None:
+    for number in range(30):
+        controller.client.request(f"M{number}", "/v1/jobs")
+    figures = controller.client.get("/metrics").text
+    assert 'method="other"' in figures
+    assert 'method="M' not in figures
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/nope", "/healthz", "/metrics", "/", "/assets/x"])
+def test_no_browser_may_take_an_answer_for_another_kind(controller: Controller, path: str) -> None:
+    for headers in ({}, SHOWN):
+        answer = controller.client.get(path, headers=headers)
+        assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+STREAM = {"Accept": "text/event-stream"}
+
+
+def revoke(controller: Controller, _redis: Redis, token_id: str) -> None:
+    done = controller.client.delete(f"/v1/tokens/{token_id}", headers=SHOWN)
+    assert done.status_code == 204
+
+
+def let_expire(_controller: Controller, redis: Redis, token_id: str) -> None:
+    record = json.loads(str(redis.hget(keys.TOKENS, token_id)))
+    redis.hset(keys.TOKENS, token_id, json.dumps(record | {"expires_ms": 1}))
+
+
+@pytest.mark.parametrize("ended", [revoke, let_expire])
+@pytest.mark.parametrize("kind", ["events", "logs?follow=true", "logs?follow=true&text=never"])
+def test_a_stream_does_not_outlive_its_token(
+    controller: Controller,
+    redis_server: EmbeddedRedis,
+    ended: Callable[[Controller, Redis, str], None],
+    kind: str,
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    viewer = bearer(controller, "vic", "viewer")
+    token_id = f"tok_{viewer['Authorization'].split('_')[1]}"
+    path = f"/v1/jobs/{job}/{kind}"
+    with (
+        Redis.from_url(redis_server.url, decode_responses=True) as redis,
+        controller.client.stream("GET", path, headers=viewer | STREAM, timeout=12) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith(":")
+        ended(controller, redis, token_id)
+        said = [line for line in lines if line]
+    assert "event: refused" in said
+    problem = json.loads(said[-1].removeprefix("data: "))
+    assert (problem["status"], problem["code"]) == (401, "unauthorized")
+    assert controller.client.get(path, headers=viewer).status_code == 401
+
+
+def test_who_follows_logs_with_a_revoked_token_is_told(
+    controller: Controller, redis_server: EmbeddedRedis
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    shown = bearer(controller, "vic", "viewer")["Authorization"].removeprefix("Bearer ")
+    line = LogLine(rank=0, fence=1, stream="stdout", time_ms=1, text="first")
+    with (
+        Redis.from_url(redis_server.url, decode_responses=True) as redis,
+        Client(str(controller.client.base_url), shown) as client,
+    ):
+        redis.xadd(keys.job_logs(job), {keys.MESSAGE_FIELD: line.model_dump_json()})
+        lines = client.follow_logs(job)
+        assert next(lines).text == "first"
+        revoke(controller, redis, f"tok_{shown.split('_')[1]}")
+        with pytest.raises(RefusedError, match="revoked"):
+            next(lines)
+
+
+def test_one_viewer_takes_a_quarter_of_the_streams_and_others_get_theirs(
+    controller: Controller,
+) -> None:
+    job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    path = f"/v1/jobs/{job}/events"
+    viewer, other = (bearer(controller, name, "viewer") | STREAM for name in ("max", "mia"))
+    with ExitStack() as stack:
+
+        def follow(headers: dict[str, str]) -> tuple[int, str | None]:
+            answer = stack.enter_context(controller.client.stream("GET", path, headers=headers))
+            return answer.status_code, answer.headers.get("retry-after")
+
+        taken = [follow(viewer) for _ in range(16)]
+        assert set(taken) == {(200, None)}
+        assert follow(viewer) == (429, "5")
+        assert follow(other) == (200, None)
+        assert controller.client.get(path, headers=viewer | {"Accept": "*/*"}).status_code == 200

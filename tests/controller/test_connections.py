@@ -1,0 +1,167 @@
+"""Connections over real sockets: who sends nothing, half of it or reads nothing is let go."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from services.controller.api.connections import BoundedProtocol, ConnectionLimits
+from services.local.embedded_redis import EmbeddedRedis
+from tests.controller.conftest import job_body
+from tests.controller.test_process import Controller, started
+from tests.waiting import until
+
+TOKEN = "the-operators-own-token"  # noqa: S105 a test's
+SHOWN = {"Authorization": f"Bearer {TOKEN}"}
+HEAD = f"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+PARTS = {
+    "nothing": b"",
+    "half a line": b"GET /v1/jo",
+    "half a head": HEAD,
+    "half a body": HEAD + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
+    "half a body of a stranger": b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{",
+    "half of the next": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /v1",
+    "the next without its body": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD
+    + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def strict(redis_server: EmbeddedRedis) -> Iterator[Controller]:
+    """A controller that waits for half a second, for forty clients."""
+    redis_server.flush()
+    limits = {"request_timeout_s": "0.5", "max_connections": "40"}
+    with started(redis_server.url, token=TOKEN, **limits) as controller:
+        yield controller
+
+
+def opened(controller: Controller, sent: bytes = b"") -> socket.socket:
+    url = controller.client.base_url
+    client = socket.create_connection((url.host, url.port or 80))
+    client.setblocking(False)  # noqa: FBT003 the socket's own
+    if sent:
+        client.send(sent)
+    return client
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the other side has ended the connection; what it wrote is passed over."""
+    try:
+        while client.recv(65_536):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@pytest.mark.redis
+def test_who_does_not_send_a_whole_request_is_let_go_and_a_stream_goes_on(
+    strict: Controller,
+) -> None:
+    job_id = strict.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
+    path, headers = f"/v1/jobs/{job_id}/events", {**SHOWN, "Accept": "text/event-stream"}
+    url = str(strict.client.base_url)
+    with (
+        httpx2.Client(base_url=url, timeout=60) as watcher,
+        watcher.stream("GET", path, headers=headers) as stream,
+        contextlib.ExitStack() as stack,
+    ):
+        lines = stream.iter_lines()
+        assert any(line.startswith("data:") for line in lines)
+        half = [stack.enter_context(opened(strict, part)) for part in PARTS.values() for _ in "123"]
+        for client in half:
+            until(lambda client=client: is_closed(client), timeout_s=30)  # type: ignore[misc] # a default
+        # The stream is older than all of them, and is still told what happens.
+        assert strict.client.post(f"/v1/jobs/{job_id}/kill", headers=SHOWN).status_code == 202
+        assert any("event: end" in line for line in lines)
+
+
+@pytest.mark.redis
+def test_silent_clients_in_any_number_shut_nobody_out(strict: Controller) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(opened(strict)) for _ in range(60)]
+        with httpx2.Client(base_url=str(strict.client.base_url), timeout=60) as client:
+            assert client.get("/v1/jobs", headers=SHOWN).status_code == 200
+        for each in silent:
+            until(lambda each=each: is_closed(each), timeout_s=30)  # type: ignore[misc] # a default
+
+
+# --- one protocol in this process ---------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """A server of large answers, and the connections that it has."""
+
+    address: tuple[str, int]
+    state: ServerState
+
+
+@contextlib.asynccontextmanager
+async def served(limits: ConnectionLimits) -> AsyncIterator[Served]:
+    async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(answer, log_config=None, lifespan="off")
+    state, protocol = ServerState(), BoundedProtocol.within(limits)
+    # As the controller's own: asyncio asks for no TCP_NODELAY on what it accepts.
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await asyncio.get_running_loop().create_server(
+        lambda: protocol(config, state, {}), sock=listener
+    )
+    try:
+        yield Served(listener.getsockname(), state)
+    finally:
+        server.close()
+        for connection in set(state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+async def sooner_or_later(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110 a connection sets no event
+            await asyncio.sleep(0)
+
+
+@pytest.mark.anyio
+async def test_answers_are_sent_without_waiting_for_more() -> None:
+    async with served(ConnectionLimits()) as server:
+        with socket.create_connection(server.address):
+            await sooner_or_later(lambda: bool(server.state.connections))
+            (connection,) = server.state.connections
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.anyio
+async def test_who_does_not_read_the_answer_is_let_go() -> None:
+    async with served(ConnectionLimits(request_s=0.2)) as server:
+        with socket.create_connection(server.address) as client:
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await sooner_or_later(lambda: bool(server.state.tasks))
+            await sooner_or_later(lambda: not server.state.connections)
+
+
+@pytest.mark.anyio
+async def test_who_reads_slowly_is_waited_for() -> None:
+    async with served(ConnectionLimits(request_s=0.5)) as server:
+        reader, writer = await asyncio.open_connection(*server.address, limit=1 << 16)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        read = 0
+        while part := await reader.read(1 << 16):
+            read += len(part)
+        assert read > 100 << 20
+        writer.close()
