@@ -73,7 +73,7 @@ def started(redis_url: str, **settings: str) -> Iterator[Controller]:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        url = until(url_said, timeout_s=30)
+        url = until(url_said)
         with httpx2.Client(base_url=url, timeout=10) as client:
             yield Controller(process, lines, client)
     finally:
