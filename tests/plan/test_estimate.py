@@ -224,6 +224,8 @@ def test_every_pass_costs_what_does_not_shrink_with_the_micro_batch(profile: Mod
     timed = PassTimes(((1, 0.3, 0.3), (4, 0.6, 0.6)), 1e12)  # 0.4 s and 0.2 s a sample
     assert of_passes(NODE, 1, timed).compute == pytest.approx(0.4 + 8 * 0.2)
     assert of_passes(NODE, 8, timed).compute == pytest.approx(8 * (0.4 + 0.2))
+    disturbed = PassTimes(((1, 0.3, 0.3), (2, 9.0, 9.0), (4, 0.6, 0.6)), 1e12)
+    assert of_passes(NODE, 4, disturbed).compute == pytest.approx(4 * 1.2)
     twice_as_fast = replace(NODE, matmul_flops={"fp32": 2e12})
     assert of_passes(twice_as_fast, 1, timed).compute == pytest.approx(0.4 + 8 * 0.1)
 

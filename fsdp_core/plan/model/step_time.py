@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_core.plan.model.sharding import MeshPlan
@@ -201,7 +201,9 @@ def _pass_s(node: NodeFacts, tp: int, work: StepWork) -> float:
 
 def _timed_s(timed: PassTimes, micro_batch: int, again: float) -> tuple[float, float]:
     """Seconds of a pass that do not depend on the micro-batch, and all of them."""
-    points = [(size, (1 + again) * forward + backward) for size, forward, backward in timed.seconds]
+    points = _without_noise(
+        [(size, (1 + again) * forward + backward) for size, forward, backward in timed.seconds]
+    )
     (first, low), *others = points
     launched = low
     for size, seconds in others:
@@ -212,5 +214,14 @@ def _timed_s(timed: PassTimes, micro_batch: int, again: float) -> tuple[float, f
     for point in points[1:]:
         if after[0] < micro_batch:
             before, after = after, point
-    slope = max(after[1] - before[1], 0.0) / (after[0] - before[0])
-    return launched, max(before[1] + slope * (micro_batch - before[0]), launched)
+    slope = (after[1] - before[1]) / (after[0] - before[0])
+    return launched, before[1] + slope * (micro_batch - before[0])
+
+
+def _without_noise(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """A pass takes no longer than its samples in smaller passes, nor than a larger pass."""
+    found: list[tuple[int, float]] = []
+    for size, seconds in points:
+        whole = min((size / part * took for part, took in found), default=seconds)
+        found.append((size, min(seconds, whole)))
+    return [(size, min(took for other, took in found if other >= size)) for size, _ in found]

@@ -3,8 +3,8 @@
 The same units run with the engine and without, and the difference is what counts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -18,17 +18,14 @@ from fsdp_core.plan.model import Exchange
 from fsdp_core.plan.model.traffic import Kind
 
 _UNITS: Final = 4
-_MANY: Final = 17
+_SOME, _MANY = 4, 17
 _ITEM_BYTES: Final = 4
-_UNIT_BYTES: Final = {
-    "cpu": (16 << 10, 512 << 10, 8 << 20),
-    "cuda": (64 << 10, 8 << 20, 128 << 20),
-}
+_UNIT_BYTES: Final = (16 << 10, 512 << 10, 4 << 20)
 _WIDTH, _LAYERS = 16, 8
 _NOTHING: Final = 1e-15
 _LEAST_OF_GATHER: Final = 2.5
 
-Timer = Callable[[Callable[[], object]], float]
+Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -75,56 +72,58 @@ def engine_costs(
     Args:
         device: Where this process computes.
         group: Through which ranks exchange their data; None: there is but one.
-        timer: Seconds that something takes when all do it.
+        timer: Seconds that each of several things takes when all do it, taken in turns: only
+            what saw the same disturbances can be subtracted.
     """
-    (alone,) = _meshes(device, None)
-    unit, parameter = _held(device, alone, timer)
-    update = timer(_update(device, alone))
-    costs = EngineCosts(
-        dispatch=_dispatch_s(device, timer),
+    alone = _alone(device)
+    shard, replicate = (alone, alone) if group is None else _together(device, group)
+    small = _UNIT_BYTES[0]
+    few, many = (
+        [_step(_model(device, small, count, mesh)) for mesh in (None, alone, replicate, shard)]
+        for count in (1, _MANY)
+    )
+    updates = [_update(device, mesh) for mesh in (alone, shard)]
+    chain, operators = _chain(device)
+    chained, update, normed, *seconds = timer([chain, *updates, *few, *many])
+    one, more = seconds[:4], seconds[4:]
+    plain, *slopes = (
+        (high - low) / ((_MANY - 1) * _UNITS) for low, high in zip(one, more, strict=True)
+    )
+    lone, copied, cut = (max(0.0, slope - plain) for slope in slopes)
+    parameter = lone if group is None else copied
+    unit = max(0.0, (one[1] - one[0]) / _UNITS - lone)
+    sharded = max(cut, parameter)
+    return EngineCosts(
+        dispatch=chained / operators,
         unit=unit,
         parameter=parameter,
-        sharded_parameter=parameter,
+        sharded_parameter=sharded,
         update=update / (_MANY * _UNITS),
-        norm=0.0,
-        exchanges={},
-    )
-    if group is None:
-        return costs
-    shard, replicate = _meshes(device, group)
-    _, sharded = _held(device, shard, timer)
-    return replace(
-        costs,
-        sharded_parameter=max(sharded, parameter),
-        norm=max(0.0, timer(_update(device, shard)) - update),
-        exchanges=_exchanges(device, (shard, replicate), timer, unit + sharded),
+        norm=max(0.0, normed - update),
+        exchanges={}
+        if group is None
+        else _exchanges(
+            device, (shard, replicate), timer, (unit + _SOME * sharded, unit + _SOME * parameter)
+        ),
     )
 
 
-def _held(device: torch.device, mesh: DeviceMesh, timer: Timer) -> tuple[float, float]:
-    """Seconds of a unit besides its parameters, and of each of these."""
-    small = _UNIT_BYTES[device.type][0]
-    seconds = {
-        count: timer(_step(_model(device, small, count, mesh)))
-        - timer(_step(_model(device, small, count)))
-        for count in (1, _MANY)
-    }
-    parameter = max(0.0, seconds[_MANY] - seconds[1]) / ((_MANY - 1) * _UNITS)
-    return max(0.0, seconds[1] / _UNITS - parameter), parameter
+def _alone(device: torch.device) -> DeviceMesh:
+    """This rank by itself."""
+    return DeviceMesh.from_group(_lone_group(), device.type)
 
 
-def _meshes(device: torch.device, group: dist.ProcessGroup | None) -> tuple[DeviceMesh, ...]:
-    """One of this rank alone; else one over which it shards, and one over which it replicates."""
-    mine = dist.get_rank()
-    lone = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())][mine]
-    lone = cast("dist.ProcessGroup", lone)
-    if group is None:
-        return (DeviceMesh.from_group(lone, device.type),)
-    ranks = list(range(group.size()))
+def _lone_group() -> dist.ProcessGroup:
+    groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
+    return cast("dist.ProcessGroup", groups[dist.get_rank()])
+
+
+def _together(device: torch.device, group: dist.ProcessGroup) -> tuple[DeviceMesh, DeviceMesh]:
+    """All ranks, which shard; the same, which replicate."""
     both = DeviceMesh.from_group(
-        [group, lone],
+        [group, _lone_group()],
         device.type,
-        mesh=torch.tensor([[rank] for rank in ranks]),
+        mesh=torch.arange(group.size()).unsqueeze(1),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
     return DeviceMesh.from_group(group, device.type), both
@@ -137,7 +136,8 @@ def _model(
     model = nn.Sequential(*(_Unit(numel, count, device) for _ in range(_UNITS)))
     if mesh is not None:
         for unit in model:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            # With nothing to gather, to free what is whole would only cost copies.
+            fully_shard(unit, mesh=mesh, reshard_after_forward=mesh.ndim == 1)
         fully_shard(model, mesh=mesh)
     return model
 
@@ -157,9 +157,12 @@ def _step(model: nn.Module, *, reduces: bool = True) -> Callable[[], object]:
 
 
 def _exchanges(
-    device: torch.device, meshes: tuple[DeviceMesh, DeviceMesh], timer: Timer, held: float
+    device: torch.device,
+    meshes: tuple[DeviceMesh, DeviceMesh],
+    timer: Timer,
+    held: tuple[float, float],
 ) -> dict[Kind, Exchange]:
-    """Of units of several sizes; `held` is what the engine takes of one besides."""
+    """Of units of several sizes; `held` is what the engine takes of one besides, by mesh."""
     shard, replicate = meshes
     seen: dict[Kind, list[tuple[float, float]]] = {
         "all_gather": [],
@@ -167,20 +170,27 @@ def _exchanges(
         "all_reduce": [],
     }
     part = (shard.size() - 1) / shard.size()
-    for nbytes in _UNIT_BYTES[device.type]:
+    for nbytes in _UNIT_BYTES:
         plain, sharded, copied = (
-            _model(device, nbytes, mesh=mesh) for mesh in (None, shard, replicate)
+            _model(device, nbytes, _SOME, mesh) for mesh in (None, shard, replicate)
         )
-        once, more = (timer(_step(plain, reduces=reduces)) for reduces in (True, False))
-        last, others = (timer(_step(sharded, reduces=reduces)) for reduces in (True, False))
-        averaged = timer(_step(copied))
+        once, more, last, others, averaged = timer(
+            [
+                *(_step(plain, reduces=reduces) for reduces in (True, False)),
+                *(_step(sharded, reduces=reduces) for reduces in (True, False)),
+                _step(copied),
+            ]
+        )
         # Of each unit one gather before forward, one before backward, and a reduction, which
         # cannot be much faster than a gather: a small difference of large figures may say so.
-        all_three = (last - once) / _UNITS - held
-        gather = min(((others - more) / _UNITS - held) / 2, all_three / _LEAST_OF_GATHER)
+        all_three = (last - once) / _UNITS - held[0]
+        gather = min(((others - more) / _UNITS - held[0]) / 2, all_three / _LEAST_OF_GATHER)
+        reduction = all_three - 2 * gather
+        # A reduce-scatter and a gather are an all-reduce, so it takes no longer.
+        average = min((averaged - once) / _UNITS - held[1], reduction + gather)
         seen["all_gather"].append((nbytes * part, gather))
-        seen["reduce_scatter"].append((nbytes * part, all_three - 2 * gather))
-        seen["all_reduce"].append((2 * nbytes * part, (averaged - once) / _UNITS - held))
+        seen["reduce_scatter"].append((nbytes * part, reduction))
+        seen["all_reduce"].append((2 * nbytes * part, average))
     return {kind: _line(points) for kind, points in seen.items()}
 
 
@@ -201,7 +211,8 @@ def _line(points: list[tuple[float, float]]) -> Exchange:
     return Exchange(latency, 1 / slope)
 
 
-def _dispatch_s(device: torch.device, timer: Timer) -> float:
+def _chain(device: torch.device) -> tuple[Callable[[], object], int]:
+    """Small operators one after the other, and how many."""
     layers = [
         layer
         for _ in range(_LAYERS)
@@ -216,12 +227,12 @@ def _dispatch_s(device: torch.device, timer: Timer) -> float:
     once()
     with LiveStorage() as live:
         once()
-    return timer(once) / live.operators
+    return once, live.operators
 
 
 def _update(device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
     """Clips and updates many parameters, as a rank does at the end of a step."""
-    model = _model(device, _MANY * _UNIT_BYTES[device.type][0], _MANY, mesh)
+    model = _model(device, _MANY * _UNIT_BYTES[0], _MANY, mesh)
     model(torch.zeros(1, device=device, requires_grad=True)).backward()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

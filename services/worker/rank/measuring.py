@@ -4,8 +4,9 @@ All of them call the same functions in the same order, and each finds the same: 
 slowest, for which the others wait in every step.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -19,6 +20,9 @@ from services.worker.rank.engine_costs import engine_costs
 
 _FIGURE_S: Final = 0.2
 _TRIALS: Final = 10
+_TURN_S: Final = 0.004
+_TURNS_S: Final = 1.0
+_TURNS: Final = 5
 _MOST_ROUNDS: Final = 100
 _DTYPES: Final[Mapping[str, Mapping[str, torch.dtype]]] = {
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
@@ -82,23 +86,23 @@ def node_facts(fellow: Fellow, seats: int, processes: int) -> NodeFacts:
         ranks=seats,
         overlap=overlap,
     )
-    return _with_engine(fellow, facts)
+    return _with_engine(fellow, facts, share)
 
 
-def _with_engine(fellow: Fellow, facts: NodeFacts) -> NodeFacts:
-    """What the engine takes, too; of a node of one rank that rank alone is asked."""
-    data = fellow.data
-    if data is None or data.group is None or fellow.device is None:
+def _with_engine(fellow: Fellow, facts: NodeFacts, share: float) -> NodeFacts:
+    """What the engine takes, too: not of accelerators, on which it runs ahead of the device."""
+    if fellow.device_type != "cpu":
         return facts
-    costs = engine_costs(fellow.device, data.group, partial(_round_s, fellow))
+    group = None if fellow.data is None else fellow.data.group
+    costs = engine_costs(_HOST, group, partial(_in_turns_s, fellow))
     return replace(
         facts,
-        dispatch_s=costs.dispatch,
-        unit_s=costs.unit,
-        parameter_s=costs.parameter,
-        sharded_parameter_s=costs.sharded_parameter,
+        dispatch_s=costs.dispatch / share,
+        unit_s=costs.unit / share,
+        parameter_s=costs.parameter / share,
+        sharded_parameter_s=costs.sharded_parameter / share,
         norm_s=costs.norm,
-        update_s=costs.update,
+        update_s=costs.update / share,
         exchanges=costs.exchanges,
     )
 
@@ -196,6 +200,20 @@ def _round_s(fellow: Fellow, once: Callable[[], object]) -> float:
     rounds = min(_MOST_ROUNDS, max(1, int(_FIGURE_S / _TRIALS / guess)))
     # Whatever else the node does now makes it slower, never faster.
     return min(_timed(fellow, once, rounds) for _ in range(_TRIALS))
+
+
+def _in_turns_s(fellow: Fellow, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each: the lower quartile of rounds in which each has its turn."""
+    if fellow.device is None:
+        calls = [_idle] * len(calls)
+    guesses = [(once(), _timed(fellow, once, 1))[1] for once in calls]
+    repeats = [min(_MOST_ROUNDS, max(1, int(_TURN_S / guess))) for guess in guesses]
+    found: list[list[float]] = [[] for _ in calls]
+    began = time.perf_counter()
+    while _slowest(fellow, time.perf_counter() - began) < _TURNS_S or len(found[0]) < _TURNS:
+        for times, once, count in zip(found, calls, repeats, strict=True):
+            times.append(_timed(fellow, once, count))
+    return [statistics.quantiles(times, n=4)[0] for times in found]
 
 
 def _timed(fellow: Fellow, once: Callable[[], object], rounds: int) -> float:
