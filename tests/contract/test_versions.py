@@ -87,6 +87,8 @@ REQUIRED: Final[Mapping[str, object]] = {
     "phase": "DATA",
     "stream": "stdout",
     "reason": "because",
+    "condition": "its disk is full",
+    "standing": "PAUSED",
     "file": "rank-0.bin",
     "text": "a line",
 } | dict.fromkeys(NUMBERS, 1)
