@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import socket
 import struct
 import threading
@@ -30,12 +31,18 @@ def _board(phase: int = 6, unit: int = -1) -> Callable[[RankSeat, socket.socket]
 
 
 def _resized(size: int) -> Callable[[RankSeat, socket.socket], None]:
-    def cut(seat: RankSeat, _: socket.socket) -> None:
-        os.truncate(seat.board_path, size)
-        # No store into its own map, which would end this process before its agent looks.
-        os.kill(os.getpid(), 19) if size == 0 else threading.Event().wait()
+    def resize(seat: RankSeat, _: socket.socket) -> None:
+        # By another process while this one is stopped: a store into its own map of a board that is
+        # cut, such as the pulse, would end it before its agent looks.
+        rank = os.getpid()
+        if os.fork() == 0:
+            while Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                os.sched_yield()
+            os.truncate(seat.board_path, size)
+            os._exit(0)
+        os.kill(rank, signal.SIGSTOP)
 
-    return cut
+    return resize
 
 
 def _says(content: bytes, times: int | None = 1) -> Callable[[RankSeat, socket.socket], None]:
@@ -90,7 +97,7 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, socket.socket], None]]] = {
     "no message": _says(b"Traceback (most recent call last):\n"),
     "long line": _says(b"x" * (60 << 20) + b"\n"),
     "endless line": _says(b"x" * 4096, times=None),
-    "flood": _says(_EVALUATED % 3, times=None),
+    "flood": _says(_EVALUATED % 3 * 200, times=None),
     "negative step": _says(_EVALUATED % -1),
     "others' checkpoint": _says(
         b'{"kind":"rank_found_corrupt","checkpoint_id":"%s","file":"f","reason":"r"}\n'
