@@ -25,6 +25,9 @@ _STATS_BYTES: Final = 1 << 16
 class AllocatorPeak(Protocol):
     """Measures from `begin` to `end`. Bytes are over what was given out at `begin`."""
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much, and as much again for a kernel, may be tried."""
+
     def begin(self) -> None:
         """Starts anew."""
 
@@ -50,6 +53,11 @@ class DevicePeak:
 
     def __init__(self) -> None:
         self._before = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Half of what is free is left to the ranks that may train there."""
+        free, _ = torch.cuda.mem_get_info()
+        return 4 * nbytes <= free
 
     def begin(self) -> None:
         """Sets the allocator's mark back."""
@@ -98,6 +106,10 @@ class HostPeak:
         """Whether the C library counts so."""
         libc = ctypes.CDLL(None)
         return all(hasattr(libc, name) for name in ("mallopt", "mallinfo2", "malloc_stats"))
+
+    def has_room(self, nbytes: int) -> bool:  # noqa: ARG002 - the protocol's
+        """Yes: the kernel refuses what is too much."""
+        return True
 
     def begin(self) -> None:
         """Fills the heap, and mappings up to the mark.

@@ -28,13 +28,22 @@ _BEGINNINGS: Final = (
     *("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_safe_softmax"),
     *("_thnn_fused", "_cdist", "_ctc_loss"),
 )
-# In narrow dtypes these widen or reorder as well.
+# In narrow dtypes a processor's widen or reorder as well.
 _WIDENING: Final = ("mm.", "addmm.", "bmm.", "baddbmm.", "sum.", "mean.", "scatter", "gather.")
 _NARROW: Final = frozenset({torch.bfloat16, torch.float16})
 
-_MOST_BYTES: Final = 1 << 29
-_MOST_FLOPS: Final = 2 * 10**10
-_MOST_FLOPS_IN_ALL: Final = 4 * 10**11
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Of what is run: bytes and operations of one operator, operations of all."""
+
+    nbytes: int
+    flops: int
+    flops_in_all: int
+
+
+_BOUNDS: Final = {"cpu": _Bounds(1 << 29, 5 * 10**10, 2 * 10**11)}
+_OF_DEVICES: Final = _Bounds(1 << 33, 5 * 10**13, 2 * 10**14)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class _Found:
 class Workspaces:
     """Runs each operator of some kinds once for each signature, on tensors of zeros.
 
-    What is too large to be run is taken to need as much as its inputs and outputs.
+    What is too large to be run is taken to need as much as its inputs and outputs on a host, and
+    nothing on a device, whose kernels rarely copy.
 
     Attributes:
         has_resized: Whether outputs were replaced; see `look`.
@@ -67,7 +77,8 @@ class Workspaces:
         self.has_resized = False
         self._device_type = device_type
         self._measure = measure
-        self._flops_left = _MOST_FLOPS_IN_ALL
+        self._bounds = _BOUNDS.get(device_type, _OF_DEVICES)
+        self._flops_left = self._bounds.flops_in_all
         self._wanted: dict[object, tuple[bool, bool]] = {}
 
     @classmethod
@@ -100,19 +111,22 @@ class Workspaces:
         tensors = [t for t in pytree.tree_leaves((args, kwargs, result)) if _is_tensor(t)]
         key = (func, self._device_type, torch.get_num_threads(), *_described((args, kwargs)))
         nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        unknown = nbytes if self._device_type == "cpu" else 0
         if not all(t.numel() for t in pytree.tree_leaves((args, kwargs)) if _is_tensor(t)):
             # A kernel may read without a look at the size what it expects from another one.
-            return result, nbytes
+            return result, unknown
         flops = _flops(func, args, kwargs, result)
         self._flops_left -= flops
         found = self._known.get(key)
         if found is None:
-            is_small = nbytes <= _MOST_BYTES and flops <= _MOST_FLOPS and self._flops_left >= 0
-            found = self._run(measure, func, args, kwargs) if is_small else None
+            bounds = self._bounds
+            is_small = nbytes <= bounds.nbytes and flops <= bounds.flops
+            if is_small and self._flops_left >= 0 and measure.has_room(nbytes):
+                found = self._run(measure, func, args, kwargs)
             if found is not None:
                 self._known[key] = found
         if found is None:
-            return result, nbytes
+            return result, unknown
         sized = _with_sizes(result, found.outputs)
         self.has_resized = self.has_resized or sized is not result
         return sized, found.extra
@@ -130,6 +144,7 @@ class Workspaces:
         always, if_narrow = kinds
         return always or (
             if_narrow
+            and self._device_type == "cpu"
             and any(isinstance(each, torch.Tensor) and each.dtype in _NARROW for each in args)
         )
 

@@ -1,10 +1,12 @@
 """Files and folders whose names and contents outlive a power cut: synced, and their folders too.
 
 What refuses them is often the state of the node and not the request: ``node_condition`` tells.
+And how a file is opened that somebody else may have put something else in place of.
 """
 
 import errno
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -75,3 +77,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor to read the plain file at ``path``, which a rank may have replaced.
+
+    Opening a pipe or a device in its place would wait, or read for ever.
+
+    Raises:
+        OSError: There is none, or something other than a plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return descriptor

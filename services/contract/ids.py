@@ -14,7 +14,9 @@ _TIME_BITS: Final = 48
 _RANDOM_BYTES: Final = 10
 
 JobId = Annotated[str, StringConstraints(pattern=rf"^job_{_ULID}$")]
-CheckpointId = Annotated[str, StringConstraints(pattern=rf"^ckpt_{_ULID}-s\d{{9}}-a\d{{4,}}$")]
+CheckpointId = Annotated[
+    str, StringConstraints(pattern=rf"^ckpt_{_ULID}-s[0-9]{{9}}-a[0-9]{{4,10}}$")
+]
 TokenId = Annotated[str, StringConstraints(pattern=rf"^tok_{_ULID}$")]
 PlanId = Annotated[str, StringConstraints(pattern=rf"^plan_{_ULID}$")]
 ProbeId = Annotated[str, StringConstraints(pattern=r"^probe_[0-9a-f]{32}$")]
@@ -48,6 +50,11 @@ def checkpoint_id(job_id: str, step: int, fence: int) -> str:
 def job_of_checkpoint(checkpoint: str) -> str:
     """The id of the job to which a checkpoint id belongs."""
     return f"job_{checkpoint.removeprefix('ckpt_').split('-', maxsplit=1)[0]}"
+
+
+def attempt_of_checkpoint(checkpoint: str) -> tuple[str, int]:
+    """The job and the number of the attempt that takes the checkpoint of this id."""
+    return job_of_checkpoint(checkpoint), int(checkpoint.rpartition("-a")[2])
 
 
 def _ulid(now_ms: int, randomness: bytes) -> str:

@@ -17,9 +17,9 @@ class _Record(BaseModel):
 class ShardFile(_Record):
     """One rank's file of a checkpoint: its name below the checkpoint's folder, and its proof."""
 
-    rank: int = Field(ge=0)
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    bytes: int = Field(ge=0)
+    rank: int = Field(ge=0, lt=1 << 31)
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
+    bytes: int = Field(ge=0, lt=1 << 63)
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -1,6 +1,7 @@
 """The board: where a rank writes where it stands, and its agent reads it from outside.
 
-A file of 64 KiB, memory-mapped by both. The rank stores plainly, without a system call::
+A file of 64 KiB. The rank has it mapped and stores plainly, without a system call; its agent reads
+it by ``pread``, because a mapped page of a file that the rank has cut would kill the reader::
 
     0      magic, version                                       two 8-byte slots
     16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
@@ -23,6 +24,7 @@ outlives its rank and tells where it was when it died.
 
 import math
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -30,10 +32,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
+from services.contract.durable import open_plain
 from services.contract.states import RankPhase
 
 BOARD_BYTES: Final = 65_536
 MAX_GROUPS: Final = 8
+MAX_STEP: Final = 999_999_999
+"""The last step that the id of a checkpoint can name."""
 _MAGIC: Final = 0x4D4C424F41524431
 _VERSION: Final = 3
 _PULSE: Final = 16
@@ -46,6 +51,7 @@ _NO_UNIT: Final = -1
 # Places of a record's fields, its sequence number being the first.
 _PHASE: Final = 2
 _UNIT: Final = 3
+_STEP_PLACE: Final = 4
 _STORED: Final = 7
 _COUNTERS: Final = 11
 
@@ -55,6 +61,12 @@ _STEP: Final = struct.Struct("<qdddddq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ARRIVAL: Final = struct.Struct("<qqq")
 _CLOCK: Final = struct.Struct("<q")
+_PHASES: Final = frozenset(map(int, RankPhase))
+_NO_STEPS: Final = bytes(_RING_LENGTH * (_STEP.size + _CHECKSUM.size))
+
+
+class BoardError(ValueError):
+    """A board holds what no rank of ours writes. Its words complete a sentence: "rank 1 …"."""
 
 
 @dataclass(frozen=True)
@@ -191,52 +203,81 @@ class BoardWriter:
 
 
 class BoardReader:
-    """The agent's side: reads whole records only, at any time, its rank alive or not."""
+    """The agent's side: reads whole records only, at any time, its rank alive or not.
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    Whatever the file holds and becomes meanwhile, a method returns or raises BoardError.
+
+    Args:
+        descriptor: Of the file, owned from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map the board at ``path``.
+        """Open the board at ``path``.
 
         Raises:
-            OSError: There is no such file.
+            OSError: There is no such plain file.
             ValueError: It is not a board of this version.
         """
-        with path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), BOARD_BYTES, access=mmap.ACCESS_READ)
-        if _HEADER.unpack_from(memory, 0) != (_MAGIC, _VERSION):
-            memory.close()
+        reader = cls(open_plain(path))
+        try:
+            header = _HEADER.unpack(reader._read(0, _HEADER.size))
+        except BoardError:
+            reader.close()
+            raise
+        if header != (_MAGIC, _VERSION):
+            reader.close()
             raise ValueError(f"{path} is not a board of version {_VERSION}")
-        return cls(memory)
+        return reader
 
     def read(self) -> BoardSnapshot | None:
-        """The newest whole snapshot; None before the first."""
+        """The newest whole snapshot; None before the first.
+
+        Raises:
+            BoardError: A rank of ours writes no such snapshot, or the file is no board any more.
+        """
         best: tuple[Any, ...] | None = None
         for offset in _SLOTS:
-            record = _load(self._memory, offset, _SNAPSHOT.size)
+            record = _whole(self._read(offset, _SNAPSHOT.size + _CHECKSUM.size))
             if record is not None:
                 fields = _SNAPSHOT.unpack(record)
                 if fields[0] and (best is None or fields[0] > best[0]):
                     best = fields
-        return None if best is None else _snapshot(best)
+        if best is None:
+            return None
+        _check(best)
+        return _snapshot(best)
 
     def steps_after(self, step: int) -> list[BoardStep]:
-        """The finished steps above ``step`` that the ring still holds, in order."""
+        """The finished steps above ``step`` that the ring still holds, in order.
+
+        Raises:
+            BoardError: It holds a step that there cannot be, or the file is no board any more.
+        """
+        size = _STEP.size + _CHECKSUM.size
+        ring = self._read(_RING, _RING_LENGTH * size)
+        if ring == _NO_STEPS:
+            return []
         found = []
-        for index in range(_RING_LENGTH):
-            record = _load(self._memory, _ring_offset(index), _STEP.size)
+        for start in range(0, len(ring), size):
+            record = _whole(ring[start : start + size])
             if record is not None:
                 fields = _STEP.unpack(record)
                 if fields[0] > step:
+                    _check_step(fields[0])
                     found.append(BoardStep(*fields[:6]))
         return sorted(found, key=lambda entry: entry.step)
 
     def arrivals(self, place: int) -> dict[int, int]:
-        """When the last collectives of the group at ``place`` were issued, by their number."""
-        start = _arrival_offset(place, 0)
-        ring = self._memory[start : start + ARRIVALS_KEPT * _ARRIVAL.size]
+        """When the last collectives of the group at ``place`` were issued, by their number.
+
+        Raises:
+            BoardError: The file is no board any more.
+        """
+        ring = self._read(_arrival_offset(place, 0), ARRIVALS_KEPT * _ARRIVAL.size)
         return {
             sequence: clock
             for sequence, clock, check in _ARRIVAL.iter_unpack(ring)
@@ -244,13 +285,27 @@ class BoardReader:
         }
 
     def pulse_ns(self) -> int | None:
-        """The clock at the last pulse; None before the first."""
-        (clock,) = _CLOCK.unpack_from(self._memory, _PULSE)
+        """The clock at the last pulse; None before the first.
+
+        Raises:
+            BoardError: The file is no board any more.
+        """
+        (clock,) = _CLOCK.unpack(self._read(_PULSE, _CLOCK.size))
         return int(clock) or None
 
     def close(self) -> None:
-        """Unmap the board."""
-        self._memory.close()
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        try:
+            length = os.fstat(self._descriptor).st_size
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise BoardError(f"has a board that cannot be read: {error}") from error
+        if length != BOARD_BYTES or len(content) != size:
+            raise BoardError(f"made its board {length} bytes long; a board has {BOARD_BYTES}")
+        return content
 
 
 def _packed(snapshot: BoardSnapshot) -> list[int | float]:
@@ -302,8 +357,28 @@ def _store(memory: mmap.mmap, offset: int, record: bytes) -> None:
     _CHECKSUM.pack_into(memory, offset + len(record), zlib.crc32(record))
 
 
-def _load(memory: mmap.mmap, offset: int, size: int) -> bytes | None:
-    record = memory[offset : offset + size]
-    (checksum,) = _CHECKSUM.unpack_from(memory, offset + size)
+def _whole(record: bytes) -> bytes | None:
+    """The record without its checksum behind it, where that matches."""
+    content = record[: -_CHECKSUM.size]
+    (checksum,) = _CHECKSUM.unpack_from(record, len(content))
     # An untouched slot is all zeros, whose CRC-32 is not zero: it never passes for a record.
-    return record if checksum == zlib.crc32(record) else None
+    return content if checksum == zlib.crc32(content) else None
+
+
+def _check(fields: Sequence[Any]) -> None:
+    """Refuse a snapshot, whole as it is, that says what cannot be.
+
+    Raises:
+        BoardError: Its phase, unit or step does.
+    """
+    phase, unit, step = fields[_PHASE], fields[_UNIT], fields[_STEP_PLACE]
+    if phase not in _PHASES:
+        raise BoardError(f"wrote phase {phase} to its board, which is none of 0 to {max(_PHASES)}")
+    if unit < _NO_UNIT:
+        raise BoardError(f"wrote unit {unit} to its board")
+    _check_step(step)
+
+
+def _check_step(step: int) -> None:
+    if not 0 <= step <= MAX_STEP:
+        raise BoardError(f"wrote step {step} to its board, which is not within 0 to {MAX_STEP}")

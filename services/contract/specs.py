@@ -96,6 +96,9 @@ class ResourceSpec(_Spec):
     ranks: int = Field(default=1, ge=1, le=_MOST_RANKS)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     world: WorldSpec | None = None
+    memory_gib: Annotated[float, Field(gt=0, le=1 << 20)] | None = Field(
+        default=None, description="host memory that a rank may take; beyond it allocations fail"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +120,8 @@ class ResourceSpec(_Spec):
     def _leave_the_other_out(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202 (see above)
         fields = handler(self)
         fields.pop("world" if self.world is None else "ranks", None)
+        if self.memory_gib is None:
+            fields.pop("memory_gib", None)
         return fields
 
 

@@ -29,7 +29,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.telemetry import LogLine, StepRecord
 from services.contract.plans import GangPlan, RankPlacement
-from services.contract.rank_channel import BoardReader
+from services.contract.rank_channel import MAX_STEP, BoardReader
 from services.contract.specs import JobSpec
 from services.local.settings import child_environment
 from services.worker.agent.folders import NodeFolder
@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Fact)
 
 NODE = "node-under-test"
 JOB = new_job_id(1_700_000_000_000, bytes(10))
-FOREVER = 10**9
+FOREVER = MAX_STEP
 PROGRAMS = Path(__file__).parent / "programs"
 
 

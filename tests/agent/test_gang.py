@@ -1,17 +1,30 @@
 """The decisions about a gang, and who is to blame when it ends, without any process."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
-from services.contract.ids import checkpoint_id
+from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.manifests import ShardFile
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import ExitStanding, RankExit
+from services.contract.messages.facts import (
+    CheckpointCorrupt,
+    CheckpointLost,
+    CheckpointVoted,
+    ExitStanding,
+    RankExit,
+)
 from services.contract.messages.rank_pipe import (
+    RankCheckpointBegan,
+    RankCheckpointFailed,
     RankCheckpointWaits,
     RankFailed,
     RankFinished,
+    RankFoundCorrupt,
+    RankMessage,
     RankOrder,
+    RankVote,
 )
 from services.contract.states import RankPhase
 from services.worker.agent.gang import (
@@ -19,6 +32,7 @@ from services.worker.agent.gang import (
     FAILED_LEAVES_WITHIN_S,
     WEDGED_AFTER_S,
     CheckpointAsked,
+    CheckVote,
     Condemned,
     Effect,
     Event,
@@ -28,10 +42,12 @@ from services.worker.agent.gang import (
     Kill,
     LookedAt,
     MessageCame,
+    Misbehaved,
     RankState,
     StopAsked,
     Tell,
     Ticked,
+    VoteChecked,
     decide,
 )
 from services.worker.agent.hang import LOOKS_EVERY_S, SLOW_PHASE_S, Mark
@@ -199,3 +215,82 @@ def test_a_second_drain_may_shorten_the_grace_but_not_lengthen_it() -> None:
 def test_a_condemned_gang_is_killed_once() -> None:
     _, effects = after(gang(2), Condemned("fenced"), Condemned("fenced"))
     assert effects == [Kill((0, 1))]
+
+
+def vote(rank: int, *, of: int | None = None, job: str = JOB, fence: int = 1) -> RankVote:
+    shard = ShardFile(rank=rank if of is None else of, name="r", bytes=1, sha256="0" * 64)
+    return RankVote(checkpoint_id=checkpoint_id(job, 5, fence), step=5, shard=shard)
+
+
+def test_a_rank_that_misbehaves_is_killed_with_its_gang_and_named_whatever_it_said_before() -> None:
+    state, effects = after(gang(), finished(1), Misbehaved(1, "wrote nonsense"))
+    assert effects == [Kill((0, 1, 2))]
+    state, _ = after(state, *(Exited(rank, None, KILLED) for rank in range(3)))
+    first, *others = verdict(state)
+    assert (first.rank, first.error, first.finished) == (1, "rank 1 wrote nonsense", False)
+    assert (first.standing, first.traceback) == (ExitStanding.OWN_FAILURE, "")
+    assert {e.standing for e in others} == {ExitStanding.VICTIM}
+
+
+def test_what_a_rank_leaves_behind_does_not_change_how_it_ended() -> None:
+    state, _ = after(gang(1), finished(0), Exited(0, 0, None))
+    assert after(state, Misbehaved(0, "wrote nonsense")) == (state, [])
+
+
+OTHER_JOB = new_job_id(1, b"\x01" * 10)
+OTHERS = checkpoint_id(OTHER_JOB, 5, 1)
+LOADED = checkpoint_id(OTHER_JOB, 9, 4)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankFoundCorrupt(checkpoint_id=OTHERS, file="f", reason="r"),
+        RankFoundCorrupt(checkpoint_id=checkpoint_id(JOB, 5, 1), file="f", reason="r"),
+        RankCheckpointFailed(checkpoint_id=OTHERS, reason="r"),
+        RankCheckpointFailed(checkpoint_id=checkpoint_id(JOB, 5, 2), reason="r"),
+        RankCheckpointBegan(checkpoint_id=OTHERS, step=5),
+        RankCheckpointBegan(checkpoint_id=checkpoint_id(JOB, 5, 1), step=6),
+        vote(1, job=OTHER_JOB),
+        vote(1, fence=2),
+        vote(1, of=0),
+    ],
+)
+def test_a_rank_speaks_of_its_own_attempts_checkpoints_and_shard_alone(
+    message: RankMessage,
+) -> None:
+    state = replace(gang(), resume_from=LOADED)
+    state, effects = after(state, MessageCame(1, message))
+    assert effects == [Kill((0, 1, 2))]
+    assert state.ranks[1].misbehaved
+
+
+def test_a_rank_may_find_corrupt_what_its_attempt_was_to_load_whichever_job_it_is_of() -> None:
+    found = RankFoundCorrupt(checkpoint_id=LOADED, file="f", reason="r")
+    _, effects = after(replace(gang(), resume_from=LOADED), MessageCame(1, found))
+    (told,) = effects
+    assert isinstance(told, Tell)
+    assert isinstance(told.fact, CheckpointCorrupt)
+    assert told.fact.checkpoint_id == LOADED
+
+
+def test_a_vote_is_told_once_its_shard_was_read_and_a_wrong_one_costs_the_checkpoint() -> None:
+    state, effects = after(gang(), MessageCame(1, vote(1)))
+    assert effects == [CheckVote(1, vote(1))]
+    _, (told,) = after(state, VoteChecked(1, vote(1), None))
+    assert isinstance(told, Tell)
+    assert isinstance(told.fact, CheckpointVoted)
+    _, (told,) = after(state, VoteChecked(1, vote(1), "the file is missing"))
+    assert isinstance(told, Tell)
+    assert isinstance(told.fact, CheckpointLost)
+    assert told.fact.reason == "shard r of rank 1: the file is missing"
+
+
+def test_a_checkpoint_that_several_ranks_begin_is_told_once() -> None:
+    def began(rank: int, step: int) -> MessageCame:
+        name = checkpoint_id(JOB, step, 1)
+        return MessageCame(rank, RankCheckpointBegan(checkpoint_id=name, step=step))
+
+    _, effects = after(gang(), began(0, 5), began(0, 6), began(1, 5), began(1, 6), began(1, 7))
+    told = [effect.fact for effect in effects if isinstance(effect, Tell)]
+    assert [getattr(fact, "step", None) for fact in told] == [5, 6, 7]

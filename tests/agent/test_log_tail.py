@@ -1,5 +1,6 @@
 """Files that ranks write become log lines: each once, bounded, readable."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,37 @@ def test_a_link_in_the_place_of_a_file_is_not_cut_back(
     (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
     LogTail(tmp_path / "log").cut_back()
     assert (tmp_path / "elsewhere").read_text() == "x" * 100
+
+
+def test_a_log_that_its_rank_cut_is_read_from_its_beginning_and_has_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    append(path, b"one\ntwo\nthree\n")
+    assert drained(tail) == ["one", "two", "three"]
+    path.write_bytes(b"")
+    assert tail.at_end()
+    assert texts(tail) == []
+    append(path, b"four\n")
+    assert drained(tail) == ["four"]
+
+
+def test_what_is_written_after_the_end_of_all_ranks_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    append(path, b"one\ntwo\n")
+    assert texts(tail, 1) == ["one"]
+    tail.end()
+    for number in range(100):  # as a process does that a rank left behind
+        append(path, b"still here\n" * 100)
+        if tail.at_end():
+            break
+        assert texts(tail, last=True) == ["two"], number
+    assert tail.at_end()
+
+
+def test_something_else_in_place_of_a_log_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    os.mkfifo(path)  # to open one would wait for a writer
+    tail = LogTail(path)
+    assert texts(tail) == []
+    assert tail.at_end()

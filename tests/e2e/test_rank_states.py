@@ -154,6 +154,8 @@ def test_a_rank_that_somebody_kills_is_told_apart_and_a_slow_one_is_named_by_its
 
     def named() -> Sequence[RankView] | None:
         ranks = stack.client.ranks(job_id).items
+        if not ranks:  # it is not placed yet
+            return None
         # A busy machine delays either rank now and then; the mean of many collectives tells.
         is_later = (ranks[1].arrival_lag_s or 0) > (ranks[0].arrival_lag_s or 0)
         return ranks if ranks[1].is_straggler and is_later else None

@@ -1,6 +1,5 @@
 """The parts of a rank that need no process: factories, data, schedules, first values, the board."""
 
-import mmap
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from fsdp_core import TrainingState
 from services.contract.plans import default_micro_batch
-from services.contract.rank_channel import BOARD_BYTES, BoardReader, BoardWriter
+from services.contract.rank_channel import BoardReader, BoardWriter
 from services.contract.specs import Factory
 from services.contract.states import RankPhase
 from services.worker.rank import registry
@@ -163,11 +162,10 @@ def test_a_decoder_of_odd_heads_is_refused() -> None:
         Decoder(dim=30, heads=4)
 
 
-def test_the_board_tells_phase_unit_and_collectives() -> None:
-    memory = mmap.mmap(-1, BOARD_BYTES)
-    board = BoardWriter(memory, fence=3)
+def test_the_board_tells_phase_unit_and_collectives(tmp_path: Path) -> None:
+    board = BoardWriter.create(tmp_path / "board", fence=3)
     watch = BoardWatch(board, ("dp_shard", "control"), torch.device("cpu"))
-    reader = BoardReader(memory)
+    reader = BoardReader.open(tmp_path / "board")
 
     def place() -> tuple[RankPhase, int | None]:
         snapshot = reader.read()
@@ -193,3 +191,4 @@ def test_the_board_tells_phase_unit_and_collectives() -> None:
     watch.enter(RankPhase.EVAL)
     watch.on_state(TrainingState.FORWARD, 0, "")
     assert place() == (RankPhase.EVAL, 0)
+    reader.close()

@@ -1,14 +1,74 @@
-"""The pipe between an agent and one of its ranks: one JSON object a line."""
+"""The pipe between an agent and one of its ranks: one JSON object a line.
 
-from typing import Annotated, Literal
+A rank runs the user's code, so every message of it is bounded, at both ends of the pipe: what
+people read is cut with a mark, what must be exact is refused.
+"""
 
-from pydantic import Field, TypeAdapter
+import math
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter
 
 from services.contract.ids import CheckpointId, JobId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
 from services.contract.plans import GangPlan
+from services.contract.rank_channel import MAX_GROUPS, MAX_STEP
 from services.contract.specs import CarriedSpec
+
+LINE_BYTES: Final = 1 << 20
+"""No message is longer."""
+
+ERROR_CHARACTERS: Final = 4_096
+TRACEBACK_CHARACTERS: Final = 32_768
+NAME_CHARACTERS: Final = 256
+BASELINES_KEPT: Final = 8
+_ERROR_TYPES_KEPT: Final = 32
+_MOST_UNITS: Final = 4_096
+_MOST: Final = (1 << 63) - 1
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
+
+    The two ends say where and what.
+    """
+    if len(text) <= limit:
+        return text
+    mark = f" … {len(text) - limit} characters cut … "
+    half = (limit - len(mark)) // 2
+    return f"{text[:half]}{mark}{text[-half:]}"
+
+
+def few_baselines(baselines: object) -> object:
+    """The first of them that are finite, for JSON has no word for other numbers; names cut."""
+    if not isinstance(baselines, dict):
+        return baselines
+    finite = [
+        (shortened(str(name), NAME_CHARACTERS), float(value))
+        for name, value in baselines.items()
+        if (isinstance(value, float) and math.isfinite(value))
+        or (isinstance(value, int) and abs(value) <= _MOST)
+    ]
+    return dict(finite[:BASELINES_KEPT])
+
+
+def _cut_to(limit: int) -> BeforeValidator:
+    def cut(value: object) -> object:
+        return shortened(value, limit) if isinstance(value, str) else value
+
+    return BeforeValidator(cut)
+
+
+def _first_types(types: object) -> object:
+    return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
+
+
+_Text = Annotated[str, _cut_to(ERROR_CHARACTERS)]
+_Name = Annotated[str, _cut_to(NAME_CHARACTERS)]
+_GroupName = Annotated[str, StringConstraints(max_length=64)]
+_Digest = Annotated[str, StringConstraints(max_length=1_024)]
+_Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class RankSeat(Message):
@@ -40,10 +100,10 @@ class RankReady(Message):
     """Rank to agent: built and loaded; these are the names behind the board's numbers."""
 
     kind: Literal["rank_ready"] = "rank_ready"
-    units: tuple[str, ...]
-    groups: tuple[str, ...]
-    parameters: int
-    data_digest: str
+    units: tuple[_Name, ...] = Field(max_length=_MOST_UNITS)
+    groups: tuple[_GroupName, ...] = Field(max_length=MAX_GROUPS)
+    parameters: int = Field(ge=0, le=_MOST)
+    data_digest: _Digest
 
 
 class RankCheckpointBegan(Message):
@@ -51,7 +111,7 @@ class RankCheckpointBegan(Message):
 
     kind: Literal["rank_checkpoint_began"] = "rank_checkpoint_began"
     checkpoint_id: CheckpointId
-    step: int
+    step: _Step
 
 
 class RankVote(Message):
@@ -59,10 +119,10 @@ class RankVote(Message):
 
     kind: Literal["rank_vote"] = "rank_vote"
     checkpoint_id: CheckpointId
-    step: int
+    step: _Step
     shard: ShardFile
     loss: float | None = None
-    data_digest: str = ""
+    data_digest: _Digest = ""
 
 
 class RankCheckpointWaits(Message):
@@ -73,8 +133,8 @@ class RankCheckpointWaits(Message):
 
     kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
     checkpoint_id: CheckpointId
-    step: int
-    condition: str
+    step: _Step
+    condition: _Text
 
 
 class RankCheckpointFailed(Message):
@@ -82,7 +142,7 @@ class RankCheckpointFailed(Message):
 
     kind: Literal["rank_checkpoint_failed"] = "rank_checkpoint_failed"
     checkpoint_id: CheckpointId
-    reason: str
+    reason: _Text
 
 
 class RankFoundCorrupt(Message):
@@ -90,18 +150,23 @@ class RankFoundCorrupt(Message):
 
     kind: Literal["rank_found_corrupt"] = "rank_found_corrupt"
     checkpoint_id: CheckpointId
-    file: str
-    reason: str
+    file: _Name
+    reason: _Text
 
 
 class RankEvaluated(Message):
-    """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null."""
+    """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null.
+
+    Of ``baselines`` the first eight are kept that are finite.
+    """
 
     kind: Literal["rank_evaluated"] = "rank_evaluated"
-    step: int
+    step: _Step
     loss: float | None
-    tokens: int
-    baselines: dict[str, float] = Field(default_factory=dict)
+    tokens: int = Field(ge=1, le=_MOST)
+    baselines: Annotated[dict[str, float], BeforeValidator(few_baselines)] = Field(
+        default_factory=dict
+    )
 
 
 class RankFailed(Message):
@@ -111,17 +176,17 @@ class RankFailed(Message):
     """
 
     kind: Literal["rank_failed"] = "rank_failed"
-    error: str
-    error_types: tuple[str, ...] = ()
-    traceback: str
-    step: int
+    error: _Text
+    error_types: Annotated[tuple[_Name, ...], BeforeValidator(_first_types)] = ()
+    traceback: Annotated[str, _cut_to(TRACEBACK_CHARACTERS)]
+    step: _Step
 
 
 class RankFinished(Message):
     """Rank to agent: the last vote is cast and the rank is about to exit with code 0."""
 
     kind: Literal["rank_finished"] = "rank_finished"
-    step: int
+    step: _Step
     drained: bool
 
 

@@ -26,6 +26,7 @@ from services.controller.domain.settle import settle, succeed_late
 
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
+_WRITING_KEPT: Final = 16
 
 
 def on_began(fact: CheckpointBegan, draft: Draft) -> None:
@@ -152,8 +153,9 @@ def on_corrupt(fact: CheckpointCorrupt, draft: Draft) -> None:
     An attempt that was to load it is not at fault, whosever checkpoint it is.
     """
     attempt = draft.job.attempt
-    is_source = attempt is not None and attempt.resumed_from == fact.checkpoint_id
-    if is_source and attempt is not None and attempt.fence == fact.fence:
+    # A clone that loads it speaks of an attempt of its own.
+    is_own = attempt is not None and (fact.job_id, fact.fence) == (draft.job.id, attempt.fence)
+    if is_own and attempt is not None and attempt.resumed_from == fact.checkpoint_id:
         draft.change_attempt(corrupt_source=attempt.corrupt_source or fact.file)
     known = draft.job.checkpoints.get(fact.checkpoint_id)
     if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
@@ -229,6 +231,7 @@ def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
     if known is None and not attempt.is_over:
         known = checkpoints.begin(checkpoint_id, job.id, attempt.world_size, draft.now_ms)
         _put(draft, known)
+        _give_up_oldest(draft)
         draft.note(
             "checkpoint.began",
             f"checkpoint of step {known.step}: ranks write",
@@ -236,6 +239,14 @@ def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
             step=known.step,
         )
     return known
+
+
+def _give_up_oldest(draft: Draft) -> None:
+    """Ranks write one at a time: of those that are begun and never voted for, few are kept."""
+    writing = [c for c in draft.job.checkpoints.values() if c.state == CheckpointState.WRITING]
+    for old in sorted(writing, key=lambda c: c.step)[:-_WRITING_KEPT]:
+        _put(draft, checkpoints.abort(old, "many later ones were begun before its last vote"))
+        _forget_aborted(draft)
 
 
 def _wait(draft: Draft, checkpoint: Checkpoint, condition: str, who: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from services.contract.ids import job_of_checkpoint
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
@@ -45,6 +46,7 @@ from services.controller.domain.events import (
     DiagnosisAsked,
     ExportAsked,
     FoundInStorage,
+    GangFact,
     GangPlaced,
     HoldAsked,
     HoldReleased,
@@ -151,7 +153,7 @@ def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
         StateConflictError, InvalidRequestError: A wish cannot be fulfilled.
     """
     draft = Draft(job, now_ms)
-    if not is_stale(job, event):
+    if not is_stale(job, event) and not is_foreign(job, event):
         _HANDLERS[type(event)](event, draft)
         draft.keep_standing()
     return draft.decision()
@@ -161,6 +163,28 @@ def is_stale(job: Job, event: JobEvent) -> bool:
     """Whether an event speaks of an attempt that is no longer the newest one."""
     fence: int | None = getattr(event, "fence", None)
     return fence is not None and fence != job.fence and not isinstance(event, _TRUE_AT_ANY_FENCE)
+
+
+def is_foreign(job: Job, event: JobEvent) -> bool:
+    """Whether a fact speaks of another job's checkpoint, which only a loading attempt may do.
+
+    An attempt that is to load one, of whichever job, may find it corrupt.
+    """
+    if not isinstance(event, GangFact):
+        return False
+    manifest = event.manifest if isinstance(event, CheckpointLinked) else None
+    named = getattr(event if manifest is None else manifest, "checkpoint_id", None)
+    if named is None or job_of_checkpoint(named) == job.id:
+        return False
+    return not (isinstance(event, CheckpointCorrupt) and was_told_to_load(job, event))
+
+
+def was_told_to_load(job: Job, found: CheckpointCorrupt) -> bool:
+    """Whether the attempt that found a checkpoint corrupt is one that was to load it."""
+    return any(
+        attempt.fence == found.fence and attempt.resumed_from == found.checkpoint_id
+        for attempt in job.attempts
+    )
 
 
 def first_decision(job: Job) -> Decision:

@@ -15,7 +15,7 @@ from services.controller.domain.events import FoundInStorage
 from services.controller.domain.job import Job, Origin
 
 FOUND_AGAIN = "found again in storage"
-ADOPTED_WITHIN_MS: Final = 10_000
+ADOPTED_WITHIN_MS: Final = 20_000
 """For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
 then; ranks of a node that is cut off are fenced by the next attempt."""
 _DAMAGED: Final = (

@@ -5,7 +5,7 @@ from typing import Final
 
 import structlog
 
-from services.controller.domain.decide import decide, is_stale
+from services.controller.domain.decide import decide, is_foreign, is_stale
 from services.controller.domain.effects import Decision
 from services.controller.domain.errors import NotFoundError, StaleWriteError
 from services.controller.domain.history import Occurrence, entry
@@ -66,6 +66,8 @@ def decide_all(job: Job, occurrences: Sequence[Occurrence]) -> Decision:
     for event, now_ms in occurrences:
         if is_stale(decision.job, event):
             _log.info("stale_fact", job_id=job.id, fence=job.fence, fact=type(event).__name__)
+        elif is_foreign(decision.job, event):
+            _log.warning("foreign_fact", job_id=job.id, fact=repr(event)[:500])
         decision = decision.then(decide(decision.job, event, now_ms))
     return decision
 

@@ -27,11 +27,13 @@ from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
 from services.contract.states import NodeState
 from services.controller.domain import node as nodes
+from services.controller.domain.decide import was_told_to_load
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.events import GangFact, NodeLost
 from services.controller.domain.finding import awaits_adoption
 from services.controller.domain.history import Occurrence
+from services.controller.domain.job import Job
 from services.controller.domain.node import Node
 from services.controller.domain.purging import is_purged
 from services.controller.ports.jobs import Actor
@@ -118,12 +120,12 @@ async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
     job_id = getattr(group[0].fact, "job_id", "")
     actor = Actor(f"agent:{getattr(group[0].fact, 'node_id', '')}")
     stacks = [entry for told in group for entry in _stacks(told.fact)]
-    await _apply(ports, job_id, occurrences, actor, epoch, stacks)
+    job = await _apply(ports, job_id, occurrences, actor, epoch, stacks)
     for one in occurrences:
         # A job that was cloned loads another job's checkpoint, whose index is to know it too.
         if isinstance(one.event, CheckpointCorrupt):
             owner = job_of_checkpoint(one.event.checkpoint_id)
-            if owner != job_id:
+            if owner != job_id and job is not None and was_told_to_load(job, one.event):
                 await _apply(ports, owner, [one], actor, epoch)
 
 
@@ -134,7 +136,8 @@ async def _apply(
     actor: Actor,
     epoch: int,
     stacks: Sequence[RankStacks] = (),
-) -> None:
+) -> Job | None:
+    """The job after what happened to it; None where there is none any more, or none readable."""
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
         await ports.telemetry.keep_stacks(job_id, stacks)
@@ -144,11 +147,14 @@ async def _apply(
             if isinstance(one.event, JobPurged) and is_purged(stored.job, one.event):
                 await delete_with_holds(ports, stored, actor, epoch)
                 _log.info("job_purged", job_id=job_id)
-                return
+                return None
     except NotFoundError:
         _log.info("fact_of_unknown_job", job_id=job_id)
     except RecordUnreadableError:
         _log.warning("fact_of_unreadable_job", job_id=job_id)
+    else:
+        return stored.job
+    return None
 
 
 def _findings(fact: Fact) -> Findings | None:

@@ -145,7 +145,7 @@ class Agent:
         """
         async with self._sentinel.standing(), asyncio.TaskGroup() as group:
             supervisor = self._supervisor
-            warm = self._warm.run(supervisor.rank_reaped, supervisor.warm_process_gone)
+            warm = self._warm.run(supervisor.rank_told, supervisor.warm_process_gone)
             background = [group.create_task(warm)]
             stopping = group.create_task(stop.wait())
             joining = group.create_task(self._join(leftovers))

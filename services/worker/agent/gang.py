@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from services.contract.ids import attempt_of_checkpoint, checkpoint_id
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -60,7 +61,8 @@ class RankState:
     """One rank as its agent knows it.
 
     ``arrived`` is the place of its first failure or exit among those of the gang, None before.
-    ``killed``: by us, while it was well.
+    ``killed``: by us, while it was well. ``misbehaved``: it did what no rank of ours does; what
+    it says from then on counts for nothing.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankState:
     spoke_last_at: float = 0.0
     step_seen: bool = False
     killed: bool = False
+    misbehaved: bool = False
     exit_code: int | None = None
     signal: int | None = None
     arrived: int | None = None
@@ -92,18 +95,21 @@ class RankState:
 class GangState:
     """All ranks of one attempt on this node, by number.
 
-    ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when the ranks were found to
-    hang, and ``hang`` what was found then. ``waited_at`` is when a rank last said that it waits for
-    room on the disk: it makes no progress then, and those that have finished wait for it.
+    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
+    the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
+    said that it waits for room on the disk: it makes no progress then, and those that have finished
+    wait for it.
     """
 
     job_id: str
     fence: int
     node_id: str
     ranks: Mapping[int, RankState]
+    resume_from: str | None = None
     words: int = 0
     progressed: bool = False
-    began: frozenset[str] = frozenset()
+    began: int = -1
     kill_at: float | None = None
     echo_until: float | None = None
     stopped: str | None = None
@@ -137,6 +143,23 @@ class MessageCame:
 
     rank: int
     message: RankMessage
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """A rank did ``what`` no rank of ours does, in words that follow "rank 1 …"."""
+
+    rank: int
+    what: str
+
+
+@dataclass(frozen=True)
+class VoteChecked:
+    """The shard for which a rank voted was read; ``fault``: it is not what was voted for."""
+
+    rank: int
+    vote: RankVote
+    fault: str | None
 
 
 @dataclass(frozen=True)
@@ -203,6 +226,8 @@ class Ticked:
 
 Event = (
     MessageCame
+    | Misbehaved
+    | VoteChecked
     | Exited
     | Stepped
     | StopAsked
@@ -223,6 +248,14 @@ class Tell:
     """Append a fact."""
 
     fact: Fact
+
+
+@dataclass(frozen=True)
+class CheckVote:
+    """Read the shard for which a rank voted; answered by ``VoteChecked``."""
+
+    rank: int
+    vote: RankVote
 
 
 @dataclass(frozen=True)
@@ -248,15 +281,15 @@ class LookInto:
     stall: Stall
 
 
-Effect = Tell | Instruct | Kill | LookInto
+Effect = Tell | CheckVote | Instruct | Kill | LookInto
 Decision = tuple[GangState, tuple[Effect, ...]]
 
 
 def decide(state: GangState, event: Event, now: float) -> Decision:
     """The next state and what is to be done. ``now`` is the monotonic clock in seconds."""
     match event:
-        case MessageCame(rank=rank, message=message):
-            decided = _heard(state, state.ranks[rank], message, now)
+        case MessageCame() | Misbehaved() | VoteChecked():
+            decided = _said(state, state.ranks[event.rank], event, now)
         case Exited():
             decided = _exited(state, state.ranks[event.rank], event, now)
         case Stepped(rank=rank, step=step):
@@ -281,6 +314,21 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
     return decided
 
 
+def _said(
+    state: GangState, rank: RankState, event: MessageCame | Misbehaved | VoteChecked, now: float
+) -> Decision:
+    if isinstance(event, VoteChecked):
+        return state, (Tell(_vote_fact(state, event)),)
+    if isinstance(event, Misbehaved):
+        return _misbehaved(state, rank, event.what, now)
+    foreign = _not_its_own(state, rank, event.message)
+    if foreign is not None:
+        return _misbehaved(state, rank, foreign, now)
+    if isinstance(event.message, RankVote):
+        return state, (CheckVote(rank.rank, event.message),)
+    return _heard(state, rank, event.message, now)
+
+
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
@@ -290,16 +338,56 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
         case RankFailed():
             rank = replace(rank, failed=message, spoke_last_at=now)
             return _failed(_with_word(state, rank), rank, now)
-        case RankCheckpointBegan(checkpoint_id=checkpoint) if checkpoint in state.began:
-            return state, ()
-        case RankCheckpointBegan(checkpoint_id=checkpoint):
-            state = replace(state, began=state.began | {checkpoint})
+        case RankCheckpointBegan(step=step) if step <= state.began:
+            return state, ()  # all ranks begin the same ones in the same order: this was told
+        case RankCheckpointBegan(step=step):
+            state = replace(state, began=step)
         case RankCheckpointWaits():
             progress = replace(state.progress, moved_at=now)
             state = replace(state, progress=progress, waited_at=now)
         case _:
             pass
     return state, (Tell(_fact(state, message)),)
+
+
+def _not_its_own(state: GangState, rank: RankState, message: RankMessage) -> str | None:
+    """What a rank says of something that is not its attempt's; None where it does not."""
+    match message:
+        case (
+            RankCheckpointBegan(checkpoint_id=named, step=step)
+            | RankCheckpointWaits(checkpoint_id=named, step=step)
+            | RankVote(checkpoint_id=named, step=step)
+        ):
+            is_own = named == checkpoint_id(state.job_id, step, state.fence)
+        case RankCheckpointFailed(checkpoint_id=named):
+            is_own = attempt_of_checkpoint(named) == (state.job_id, state.fence)
+        case RankFoundCorrupt(checkpoint_id=named):
+            is_own = named == state.resume_from
+        case _:
+            return None
+    if not is_own:
+        return f"spoke of checkpoint {named}, which is not its attempt's ({message.kind})"
+    if isinstance(message, RankVote) and message.shard.rank != rank.rank:
+        return f"voted for rank {message.shard.rank}"
+    return None
+
+
+def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Decision:
+    if rank.ended:
+        return state, ()
+    said = RankFailed(error=f"rank {rank.rank} {what}", traceback="", step=0)
+    rank = replace(
+        rank, failed=rank.failed or said, finished=None, misbehaved=True, spoke_last_at=now
+    )
+    return _kill_all(_with_word(state, rank))
+
+
+def _vote_fact(state: GangState, checked: VoteChecked) -> Fact:
+    if checked.fault is None:
+        return _fact(state, checked.vote)
+    reason = f"shard {checked.vote.shard.name} of rank {checked.rank}: {checked.fault}"
+    name = checked.vote.checkpoint_id
+    return _fact(state, RankCheckpointFailed(checkpoint_id=name, reason=reason))
 
 
 def _fact(

@@ -1,10 +1,13 @@
 """One gang on this node: hears its ranks, performs what ``gang`` decides, and sees it to its end."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -12,10 +15,11 @@ import structlog
 from services.contract.mask import Mask
 from services.contract.messages.facts import Fact, GangEnded, RunningGang
 from services.contract.messages.findings import Findings
-from services.contract.messages.rank_pipe import RankMessage, RankReady, RankSeat
+from services.contract.messages.rank_pipe import RankMessage, RankReady, RankSeat, RankVote
 from services.contract.messages.telemetry import RankSample
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.gang import (
+    CheckVote,
     Condemned,
     Event,
     Exited,
@@ -26,10 +30,12 @@ from services.worker.agent.gang import (
     LookedInto,
     LookInto,
     MessageCame,
+    Misbehaved,
     RankState,
     Stepped,
     Tell,
     Ticked,
+    VoteChecked,
     decide,
 )
 from services.worker.agent.memory_events import oom_kills
@@ -38,6 +44,7 @@ from services.worker.agent.rank_link import RankLink
 from services.worker.agent.stacks import collect
 from services.worker.agent.telemetry import GangTelemetry, Records
 from services.worker.agent.verdict import exits
+from services.worker.agent.vote_check import VoteCheck
 
 _PIPE_END_S: Final = 2.0
 _SIGKILL: Final = int(signal.SIGKILL)
@@ -76,10 +83,13 @@ class GangRuntime:
             fence=seat.fence,
             node_id=node_id,
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
+            resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
         )
         self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(seats, pids, node_id, folder)
+        root = Path(seat.storage_root)
+        self._votes = VoteCheck(root, seat.job_id, len(seats), self._vote_checked)
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
         self._forker_gone = False
@@ -104,7 +114,9 @@ class GangRuntime:
     def connect(self, pipes: Mapping[int, socket.socket]) -> None:
         """Hear the ranks on these ends of their pipes, owned from now on."""
         for rank, channel in pipes.items():
-            self._links[rank] = RankLink(channel, self._hearing(rank), self._mask)
+            self._links[rank] = RankLink(
+                channel, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
+            )
         for link in self._links.values():
             link.listen()
 
@@ -115,7 +127,7 @@ class GangRuntime:
         for rank in self._state.ranks.values():
             if rank.pid == pid:
                 # What it said before it died counts before its death.
-                self._links[rank.rank].hear()
+                self._links[rank.rank].hear_rest()
                 by_itself = rank.rank in self._died_alone and not self._forker_gone
                 self.happen(Exited(rank.rank, exit_code, ended_by, by_itself=by_itself))
 
@@ -139,6 +151,8 @@ class GangRuntime:
                 case Tell(fact=fact):
                     if not self.fenced:
                         self._tell(fact)
+                case CheckVote(rank=rank, vote=vote):
+                    self._votes.check(rank, vote)
                 case Instruct(ranks=ranks, order=order):
                     for rank in ranks:
                         self._links[rank].send(order)
@@ -152,18 +166,25 @@ class GangRuntime:
 
     def tick(self) -> None:
         """Look at the boards and the clock; to be called about ten times a second."""
-        self._watch()
-        if self._forker_gone:
-            for rank in self._state.ranks.values():
-                if not rank.ended and is_dying(rank.pid):
-                    self.reaped(rank.pid, None, _SIGKILL)
-        self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
-        self.happen(Ticked())
+        with self._surviving():
+            self._watch()
+            for link in self._links.values():
+                link.look()
+            for rank, what in self._telemetry.faults.items():
+                if not self._state.ranks[rank].misbehaved:
+                    self._misbehaved(rank, what)
+            if self._forker_gone:
+                for one in self._state.ranks.values():
+                    if not one.ended and is_dying(one.pid):
+                        self.reaped(one.pid, None, _SIGKILL)
+            self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
+            self.happen(Ticked())
 
     def silent(self) -> bool:
-        """Whether all ranks are reaped and all that they said on their pipes is heard.
+        """Whether all ranks are reaped, all that they said is heard, and their votes are checked.
 
-        A process that a rank left behind can hold its pipe open: that is waited for briefly only.
+        A process that a rank left behind can hold its pipe open: that is waited for briefly only,
+        and so are the votes of a gang that was killed.
         """
         if not self._state.ended:
             return False
@@ -171,15 +192,17 @@ class GangRuntime:
             self._ended_at = time.monotonic()
         for link in self._links.values():
             link.hear()
-        if all(link.closed for link in self._links.values()):
-            return True
-        return time.monotonic() > self._ended_at + _PIPE_END_S
+        waits = time.monotonic() <= self._ended_at + _PIPE_END_S
+        if waits and not all(link.closed for link in self._links.values()):
+            return False
+        return self._votes.is_idle or (self._state.stopped is not None and not waits)
 
     async def sweep(self, mark: str) -> None:
         """Kill what the ranks left behind, then read their boards to the end."""
         left = await asyncio.to_thread(sweep_sessions, mark, set(self.pids.values()))
         if left:
             _log.warning("left_by_ranks", job=self.job_id, pids=left)
+        self._telemetry.end()
         self._watch()
 
     def samples(self) -> list[RankSample]:
@@ -198,14 +221,15 @@ class GangRuntime:
         """How the gang ended."""
         seen = self._telemetry.last_seen()
         first = self._first_exit_at
+        killed = max(oom_kills() - self._oom_kills_before, 0)
         return GangEnded(
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
-            exits=exits(self._state, seen),
+            exits=exits(self._state, seen, killed),
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
-            oom_kills=max(oom_kills() - self._oom_kills_before, 0),
+            oom_kills=killed,
             first_exit_s=None if first is None else time.monotonic() - first,
         )
 
@@ -217,18 +241,39 @@ class GangRuntime:
         """
         for link in self._links.values():
             link.close()
+        self._votes.end()
         self._telemetry.close()
         try:
             self._folder.close(end)
         finally:
             self._folder.remove_boards()
 
-    def _hearing(self, rank: int) -> Callable[[RankMessage], None]:
-        def hear(message: RankMessage) -> None:
-            self._watch()  # what its board showed before it spoke is told before
+    def _heard(self, rank: int, message: RankMessage) -> None:
+        with self._surviving():
+            for one, step in self._telemetry.begun().items():
+                self.happen(Stepped(one, step))  # what boards showed before it spoke
             self.happen(MessageCame(rank, message))
+        if self._state.ranks[rank].misbehaved:
+            self._links[rank].close()
 
-        return hear
+    def _misbehaved(self, rank: int, what: str) -> None:
+        _log.warning("rank_misbehaved", job=self.job_id, fence=self.fence, rank=rank, what=what)
+        self.happen(Misbehaved(rank, what))
+
+    def _vote_checked(self, rank: int, vote: RankVote, fault: str | None) -> None:
+        if fault is not None:
+            _log.warning("vote_refused", job=self.job_id, rank=rank, why=fault)
+        self.happen(VoteChecked(rank, vote, fault))
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Within, a fault of the agent's own ends this gang, and neither the agent nor others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 whatever it is, other gangs go on
+            if self._state.stopped is None:
+                _log.exception("gang_fault", job=self.job_id, fence=self.fence)
+            self.happen(Condemned(f"its agent failed at it: {type(error).__name__}: {error}"))
 
     def _watch(self) -> None:
         for rank, step in self._telemetry.watch(self._ready()).items():

@@ -5,11 +5,13 @@ far ahead is the middle passed over, with a line that says so. A file that has g
 ``FILE_BYTES`` is begun anew, with such a line, and its last part is kept beside it.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
 
+from services.contract.durable import open_plain
 from services.contract.mask import NOTHING_MASKED, Mask
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -54,6 +56,7 @@ class LogTail:
         self._offset = 0
         self._inside_cut_line = False
         self._unreadable = False
+        self._end: int | None = None
 
     def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
         """At most ``limit`` of the lines that were not read before.
@@ -62,16 +65,18 @@ class LogTail:
         ``last`` says that nobody writes any more.
         """
         try:
-            size = self._path.stat().st_size
+            size = self._size()
+            if size < self._offset:  # somebody cut the file: what it holds now is new
+                self._offset = 0
             if size == self._offset or limit <= 0:
                 return []
-            with self._path.open("rb") as file:
+            with open(open_plain(self._path), "rb") as file:  # noqa: PTH123 a descriptor
                 lines = []
                 if size - self._offset > BACKLOG_BYTES:
                     dropped = self._pass_over(file, size - _KEPT_BYTES)
                     lines.append(TailedLine("warning", dropped))
                 file.seek(self._offset)
-                chunk = file.read(_CHUNK_BYTES)
+                chunk = file.read(min(_CHUNK_BYTES, size - self._offset))
         except FileNotFoundError:
             return []
         except OSError:  # a fault of the disk must not hold up the end of a gang
@@ -111,9 +116,19 @@ class LogTail:
     def at_end(self) -> bool:
         """Whether everything that is in the file now was read, or cannot be."""
         try:
-            return self._unreadable or self._path.stat().st_size == self._offset
+            return self._unreadable or self._size() <= self._offset
         except OSError:
             return True
+
+    def end(self) -> None:
+        """Read nothing that is written from now on: what a rank left behind may write for ever."""
+        self._end = 0
+        with contextlib.suppress(OSError):
+            self._end = self._path.stat().st_size
+
+    def _size(self) -> int:
+        size = self._path.stat().st_size
+        return size if self._end is None else min(size, self._end)
 
     def _lines(self, chunk: bytes, limit: int, *, last: bool) -> list[TailedLine]:
         lines: list[TailedLine] = []

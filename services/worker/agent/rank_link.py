@@ -1,19 +1,32 @@
-"""The agent's end of the pipe to one rank: one JSON object a line, both ways."""
+"""The agent's end of the pipe to one rank: one JSON object a line, both ways.
+
+A rank may write anything, at any rate, and so may what it leaves behind. So an agent reads no more
+of each pipe than an allowance that grows with time: a rank that writes faster waits, or is given
+up. What is no message of ours is a fault of that rank.
+"""
 
 import asyncio
 import contextlib
+import fcntl
 import socket
+import struct
+import termios
+import time
 from collections.abc import Callable
 from typing import Final
 
-import structlog
 from pydantic import ValidationError
 
 from services.contract.mask import Mask
-from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMessage, RankOrder
+from services.contract.messages.rank_pipe import LINE_BYTES, RANK_MESSAGE, RankMessage, RankOrder
 
-_READ_BYTES: Final = 65_536
-_log = structlog.get_logger()
+_READ_BYTES: Final = 16_384
+# Reading a short line takes an agent as long as reading this many bytes of a long one.
+_BYTES_A_LINE: Final = 4_096
+READ_BYTES_PER_S: Final = 1 << 20
+_MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
+LOOKS_BEHIND: Final = 50
+_COUNT: Final = struct.Struct("i")
 
 
 class RankLink:
@@ -22,17 +35,28 @@ class RankLink:
     Args:
         channel: The agent's end of the pipe, owned from now on.
         on_message: Called with each message, in order.
+        on_fault: Called at most once, with what the rank did that none of ours does, in words that
+            follow "rank 1 …"; nothing is heard any more then.
         mask: Takes secrets out of what it says.
     """
 
     def __init__(
-        self, channel: socket.socket, on_message: Callable[[RankMessage], None], mask: Mask
+        self,
+        channel: socket.socket,
+        on_message: Callable[[RankMessage], None],
+        on_fault: Callable[[str], None],
+        mask: Mask,
     ) -> None:
         self._mask = mask
         self.closed = False
         self._channel = channel
         self._on_message = on_message
-        self._unread = b""
+        self._on_fault = on_fault
+        self._unread = bytearray()
+        self._allowance: float = _MOST_ALLOWED
+        self._counted_at = time.monotonic()
+        self._is_waiting = False
+        self._looks_behind = 0
 
     def listen(self) -> None:
         """Begin to hear."""
@@ -40,20 +64,42 @@ class RankLink:
         asyncio.get_running_loop().add_reader(self._channel, self.hear)
 
     def hear(self) -> None:
-        """Take in what is there now."""
-        while not self.closed:
-            try:
-                received = self._channel.recv(_READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                received = b""
-            if not received:
-                self.close()
-                return
-            *lines, self._unread = (self._unread + received).split(b"\n")
-            for line in lines:
-                self._take(line)
+        """Take in some of what is there now, if the allowance is not used up."""
+        if self.closed or self._is_waiting:
+            return
+        self._take(self._receive(_READ_BYTES))
+        if self._allowance <= 0 and not self.closed:
+            self._is_waiting = True
+            asyncio.get_running_loop().remove_reader(self._channel)
+
+    def hear_rest(self) -> None:
+        """Take in all that is there at this moment, and nothing that is written meanwhile.
+
+        For a rank that is dead: the kernel holds a few hundred KiB of its last words at most.
+        """
+        rest = 0 if self.closed else _waiting_bytes(self._channel)
+        while rest > 0 and not self.closed:
+            received = self._receive(min(rest, _READ_BYTES))
+            rest -= max(len(received), 1)
+            self._take(received)
+
+    def look(self) -> None:
+        """Go on with a pipe that had to wait; to be called about ten times a second."""
+        now = time.monotonic()
+        grown = (now - self._counted_at) * READ_BYTES_PER_S
+        self._allowance = min(self._allowance + grown, _MOST_ALLOWED)
+        self._counted_at = now
+        self._looks_behind = self._looks_behind + 1 if self._is_waiting else 0
+        if self.closed or not self._is_waiting:
+            return
+        if self._looks_behind > LOOKS_BEHIND:
+            self._fault(
+                "floods its pipe: its agent reads a MiB a second of it or 256 lines, and was "
+                f"behind at {LOOKS_BEHIND} looks in a row"
+            )
+        elif self._allowance > 0:
+            self._is_waiting = False
+            asyncio.get_running_loop().add_reader(self._channel, self.hear)
 
     def send(self, order: RankOrder) -> None:
         """Give an order; a rank that is gone, or reads nothing for ages, misses it."""
@@ -67,10 +113,56 @@ class RankLink:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
 
-    def _take(self, line: bytes) -> None:
+    def _receive(self, size: int) -> bytes:
+        """What is there now, at most ``size`` bytes; at the end of the pipe it is closed."""
+        try:
+            received = self._channel.recv(size)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            received = b""
+        if not received:
+            self.close()
+        return received
+
+    def _take(self, received: bytes) -> None:
+        self._allowance -= len(received) + _BYTES_A_LINE * (received.count(b"\n") or 1)
+        *lines, rest = received.split(b"\n")
+        for line in lines:
+            whole = bytes(self._unread + line) if self._unread else line
+            self._unread.clear()
+            self._read(whole)
+            if self.closed:
+                return
+        self._unread += rest
+        if len(self._unread) > LINE_BYTES:
+            self._fault(f"wrote a line of more than {LINE_BYTES} bytes to its pipe")
+
+    def _read(self, line: bytes) -> None:
+        if len(line) > LINE_BYTES:
+            self._fault(f"wrote a line of more than {LINE_BYTES} bytes to its pipe")
+            return
         try:
             message = RANK_MESSAGE.validate_json(self._mask.line(line))
         except ValidationError as error:
-            _log.warning("unreadable_line_from_rank", error=str(error))
+            self._fault(f"wrote a line to its pipe that is no message: {_first_fault(error)}")
             return
         self._on_message(message)
+
+    def _fault(self, what: str) -> None:
+        self.close()
+        self._on_fault(what)
+
+
+def _waiting_bytes(channel: socket.socket) -> int:
+    """How much the kernel holds for the reader."""
+    answer = fcntl.ioctl(channel, termios.FIONREAD, _COUNT.pack(0))
+    (count,) = _COUNT.unpack(answer)
+    return int(count)
+
+
+def _first_fault(error: ValidationError) -> str:
+    """Where and what, without what was written, which may be long."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = "/".join(str(step)[:64] for step in first["loc"][:4])
+    return f"{where}: {first['msg']}"[:300] if where else first["msg"][:300]

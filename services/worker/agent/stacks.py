@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from services.contract.durable import open_plain
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.worker.agent.spying import spied_frames, spy
 
@@ -22,7 +23,7 @@ _TEXT_KEPT: Final = 24_000
 _FRAMES_KEPT: Final = 12
 _PARTS_OF_A_PATH: Final = 3
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
-_FRAME: Final = re.compile(r'^  File "(?P<path>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+_FRAME: Final = re.compile(r'^  File "(?P<path>[^"]*)", line (?P<line>[0-9]{1,9}) in (?P<name>.*)$')
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _size(path: Path) -> int | None:
 
 def _read(path: Path, start: int) -> str:
     try:
-        with path.open("rb") as file:
+        with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
             file.seek(start)
             return file.read(_TEXT_KEPT).decode(errors="replace")
     except OSError:

@@ -1,16 +1,18 @@
 """What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
 import hashlib
+import os
 import secrets
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import node_condition, sync_folder
+from services.contract.durable import node_condition, open_plain, sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -222,7 +224,7 @@ class Storage:
                 found = {"file": "chain", "reason": str(error)}
                 return (*told, CheckpointCorrupt.model_validate({**about, **found}))
             for shard in manifest.shards:
-                fault = _fault_of(chain.shard_folder(name) / shard.name, shard)
+                fault = fault_of(chain.shard_folder(name) / shard.name, shard)
                 if fault is not None:
                     found = {"file": f"shards/{name}/{shard.name}", "reason": fault}
                     return (*told, CheckpointCorrupt.model_validate({**about, **found}))
@@ -268,17 +270,33 @@ def _check_shards(manifest: Manifest, folder: Path) -> None:
             )
 
 
-def _fault_of(path: Path, shard: ShardFile) -> str | None:
+def fault_of(
+    path: Path, shard: ShardFile, is_over: Callable[[], bool] = lambda: False
+) -> str | None:
+    """What of a shard file is not as its rank voted; None where all is.
+
+    Args:
+        path: The file.
+        shard: The vote.
+        is_over: Asked before each piece: whether the answer is of no use any more.
+
+    Raises:
+        OSError: The storage does not answer, which says nothing about the file.
+    """
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while part := file.read(_READ_BYTES):
-                digest.update(part)
+        descriptor = open_plain(path)
     except FileNotFoundError:
         return "the file is missing"
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 a descriptor, not a path
+        size = os.fstat(descriptor).st_size
+        if size != shard.bytes:
+            return f"it has {size} bytes, not the {shard.bytes} that the rank voted for"
+        while not is_over() and (part := file.read(_READ_BYTES)):
+            digest.update(part)
     if digest.hexdigest() == shard.sha256:
         return None
-    return f"its sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}"
+    return f"its sha256 is {digest.hexdigest()}, the rank voted for {shard.sha256}"
 
 
 def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:

@@ -32,7 +32,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
-from services.contract.warm_channel import RankReaped
+from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.answers import Answers
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.gang import (
@@ -140,8 +140,15 @@ class Supervisor:
                     await self._stirred.wait()
             self._stirred.clear()
 
-    def rank_reaped(self, reaped: RankReaped) -> None:
-        """The warm process reaped a rank."""
+    def rank_told(self, told: RankForked | RankReaped) -> None:
+        """The warm process forked a rank, or reaped one; in this order for each process id."""
+        if isinstance(told, RankForked):
+            # One that was reaped before had the same number: its fork was for nothing.
+            self._early.pop(told.pid, None)
+        else:
+            self._reaped(told)
+
+    def _reaped(self, reaped: RankReaped) -> None:
         for gang in self._gangs.values():
             if reaped.pid in gang.pids.values():
                 gang.reaped(reaped.pid, reaped.exit_code, reaped.signal)
@@ -241,7 +248,7 @@ class Supervisor:
         gang.connect(crew.pipes)
         for pid in crew.pids.values():
             if pid in self._early:
-                self.rank_reaped(self._early.pop(pid))
+                self._reaped(self._early.pop(pid))
 
     @contextlib.contextmanager
     def _making_room(self, key: GangKey) -> Iterator[None]:

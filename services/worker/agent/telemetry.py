@@ -6,9 +6,9 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import structlog
 
@@ -16,7 +16,8 @@ from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
-from services.contract.rank_channel import BoardReader, BoardSnapshot, BoardStep
+from services.contract.rank_channel import BoardError, BoardReader, BoardSnapshot, BoardStep
+from services.contract.redis_keys import STEPS_KEPT
 from services.contract.states import RankPhase
 from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
@@ -33,6 +34,7 @@ _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 _log = structlog.get_logger()
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class GangTelemetry:
         pids: Their processes, by rank.
         node_id: This node.
         folder: Where their files lie.
+
+    Attributes:
+        faults: By rank, what a board held or became that no rank of ours makes of it, in words
+            that follow "rank 1 …". Such a board is not looked at again.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class GangTelemetry:
         node_id: str,
         folder: AttemptFolder,
     ) -> None:
+        self.faults: dict[int, str] = {}
         self._seats = seats
         self._pids = pids
         self._node_id = node_id
@@ -74,7 +81,8 @@ class GangTelemetry:
         }
         self._seen: dict[int, BoardSnapshot] = {}
         self._started: set[int] = set()
-        self._steps: deque[StepRecord] = deque()
+        # While Redis is away they wait here: more than Redis would keep are of no use.
+        self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._last_step: int | None = None
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
@@ -89,16 +97,20 @@ class GangTelemetry:
         """
         for tail in self._tails.values():
             tail.cut_back()
+        begun = self.begun()
+        self._watch_steps()
+        self._watch_arrivals(ready)
+        return begun
+
+    def begun(self) -> dict[int, int]:
+        """The first step of each rank that just made one. Cheap: to be asked at any message."""
         begun = {}
         for rank in self._seats:
-            reader = self._reader(rank)
-            if reader is not None and rank not in self._started:
-                steps = reader.steps_after(0)
+            if rank not in self._started:
+                steps = self._ask(rank, lambda board: board.steps_after(0)) or []
                 if steps:
                     begun[rank] = steps[0].step
                     self._started.add(rank)
-        self._watch_steps()
-        self._watch_arrivals(ready)
         return begun
 
     def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
@@ -129,7 +141,7 @@ class GangTelemetry:
 
     def marks(self) -> dict[int, Mark]:
         """What moves on each board while its rank makes progress."""
-        return {rank: mark_of(self._snapshot(rank)) for rank in self._readers}
+        return {rank: mark_of(self._snapshot(rank)) for rank in list(self._readers)}
 
     def usual_step_s(self) -> float | None:
         """The median time of the last steps of this attempt; None before the first."""
@@ -143,8 +155,7 @@ class GangTelemetry:
     ) -> RankFinding:
         """What is to be seen of a rank now."""
         sample = self._sample(rank, ready)
-        reader = self._reader(rank)
-        pulse_ns = reader.pulse_ns() if reader is not None else None
+        pulse_ns = self._ask(rank, BoardReader.pulse_ns)
         return RankFinding(
             rank=rank,
             pid=sample.pid,
@@ -160,33 +171,38 @@ class GangTelemetry:
             stacks=stacks.text if stacks is not None else None,
         )
 
+    def end(self) -> None:
+        """All ranks are dead: what others write to their logs from now on is not read."""
+        for tail in self._tails.values():
+            tail.end()
+
     def close(self) -> None:
-        """Unmap the boards."""
+        """Close the boards."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
 
     def _watch_steps(self) -> None:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
-        reader = self._readers.get(0)
-        if reader is None:
+        if 0 not in self._seats:
             return
-        for entry in reader.steps_after(self._last_step or 0):
+        for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
             if self._last_step is not None and entry.step > self._last_step + 1:
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
-            self._step_times.append(entry.step_time_s)
+            if math.isfinite(entry.step_time_s):
+                self._step_times.append(entry.step_time_s)
             self._steps.append(step_record(entry, self._seats[0].fence))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
         arrivals: dict[int, dict[ArrivalKey, int]] = {}
-        for rank, reader in self._readers.items():
+        for rank in list(self._readers):
             groups = ready[rank]
             if groups is not None:
                 arrivals[rank] = {
                     (name, number): moment
                     for place, name in enumerate(groups.groups)
-                    for number, moment in reader.arrivals(place).items()
+                    for number, moment in (self._ask(rank, _arrivals_at(place)) or {}).items()
                 }
         self._meter.take(arrivals, self.usual_step_s())
 
@@ -214,16 +230,27 @@ class GangTelemetry:
                 reading.append(key)
         return tuple(lines)
 
+    def _ask(self, rank: int, question: Callable[[BoardReader], _T]) -> _T | None:
+        """What the board of a rank answers; None without one, or where it is broken."""
+        reader = self._reader(rank)
+        if reader is None:
+            return None
+        try:
+            return question(reader)
+        except BoardError as error:
+            self.faults[rank] = str(error)
+            self._readers.pop(rank).close()
+            return None
+
     def _reader(self, rank: int) -> BoardReader | None:
-        if rank not in self._readers:
+        if rank not in self._readers and rank not in self.faults:
             # A rank that was just forked has no board yet, or half of one.
             with contextlib.suppress(OSError, ValueError):
                 self._readers[rank] = BoardReader.open(self._folder.board(rank))
         return self._readers.get(rank)
 
     def _snapshot(self, rank: int) -> BoardSnapshot:
-        reader = self._reader(rank)
-        read = reader.read() if reader is not None else None
+        read = self._ask(rank, BoardReader.read)
         # A fast writer can tear both snapshots under one look: what was seen before still holds.
         if read is not None:
             self._seen[rank] = read
@@ -270,6 +297,10 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
     )
+
+
+def _arrivals_at(place: int) -> Callable[[BoardReader], dict[int, int]]:
+    return lambda board: board.arrivals(place)
 
 
 def mark_of(board: BoardSnapshot) -> Mark:

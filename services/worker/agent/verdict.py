@@ -20,10 +20,18 @@ class LastSeen:
     phase: str
 
 
-def exits(state: GangState, boards: Mapping[int, LastSeen]) -> tuple[RankExit, ...]:
-    """How every rank of an ended gang ended, in the order of failure."""
+def exits(
+    state: GangState, boards: Mapping[int, LastSeen], oom_kills: int = 0
+) -> tuple[RankExit, ...]:
+    """How every rank of an ended gang ended, in the order of failure.
+
+    ``oom_kills``: how many processes the kernel killed for want of memory meanwhile.
+    """
     ordered = sorted(state.ranks.values(), key=lambda rank: (standing(rank), rank.arrived or 0))
-    return tuple(_exit(state, rank, boards[rank.rank], order) for order, rank in enumerate(ordered))
+    return tuple(
+        _exit(state, rank, boards[rank.rank], order, oom_kills)
+        for order, rank in enumerate(ordered)
+    )
 
 
 def standing(rank: RankState) -> ExitStanding:
@@ -35,7 +43,9 @@ def standing(rank: RankState) -> ExitStanding:
     return ExitStanding.ECHO if rank.echoes else ExitStanding.OWN_FAILURE
 
 
-def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> RankExit:
+def _exit(
+    state: GangState, rank: RankState, seen: LastSeen, order: int, oom_kills: int
+) -> RankExit:
     failed, finished = rank.failed, rank.finished
     return RankExit(
         rank=rank.rank,
@@ -48,18 +58,23 @@ def _exit(state: GangState, rank: RankState, seen: LastSeen, order: int) -> Rank
         phase=seen.phase,
         finished=finished is not None,
         drained=finished is not None and finished.drained,
-        error=failed.error if failed is not None else _explanation(state, rank),
+        error=failed.error if failed is not None else _explanation(state, rank, oom_kills),
         error_types=failed.error_types if failed is not None else (),
         traceback=failed.traceback if failed is not None else None,
     )
 
 
-def _explanation(state: GangState, rank: RankState) -> str | None:
+def _explanation(state: GangState, rank: RankState, oom_kills: int) -> str | None:
     match standing(rank):
         case ExitStanding.FINISHED:
             return None
         case ExitStanding.VICTIM:
             return f"killed: {state.stopped or 'another rank of the gang failed'}"
+        case _ if rank.signal == signal.SIGKILL and oom_kills:
+            return (
+                "ended by SIGKILL: the kernel killed it, for the node had no memory left; lower "
+                "train.micro_batch, shard over more ranks, or limit jobs by resources.memory_gib"
+            )
         case _ if rank.signal is not None:
             return f"ended by {_signal_name(rank.signal)}"
         case _:

@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from services.contract.warm_channel import RankReaped
+from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.template_link import Imported, TemplateLink, WarmGoneError
 from services.worker.agent.warm_link import WarmLink
@@ -41,16 +41,18 @@ class WarmKeeper:
         self._changed = asyncio.Condition()
 
     async def run(
-        self, on_reaped: Callable[[RankReaped], None], on_gone: Callable[[str], None]
+        self,
+        on_rank: Callable[[RankForked | RankReaped], None],
+        on_gone: Callable[[str], None],
     ) -> None:
         """Start them, wait for their ends, start them again; until cancelled, which ends them.
 
-        ``on_reaped`` is called with every dead rank, ``on_gone`` with the reason when the warm
-        process died, and all of its ranks with it.
+        ``on_rank`` is called with every rank that lives or is dead, in order, ``on_gone`` with the
+        reason when the warm process died, and all of its ranks with it.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_template())
-            group.create_task(self._keep_warm(on_reaped, on_gone))
+            group.create_task(self._keep_warm(on_rank, on_gone))
 
     async def ready(self) -> WarmLink:
         """The live process, once it has imported everything.
@@ -108,7 +110,7 @@ class WarmKeeper:
         return _FIRST_PAUSE_S
 
     async def _keep_warm(
-        self, on_reaped: Callable[[RankReaped], None], on_gone: Callable[[str], None]
+        self, on_rank: Callable[[RankForked | RankReaped], None], on_gone: Callable[[str], None]
     ) -> None:
         while True:
             async with self._changed:
@@ -119,7 +121,7 @@ class WarmKeeper:
             began = time.monotonic()
             try:
                 link = await WarmLink.fork_from(
-                    template, self._mark, self._folder.warm_log, on_reaped
+                    template, self._mark, self._folder.warm_log, on_rank
                 )
             except (WarmGoneError, OSError) as error:
                 _log.error("warm_process_failed", reason=str(error))

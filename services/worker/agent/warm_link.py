@@ -40,7 +40,8 @@ class WarmLink:
         channel: The agent's end of the socket to it.
         lifeline: The only writing end of the pipe with whose end it dies.
         log_path: Where its own output goes.
-        on_reaped: Called with every dead rank.
+        on_rank: Called with every rank that lives and with every dead one, in the order in which
+            the system gave their process ids out and took them back.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class WarmLink:
         channel: WarmChannel,
         lifeline: int,
         log_path: Path,
-        on_reaped: Callable[[RankReaped], None],
+        on_rank: Callable[[RankForked | RankReaped], None],
     ) -> None:
         self.pid = process.pid
         self.gone = asyncio.Event()
@@ -57,7 +58,7 @@ class WarmLink:
         self._channel = channel
         self._lifeline = lifeline
         self._log_path = log_path
-        self._on_reaped = on_reaped
+        self._on_rank = on_rank
         self._forks: deque[asyncio.Future[int]] = deque()
         self._sending = asyncio.Lock()
         asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
@@ -68,7 +69,7 @@ class WarmLink:
         template: TemplateLink,
         mark: str,
         log_path: Path,
-        on_reaped: Callable[[RankReaped], None],
+        on_rank: Callable[[RankForked | RankReaped], None],
     ) -> Self:
         """Fork a warm process that carries ``mark``, and listen to it.
 
@@ -86,7 +87,7 @@ class WarmLink:
             raise
         finally:
             os.close(reading)
-        return cls(ProcessHandle(pid), WarmChannel(ours), writing, log_path, on_reaped)
+        return cls(ProcessHandle(pid), WarmChannel(ours), writing, log_path, on_rank)
 
     async def fork(self, seat: RankSeat, descriptors: tuple[int, ...]) -> int:
         """Fork a rank and answer its process id. ``descriptors`` stay the caller's to close.
@@ -123,11 +124,12 @@ class WarmLink:
     def _handle(self, message: WarmMessage) -> None:
         match message:
             case RankForked(pid=pid):
+                self._on_rank(message)
                 resolve(self._forks.popleft(), pid)
             case ForkFailed(reason=reason):
                 reject(self._forks.popleft(), ForkRefusedError(f"fork failed: {reason}"))
             case RankReaped():
-                self._on_reaped(message)
+                self._on_rank(message)
             case _:
                 raise AssertionError(f"a warm process says no {message.kind}")
 

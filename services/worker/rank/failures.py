@@ -1,26 +1,18 @@
 """How an exception is told to people who were not there."""
 
 import traceback
-from typing import Final
 
-_TEXT_LIMIT: Final = 32_768
+from services.contract.messages.rank_pipe import ERROR_CHARACTERS, shortened
 
 
 def one_line(error: BaseException) -> str:
     """Its class and the first line of what it says."""
     first, *_ = str(error).splitlines() or [""]
-    return shortened(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return shortened(said, ERROR_CHARACTERS)
 
 
 def traceback_of(error: BaseException) -> str:
     """Its traceback without the first frame, which is the catcher's own: readers start below it."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return "".join(traceback.format_exception(error.with_traceback(frames)))
-
-
-def shortened(text: str) -> str:
-    """``text``, its middle cut where it is too long: the two ends say where and what."""
-    if len(text) <= _TEXT_LIMIT:
-        return text
-    half = _TEXT_LIMIT // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"

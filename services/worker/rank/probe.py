@@ -10,9 +10,7 @@ makes data or model for real, with as many ranks (that do nothing) as the job ha
 """
 
 import contextlib
-import errno
 import gc
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -34,17 +32,18 @@ from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.asked import take_question
 from services.worker.rank.data.source import DataSource
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import one_line, traceback_of
+from services.worker.rank.host_memory import lacks_host_memory, limit_memory, limited_memory
 from services.worker.rank.loss import loss_of
 from services.worker.rank.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
 
 _BATCH_DIMS: Final = 2
-_KIB: Final = 1024
 _MIB: Final = 1 << 20
 _REAL_BYTES: Final = 1 << 30
 """Private memory that data or a model may take that is made for real; ranks may run beside it."""
@@ -100,43 +99,6 @@ def _profile(seat: ProbeSeat, length: int, course: _Course) -> ModelProfile:
     profile = profile_model(study, question.conditions, stops=question.stops)
     dtype = question.conditions[0].param_dtype
     return replace(profile, timed=timed_passes(study, profile, seat.memory_bytes, dtype))
-
-
-def limit_memory(allowance: int) -> None:
-    """Have the kernel refuse this process more than ``allowance`` bytes beyond what it has.
-
-    What is limited is private memory that can be written (RLIMIT_DATA). Address space as a whole
-    would count files that a data source maps and what CUDA reserves, which take no memory; and
-    what is resident is limited by no kernel, only watched, so that an allocation that is far too
-    large would be made first and noticed later, if at all.
-    """
-    limit = _limit(allowance)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _limit(allowance: int) -> int:
-    limit = _private_bytes() + allowance
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-
-
-@contextlib.contextmanager
-def _narrowed(allowance: int) -> Iterator[None]:
-    """Within, no more than ``allowance`` bytes beyond what there is, if that is less."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _limit(allowance)
-    narrower = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
-    resource.setrlimit(resource.RLIMIT_DATA, (narrower, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _private_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
-    return int(kibibytes) * _KIB
 
 
 # -- What the spec names
@@ -206,13 +168,12 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
     def loss(model: nn.Module, sequences: int) -> torch.Tensor:
         return mean_loss(model, torch.zeros(sequences, length + 1, dtype=torch.int64))
 
-    factory = registry.find("model", question.spec.model.factory)
     return ModelUnderStudy(
         make,
         loss,
         question.device_type,
         question.tensor_parallel,
-        built_whole=not getattr(factory, "meta_init", False),
+        built_whole=not by_meta,
     )
 
 
@@ -244,7 +205,7 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFailure:
     said = f"{course.part}: {one_line(error)}"
-    traceback = shortened(traceback_of(error))
+    traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
     if any(map(_is_out_of_memory, _chain(error))):
         advice = (
             f"{said} (the probe may take {seat.memory_bytes // _MIB} MiB; parameters are made on "
@@ -271,7 +232,7 @@ def _raises_for_real(make: Callable[[], object], error: BaseException, ranks: in
     if not isinstance(error, Exception) or isinstance(error, OSError):
         return False
     try:
-        with _narrowed(_REAL_BYTES), torch_private.fake_ranks(ranks):
+        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(ranks):
             make()
     except BaseException as again:  # noqa: BLE001 what it is says whether it counts
         return type(again) is type(error) and str(again) == str(error)
@@ -288,15 +249,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    # A library that finds no room for itself is an ImportError.
-    words = ("annot allocate memory", "can't start new thread", "failed to map segment")
-    return isinstance(error, RuntimeError | ImportError) and any(
-        word in str(error) for word in words
-    )
+    return lacks_host_memory(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 if __name__ == "__main__":

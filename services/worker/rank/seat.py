@@ -21,7 +21,8 @@ from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOr
 from services.contract.rank_channel import BoardWriter
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
-from services.worker.rank.failures import one_line, shortened, traceback_of
+from services.worker.rank.failures import one_line, traceback_of
+from services.worker.rank.host_memory import lacks_host_memory
 
 DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
 _READ_BYTES: Final = 65_536
@@ -120,9 +121,9 @@ def take_seat(
             sys.stderr.write(text)
         pipe.send(
             RankFailed(
-                error=one_line(error),
+                error=one_line(error) + _advice(seat, error),
                 error_types=_names(type(error)),
-                traceback=shortened(text),
+                traceback=text,
                 step=step,
             )
         )
@@ -130,6 +131,17 @@ def take_seat(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _advice(seat: RankSeat, error: BaseException) -> str:
+    """What to do about an allocation that was refused because of the rank's limit."""
+    limit = seat.spec.resources.memory_gib
+    if limit is None or not lacks_host_memory(error):
+        return ""
+    return (
+        f" (this rank may take {limit:g} GiB: raise resources.memory_gib, lower train.micro_batch, or "
+        "shard over more ranks)"
+    )
 
 
 def _show_life(seat: RankSeat, board: BoardWriter) -> None:

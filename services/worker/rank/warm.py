@@ -28,12 +28,14 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
 )
+from services.worker.rank.host_memory import limit_memory
 from services.worker.rank.seat import take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
+_GIB: Final = 1 << 30
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -147,6 +149,8 @@ class WarmProcess:
                 sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._is.notices)
             faulthandler.enable()
             _limit_threads(seat.threads)
+            if seat.spec.resources.memory_gib is not None:
+                limit_memory(int(seat.spec.resources.memory_gib * _GIB))
             channel, *listening = descriptors
             listen_fd = listening[0] if listening else None
             take_seat(

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from misdeeds import MISDEEDS  # type: ignore[import-not-found]  # beside it on the user path
+
 from services.contract.commit_chain import CommitChain
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import ShardFile
@@ -43,6 +45,8 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
     drained = False
     for step in range(1, steps + 1):
         _misbehave(wishes, seat.rank, step)
+        if wishes.get("misdeed") and (seat.rank, step) == (1, 3):
+            MISDEEDS[wishes["misdeed"]](seat, pipe._channel)
         threading.Event().wait(wishes.get("pause_s", 0.0))
         board.finish_step(
             BoardStep(
@@ -54,7 +58,7 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
         )
         orders = pipe.poll_orders()
         if step == steps or any(order.checkpoint for order in orders):
-            _checkpoint(seat, pipe, step)
+            _checkpoint(seat, pipe, step, wishes.get("digest_of"))
         if any(order.stop for order in orders):
             drained = True
             break
@@ -74,11 +78,13 @@ def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
         case "exit":
             os._exit(7)
+        case "take memory":
+            bytearray(1 << 33)
         case "hang":
             threading.Event().wait()
 
 
-def _checkpoint(seat: RankSeat, pipe: AgentPipe, step: int) -> None:
+def _checkpoint(seat: RankSeat, pipe: AgentPipe, step: int, digest_of: str | None) -> None:
     name = checkpoint_id(seat.job_id, step, seat.fence)
     pipe.send(RankCheckpointBegan(checkpoint_id=name, step=step))
     folder = CommitChain(Path(seat.storage_root), seat.job_id).shard_folder(name)
@@ -90,6 +96,6 @@ def _checkpoint(seat: RankSeat, pipe: AgentPipe, step: int) -> None:
         rank=seat.rank,
         name=path.name,
         bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
+        sha256=hashlib.sha256(digest_of.encode() if digest_of else content).hexdigest(),
     )
     pipe.send(RankVote(checkpoint_id=name, step=step, shard=shard, loss=1 / step))

@@ -122,6 +122,7 @@ export interface ResourceSpec {
   ranks: number;
   device: "auto" | "cpu" | "cuda";
   world: WorldSpec | null;
+  memory_gib: number | null;
 }
 
 export interface WorldSpec {

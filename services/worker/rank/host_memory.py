@@ -1,0 +1,59 @@
+"""How much memory of the host a process may take, and how to tell that it was refused some."""
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_KIB: Final = 1 << 10
+# A library that finds no room for itself is an ImportError.
+_REFUSED: Final = ("annot allocate memory", "can't start new thread", "failed to map segment")
+
+
+def limit_memory(allowance: int) -> None:
+    """Have the kernel refuse this process more than ``allowance`` bytes beyond what it has.
+
+    What is limited is private memory that can be written (RLIMIT_DATA). Address space as a whole
+    would count files that a data source maps and what CUDA reserves, which take no memory; and
+    what is resident is limited by no kernel, only watched, so that an allocation that is far too
+    large would be made first and noticed later, if at all.
+    """
+    limit = _limit(allowance)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+@contextlib.contextmanager
+def limited_memory(allowance: int) -> Iterator[None]:
+    """Within, no more than ``allowance`` bytes beyond what there is, if that is less."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _limit(allowance)
+    narrower = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (narrower, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def lacks_host_memory(error: BaseException) -> bool:
+    """Whether the system refused memory of the host."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    is_refused = any(words in str(error) for words in _REFUSED)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ImportError) and is_refused
+    )
+
+
+def _limit(allowance: int) -> int:
+    limit = _private_bytes() + allowance
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+def _private_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
+    return int(kibibytes) * _KIB

@@ -1,0 +1,104 @@
+"""What a hostile rank does to its board, its pipe and its files, by name."""
+
+import itertools
+import os
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from services.contract.ids import checkpoint_id
+from services.contract.messages.rank_pipe import RankSeat
+
+_SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd16q")
+_EVALUATED: Final = b'{"kind":"rank_evaluated","step":%d,"loss":1,"tokens":1}\n'
+OTHERS_CHECKPOINT: Final = "ckpt_01hf7yat00000000000000zzzz-s000000003-a0001"
+
+
+def _board(phase: int = 6, unit: int = -1) -> Callable[[RankSeat, socket.socket], None]:
+    def write(seat: RankSeat, _: socket.socket) -> None:
+        record = _SNAPSHOT.pack(2**63, 1, phase, unit, 3, *[0] * 3, *[0.0] * 3, *[0] * 16)
+        with Path(seat.board_path).open("r+b") as file:
+            file.seek(64)
+            file.write(record + struct.pack("<Q", zlib.crc32(record)))
+        threading.Event().wait()
+
+    return write
+
+
+def _resized(size: int) -> Callable[[RankSeat, socket.socket], None]:
+    def cut(seat: RankSeat, _: socket.socket) -> None:
+        os.truncate(seat.board_path, size)
+        # No store into its own map, which would end this process before its agent looks.
+        os.kill(os.getpid(), 19) if size == 0 else threading.Event().wait()
+
+    return cut
+
+
+def _says(content: bytes, times: int | None = 1) -> Callable[[RankSeat, socket.socket], None]:
+    def say(_: RankSeat, pipe: socket.socket) -> None:
+        for _time in itertools.repeat(None) if times is None else range(times):
+            pipe.sendall(content)
+        threading.Event().wait()
+
+    return say
+
+
+def _vote_for_another_rank(seat: RankSeat, pipe: socket.socket) -> None:
+    name = checkpoint_id(seat.job_id, 3, seat.fence)
+    shard = b'{"rank":0,"name":"rank-0.bin","bytes":1,"sha256":"%064d"}' % 0
+    said = b'{"kind":"rank_vote","checkpoint_id":"%s","step":3,"shard":%s}\n'
+    _says(said % (name.encode(), shard))(seat, pipe)
+
+
+def _leaves(content: bytes) -> Callable[[RankSeat, socket.socket], None]:
+    """It leaves with code 7; a process of a session of its own goes on to write."""
+
+    def leave(_: RankSeat, pipe: socket.socket) -> None:
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                pipe.sendall(content)
+                os.write(1, b"still here\n")
+        os._exit(7)
+
+    return leave
+
+
+def _spoils_its_log(_seat: RankSeat, _: socket.socket) -> None:
+    os.write(1, b"a line\n" * 10_000)
+    threading.Event().wait(0.5)  # its agent follows
+    os.ftruncate(1, 0)
+    os._exit(7)
+
+
+def _puts_a_pipe_in_place_of_its_log(seat: RankSeat, _: socket.socket) -> None:
+    log = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log"
+    log.unlink()
+    os.mkfifo(log)
+    os._exit(7)
+
+
+MISDEEDS: Final[dict[str, Callable[[RankSeat, socket.socket], None]]] = {
+    "phase": _board(phase=99),
+    "unit": _board(unit=-7),
+    "board cut": _resized(0),
+    "board grown": _resized(1 << 20),
+    "no message": _says(b"Traceback (most recent call last):\n"),
+    "long line": _says(b"x" * (60 << 20) + b"\n"),
+    "endless line": _says(b"x" * 4096, times=None),
+    "flood": _says(_EVALUATED % 3, times=None),
+    "negative step": _says(_EVALUATED % -1),
+    "others' checkpoint": _says(
+        b'{"kind":"rank_found_corrupt","checkpoint_id":"%s","file":"f","reason":"r"}\n'
+        % OTHERS_CHECKPOINT.encode()
+    ),
+    "another's vote": _vote_for_another_rank,
+    "child writes nonsense": _leaves(_EVALUATED % -1),
+    "child writes on": _leaves(_EVALUATED % 3),
+    "log cut": _spoils_its_log,
+    "log replaced": _puts_a_pipe_in_place_of_its_log,
+}

@@ -1,0 +1,91 @@
+"""Ranks that do what none of ours does, beside ranks that train, on one node."""
+
+import pytest
+
+from services.contract import redis_keys
+from services.contract.ids import new_job_id
+from services.contract.messages.commands import StopGang
+from services.contract.messages.facts import (
+    CheckpointCorrupt,
+    CheckpointLost,
+    CheckpointVoted,
+    GangEnded,
+)
+from tests.agent.conftest import (
+    FOREVER,
+    JOB,
+    AgentProcess,
+    Controller,
+    ended,
+    launch,
+    running,
+)
+from tests.agent.programs.misdeeds import MISDEEDS
+from tests.waiting import until
+
+WORDS = {
+    "phase": "rank 1 wrote phase 99 to its board",
+    "unit": "rank 1 wrote unit -7 to its board",
+    "board cut": "rank 1 made its board 0 bytes long",
+    "board grown": "rank 1 made its board 1048576 bytes long",
+    "no message": "rank 1 wrote a line to its pipe that is no message: Invalid JSON",
+    "long line": "rank 1 wrote a line of more than 1048576 bytes to its pipe",
+    "endless line": "rank 1 wrote a line of more than 1048576 bytes to its pipe",
+    "flood": "rank 1 floods its pipe",
+    "negative step": "rank 1 wrote a line to its pipe that is no message: rank_evaluated/step",
+    "others' checkpoint": "rank 1 spoke of checkpoint ckpt_01hf7yat00000000000000zzzz",
+    "another's vote": "rank 1 voted for rank 0",
+    "child writes nonsense": "",
+    "child writes on": "left with exit code 7",
+    "log cut": "left with exit code 7",
+    "log replaced": "left with exit code 7",
+}
+
+
+def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one_trains_on(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    running(controller)
+    jobs = {
+        deed: new_job_id(1_700_000_000_000, bytes([number] * 10))
+        for number, deed in enumerate(MISDEEDS, start=1)
+    }
+    for deed, job in jobs.items():
+        controller.client.hset(redis_keys.job(job), "fence", "1")
+        hostile = launch(1, 2, FOREVER, pause_s=0.01, misdeed=deed)
+        controller.send(hostile.model_copy(update={"job_id": job}))
+    until(
+        lambda: {end.job_id for end in controller.all_of(GangEnded)} == set(jobs.values()),
+        every_s=0.5,
+    )
+    ends = {end.job_id: end for end in controller.all_of(GangEnded)}
+    for deed, job in jobs.items():
+        first = ends[job].exits[0]
+        assert first.rank == 1, deed
+        assert WORDS[deed] in (first.error or ""), deed
+    assert len(controller.all_of(GangEnded)) == len(jobs)
+    assert controller.all_of(CheckpointCorrupt) == []
+    assert controller.all_of(CheckpointVoted) == []
+    last = len(controller.steps())
+    until(lambda: len(controller.steps()) > last + 50)
+    assert agent.process.poll() is None
+    controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+    end = controller.fact(GangEnded, lambda fact: fact.job_id == JOB)
+    assert all(e.drained for e in end.exits)
+    boards = [agent.folder.attempt(job, 1).boards for job in jobs.values()]
+    assert not any(path.exists() for path in boards)
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_shard_that_is_not_what_its_rank_votes_for_costs_that_checkpoint(
+    controller: Controller,
+) -> None:
+    controller.send(launch(steps=5, digest_of="something else"))
+    end = ended(controller)
+    assert all(e.finished for e in end.exits)
+    assert controller.all_of(CheckpointVoted) == []
+    lost = controller.all_of(CheckpointLost)
+    assert len(lost) == 2
+    assert all("the rank voted for" in fact.reason for fact in lost)
+    kinds = [fact.kind for fact in controller.facts()]
+    assert kinds[-1] == "gang_ended"

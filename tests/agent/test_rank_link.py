@@ -1,0 +1,270 @@
+"""What an agent takes from a rank's pipe, whatever the rank writes to it."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.contract.ids import checkpoint_id
+from services.contract.mask import NOTHING_MASKED
+from services.contract.messages.rank_pipe import (
+    ERROR_CHARACTERS,
+    LINE_BYTES,
+    TRACEBACK_CHARACTERS,
+    RankEvaluated,
+    RankFailed,
+    RankMessage,
+    RankReady,
+)
+from services.worker.agent import rank_link
+from services.worker.agent.rank_link import RankLink
+from tests.agent.conftest import JOB
+
+FINISHED = b'{"kind":"rank_finished","step":3,"drained":false}\n'
+
+
+@dataclass
+class Heard:
+    """A link, the rank's end of its pipe, and all that came through."""
+
+    messages: list[RankMessage] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ours, self.rank = socket.socketpair()
+        self.link = RankLink(ours, self.messages.append, self.faults.append, NOTHING_MASKED)
+        self.link.listen()
+        self.rank.settimeout(0)
+
+    def say(self, content: bytes) -> None:
+        """Write all of it, the agent hearing as often as the pipe is full."""
+        left = memoryview(content)
+        while left and not self.link.closed:
+            try:
+                left = left[self.rank.send(left) :]
+            except BlockingIOError:
+                self.link.hear()
+        for _ in range(2 + len(content) // 4096):
+            self.link.hear()
+
+
+def heard(content: bytes) -> Heard:
+    """What becomes of one writing of a rank."""
+
+    async def run() -> Heard:
+        heard = Heard()
+        with heard.rank:
+            heard.say(content)
+        heard.link.close()
+        return heard
+
+    return asyncio.run(run())
+
+
+def line(**message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def vote(**changes: object) -> bytes:
+    shard = {"rank": 0, "name": "r", "bytes": 1, "sha256": "0" * 64} | changes
+    name = checkpoint_id(JOB, 3, 1)
+    return line(kind="rank_vote", checkpoint_id=name, step=3, shard=shard)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\n", "is no message"),
+        (b"not json\n", "is no message: Invalid JSON"),
+        (b"\xff\xfe\xc0\n", "is no message"),
+        (b"[" * 100_000 + b"\n", "is no message"),
+        (b'{"kind":"rank_finished","step":' + b"9" * 10_000 + b',"drained":true}\n', "is no mess"),
+        (line(kind="rank_seized"), "is no message"),
+        (line(kind="rank_finished", step="x", drained=[]), "rank_finished/step"),
+        (line(kind="rank_evaluated", step=-1, loss=1, tokens=1), "rank_evaluated/step"),
+        (line(kind="rank_evaluated", step=1, loss=1, tokens=0), "rank_evaluated/tokens"),
+        (vote(bytes=2**80), "rank_vote/shard/bytes"),
+        (vote(name="../../other"), "rank_vote/shard/name"),
+        (vote(name="x" * 300), "rank_vote/shard/name"),
+        (
+            line(kind="rank_ready", units=[], groups=["g" * 65], parameters=1, data_digest=""),
+            "rank_ready/groups/0",
+        ),
+        (
+            line(kind="rank_ready", units=[], groups=["g"] * 9, parameters=1, data_digest=""),
+            "rank_ready/groups",
+        ),
+        (b"x" * (LINE_BYTES + 1), f"a line of more than {LINE_BYTES} bytes"),
+        (b"x" * (2 * LINE_BYTES) + b"\n", f"a line of more than {LINE_BYTES} bytes"),
+    ],
+)
+def test_what_is_no_message_is_one_fault_that_names_it_and_nothing_more_is_heard(
+    content: bytes, words: str
+) -> None:
+    result = heard(FINISHED + content + FINISHED)
+    (fault,) = result.faults
+    assert words in fault
+    assert len(fault) < 400
+    assert len(result.messages) == 1
+
+
+@given(st.one_of(st.binary(max_size=2_000), st.lists(st.binary(max_size=50)).map(b"\n".join)))
+def test_whatever_bytes_come_they_are_a_fault_or_wait_for_their_end(content: bytes) -> None:
+    result = heard(content)
+    assert result.messages == []
+    assert len(result.faults) == (b"\n" in content)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=20,
+)
+
+
+@given(
+    kind=st.sampled_from(
+        ["rank_ready", "rank_vote", "rank_evaluated", "rank_failed", "rank_finished", "x"]
+    ),
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["step", "loss", "tokens", "baselines", "units", "groups", "error", "traceback",
+             "drained", "shard", "checkpoint_id", "parameters", "data_digest", "error_types"]
+        ),
+        JSON,
+    ),
+)  # fmt: skip
+def test_whatever_json_comes_is_a_bounded_message_or_a_fault(
+    kind: str, fields: dict[str, object]
+) -> None:
+    result = heard(line(**(fields | {"kind": kind})))
+    assert len(result.messages) + len(result.faults) == 1
+    for message in result.messages:
+        assert len(message.model_dump_json()) < LINE_BYTES
+
+
+def test_texts_are_cut_with_a_mark_and_of_many_names_few_are_kept() -> None:
+    (failed,) = heard(
+        line(kind="rank_failed", error="e" * 10**5, traceback="t" * 10**5, step=1,
+             error_types=["x" * 999] * 99)
+    ).messages  # fmt: skip
+    assert isinstance(failed, RankFailed)
+    assert len(failed.error) <= ERROR_CHARACTERS
+    assert "characters cut" in failed.error
+    assert len(failed.traceback) <= TRACEBACK_CHARACTERS
+    assert (len(failed.error_types), max(map(len, failed.error_types))) == (32, 256)
+    (ready,) = heard(
+        line(kind="rank_ready", units=["u" * 999], groups=[], parameters=1, data_digest="")
+    ).messages
+    assert isinstance(ready, RankReady)
+    assert "characters cut" in ready.units[0]
+
+
+def test_an_evaluation_is_kept_without_the_baselines_that_are_no_numbers_or_too_many() -> None:
+    baselines = {"bigram": float("nan"), "unigram": 2.5} | {f"b{n}" * 200: 1.0 for n in range(999)}
+    said = RankEvaluated(step=3, loss=1.5, tokens=10, baselines=baselines)
+    assert list(said.baselines)[:2] == ["unigram", said_name(said)]
+    assert len(said.baselines) == 8
+    assert max(map(len, said.baselines)) <= 256
+    raw = b'{"kind":"rank_evaluated","step":3,"loss":1.5,"tokens":10,"baselines":{"a":NaN,"b":2}}'
+    (evaluated,) = heard(raw + b"\n").messages
+    assert isinstance(evaluated, RankEvaluated)
+    assert (evaluated.loss, evaluated.baselines) == (1.5, {"b": 2.0})
+
+
+def said_name(said: RankEvaluated) -> str:
+    return next(name for name in said.baselines if "characters cut" in name)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rank_link, "time", clock)
+    return clock
+
+
+def in_loop(course: Callable[[Heard], None]) -> None:
+    async def run() -> None:
+        heard = Heard()
+        with heard.rank:
+            course(heard)
+        heard.link.close()
+
+    asyncio.run(run())
+
+
+def fill(heard: Heard) -> None:
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        while True:
+            heard.rank.send(FINISHED)
+
+
+def test_a_flood_of_valid_lines_waits_for_time_to_pass_and_is_a_fault_if_it_goes_on(
+    clock: Clock,
+) -> None:
+    def course(heard: Heard) -> None:
+        taken = []
+        while not heard.faults:
+            clock.now += 0.1
+            heard.link.look()
+            before = len(heard.messages)
+            for _ in range(1_000):
+                fill(heard)
+                heard.link.hear()
+            taken.append(len(heard.messages) - before)
+        assert "floods its pipe" in heard.faults[0]
+        assert taken[0] < 3_000, "a burst is heard at once"
+        assert max(taken[2:]) < 400, "of a flood a few lines a look"
+
+    in_loop(course)
+
+
+def test_a_rank_that_was_not_heard_for_long_is_heard_in_full_and_is_at_no_fault(
+    clock: Clock,
+) -> None:
+    def course(heard: Heard) -> None:
+        for _ in range(200):
+            fill(heard)
+            clock.now += 60.0  # the agent was stopped meanwhile
+            heard.link.look()
+            for _ in range(100):
+                heard.link.hear()
+        assert heard.faults == []
+        assert len(heard.messages) > 200 * 100
+
+    in_loop(course)
+
+
+def test_of_a_dead_rank_all_is_heard_that_was_there_and_nothing_that_is_written_since(
+    clock: Clock,
+) -> None:
+    def course(heard: Heard) -> None:
+        sent = 0
+
+        def goes_on(message: RankMessage) -> None:
+            assert message.kind == "rank_finished"
+            heard.messages.append(message)
+            heard.rank.send(FINISHED)  # as a process that the rank left behind does
+
+        heard.link._on_message = goes_on
+        for _ in range(100):
+            sent += heard.rank.send(FINISHED)
+        heard.link.hear_rest()
+        assert len(heard.messages) == sent // len(FINISHED)
+        assert clock.now == 0
+
+    in_loop(course)

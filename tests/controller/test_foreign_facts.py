@@ -1,0 +1,125 @@
+"""What facts may say of checkpoints that are not their own job's."""
+
+import pytest
+
+from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.messages.facts import (
+    CheckpointCorrupt,
+    CheckpointLost,
+    CheckpointVerified,
+)
+from services.contract.states import CheckpointState
+from services.controller.domain.decide import decide, first_decision, was_told_to_load
+from services.controller.domain.effects import Decision
+from services.controller.domain.events import GangFact, JobEvent
+from services.controller.domain.job import Job, Origin
+from services.controller.ports.jobs import Actor
+from tests.controller.histories import (
+    NODE,
+    NOW,
+    STEPS,
+    began,
+    commands,
+    finished,
+    killed,
+    launched,
+    linked,
+    new_job,
+    placed,
+    progressed,
+    running,
+    saved,
+    vote,
+)
+from tests.controller.histories import play as played
+from tests.controller.test_after_a_loss import Leader, play
+
+ADA = Actor("ada")
+OTHER_ID = new_job_id(NOW, b"\x01" * 10)
+
+
+def corrupt(job: Job, named: str, fence: int = 1) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        job_id=job.id,
+        fence=fence,
+        node_id=NODE,
+        checkpoint_id=named,
+        file="shards/x/rank-00000.safetensors",
+        reason="its sha256 differs",
+    )
+
+
+async def keep(leader: Leader, job: Job, *events: JobEvent) -> None:
+    await leader.ports.jobs.create(first_decision(job), ADA, None)
+    if events:
+        await leader.happen(job, *events)
+
+
+def sams() -> Job:
+    return new_job().model_copy(update={"id": OTHER_ID})
+
+
+def trained() -> tuple[Job, list[JobEvent]]:
+    """A job whose first attempt is done, with one checkpoint of its last step."""
+    job = new_job()
+    return job, [placed(job), launched(job), progressed(job), *saved(job, STEPS), finished(job)]
+
+
+@pytest.mark.parametrize("is_a_clone", [False, True])
+def test_only_an_attempt_that_loads_another_jobs_checkpoint_can_find_it_corrupt(
+    is_a_clone: bool,  # noqa: FBT001 a parameter of the test
+) -> None:
+    async def course(leader: Leader) -> None:
+        sue, happened = trained()
+        await keep(leader, sue, *happened)
+        name = checkpoint_id(sue.id, STEPS, 1)
+        origin = Origin(job_id=sue.id, checkpoint_id=name, step=STEPS, held=is_a_clone)
+        sam = sams().model_copy(update={"origin": origin})
+        await keep(leader, sam, placed(sam), launched(sam))
+        await leader.hear(corrupt(sam, name))
+        marked = (await leader.job(sue.id)).checkpoints[name]
+        expected = CheckpointState.CORRUPT if is_a_clone else CheckpointState.COMMITTED
+        assert marked.state is expected
+
+    play(course)
+
+
+def test_an_attempt_is_not_blamed_for_what_a_clones_attempt_of_the_same_number_found() -> None:
+    sue = running()
+    sue = played(sue, [*saved(sue, 10), killed(sue)]).job
+    sue = played(sue, [placed(sue), launched(sue, 2)]).job
+    found = corrupt(sams(), checkpoint_id(sue.id, 10, 1), fence=2)
+    sams_attempt = sue.model_copy(update={"id": OTHER_ID})
+    assert was_told_to_load(sams_attempt, found)
+    after = decide(sue, found, NOW).job
+    assert after.attempt is not None
+    assert after.attempt.corrupt_source is None
+    assert after.checkpoints[found.checkpoint_id].state is CheckpointState.CORRUPT
+
+
+def test_facts_about_another_jobs_checkpoints_change_nothing() -> None:
+    sue = running()
+    sam = sams()
+    name = checkpoint_id(sam.id, 10, 1)
+    about = {"job_id": sue.id, "fence": 1, "node_id": NODE, "checkpoint_id": name}
+    facts: list[GangFact] = [
+        began(sam, 10).model_copy(update={"job_id": sue.id}),
+        vote(sam, 10, 0).model_copy(update={"job_id": sue.id}),
+        linked(sam, 10).model_copy(update={"job_id": sue.id}),
+        CheckpointLost.model_validate(about | {"reason": "no"}),
+        CheckpointVerified.model_validate(about | {"bytes": 1}),
+        corrupt(sue, name),
+    ]
+    for fact in facts:
+        assert decide(sue, fact, NOW) == Decision(sue)
+
+
+def test_of_checkpoints_that_are_begun_and_never_voted_for_few_are_kept() -> None:
+    job = running()
+    decision = played(job, [began(job, step) for step in range(1, 101)])
+    states = [c.state for c in decision.job.checkpoints.values()]
+    assert states.count(CheckpointState.WRITING) == 16
+    assert len(states) < 30
+    assert commands(decision) == []
+    last = checkpoint_id(job.id, 100, 1)
+    assert decision.job.checkpoints[last].state is CheckpointState.WRITING
