@@ -36,7 +36,7 @@ def why_lost(found: Found, best: Found, seats: Seats) -> str:
     if found.score > best.score:
         return _slower(mine, chosen, seats)
     if found.score < best.score:
-        return "not clearly faster than the default layout"
+        return "not clearly faster"
     more = _total(mine) - _total(chosen)
     same = "equal time" if seats.node is not None else "equal operations and bytes"
     if more > 0:
