@@ -145,10 +145,6 @@ def test_what_no_rank_could_build_is_held_against_the_spec(
         ({"model": at(f"{MODELS}:AsksForItsRank")}, "model: ValueError: Default process group"),
         ({"model": at(f"{MODELS}:LooksAtValuesWhenBuilt")}, "model: RuntimeError: .*meta"),
         (
-            {"model": at(f"{MODELS}:ComparesTheBatch")},
-            "model: ValueError: Expected more than 1 value",
-        ),
-        (
             {"data": at(f"{DATA}:Counting", length=0)},
             r"data: ValueError: batch\(1, \[0\]\) has the shape \(1, 1\)",
         ),
@@ -165,6 +161,13 @@ def test_what_a_rank_may_do_all_the_same_is_told_and_not_judged(
     assert failure.code == "raised", failure
     assert re.match(words, failure.reason)
     assert "Traceback" in str(failure.traceback)
+
+
+def test_a_model_that_compares_the_samples_of_a_batch_is_followed_with_two_and_more() -> None:
+    found = ask(wishes={"model": at(f"{MODELS}:ComparesTheBatch")})
+    assert found.profile is not None, found.failure
+    assert found.profile.smallest == 2
+    assert found.profile.built_whole
 
 
 def test_a_unit_that_no_module_has_is_refused() -> None:
