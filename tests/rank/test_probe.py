@@ -144,6 +144,7 @@ def test_what_no_rank_could_build_is_held_against_the_spec(
     [
         ({"model": at(f"{MODELS}:AsksForItsRank")}, "model: ValueError: Default process group"),
         ({"model": at(f"{MODELS}:LooksAtValuesWhenBuilt")}, "model: RuntimeError: .*meta"),
+        ({"model": at(f"{MODELS}:LooksAtValuesInItsLoss")}, "model: DataDependentOutput"),
         (
             {"data": at(f"{DATA}:Counting", length=0)},
             r"data: ValueError: batch\(1, \[0\]\) has the shape \(1, 1\)",

@@ -154,13 +154,9 @@ class LooksAtValuesWhenBuilt(OwnLoss):
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
 
 
-class ComparesTheBatch(OwnLoss):
-    """Takes no micro-batch of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
+class LooksAtValuesInItsLoss(OwnLoss):
+    """Can be followed by nobody who has no values."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm(self.embedding(tokens[:, 0])))
-        return functional.cross_entropy(logits, tokens[:, 1])
+        loss = super().loss(tokens)
+        return loss if loss.item() < 100 else loss / 2
