@@ -243,6 +243,8 @@ export interface EstimateView {
   host_bytes: number;
   micro_batch: number;
   step_time_s: number | null;
+  probe_id: string | null;
+  time_scale: number;
   measured_peak_bytes: number | null;
   measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
@@ -434,6 +436,11 @@ export interface Inventory {
   versions: Record<string, string>;
 }
 
+export interface Exchange {
+  latency: number;
+  bandwidth: number;
+}
+
 export interface NodeFacts {
   matmul_flops: Record<string, number>;
   memory_bandwidth: number;
@@ -442,6 +449,14 @@ export interface NodeFacts {
   collective_latency: number;
   ranks: number;
   overlap: number;
+  dispatch_s: number;
+  exchanges: Record<string, Exchange>;
+  unit_s: number;
+  parameter_s: number;
+  sharded_parameter_s: number;
+  update_s: number;
+  norm_s: number;
+  scale: number;
 }
 
 export interface MeasuredView {
@@ -550,6 +565,7 @@ export interface StepTimeView {
   optimizer_s: number;
   total_s: number;
   tokens_per_s: number;
+  scale: number;
 }
 
 export interface PlanView {
