@@ -448,6 +448,27 @@ def backward_of_a_unit_within_forward(run: Run) -> None:
         run.note()
 
 
+@way
+def whole_backward_within_forward(run: Run, units: str = "first second norm,head") -> None:
+    model = run.net(units)
+    model.with_head = False
+
+    def train_on(hidden: torch.Tensor) -> torch.Tensor:
+        backward(model.head(hidden).square().sum())
+        return hidden.detach()
+
+    model.returns = train_on
+    for step in range(3):
+        model(run.x(step))
+        run.note()
+        run.step()
+
+
+@way_beyond_the_reference
+def whole_backward_of_one_unit_within_its_forward(run: Run) -> None:
+    whole_backward_within_forward(run, "")
+
+
 def recomputed(run: Run, **which: bool) -> None:
     model = run.net()
     model.recompute = which
