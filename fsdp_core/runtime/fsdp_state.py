@@ -219,6 +219,9 @@ class FSDPState:
         self._calls.enter()
         if is_first:
             self._enter(TrainingState.FORWARD)
+            if self._had_backward_within:
+                self._had_backward_within = False
+                self._params.reshard_unused()
             self._params.hold()
             if self.context.begin_forward(self):
                 args, kwargs = self._casting.to_device((args, kwargs))
@@ -282,9 +285,8 @@ class FSDPState:
         with self.tracer.phase("post_forward"):
             # Recomputation of an enclosing function: backward follows at once and needs them.
             if not torch_private.in_backward():
-                if self._reshards_after_forward or self._had_backward_within:
+                if self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.link)
-                self._had_backward_within = False
                 self.context.note_forward(self._index)
             output = call_before_backward(output, self._pre_backward, self.modules)
         self._enter(TrainingState.IDLE)
@@ -384,8 +386,8 @@ class FSDPState:
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on.
 
-        No other backward need follow. Then whole parameters that outlive the forward would miss
-        the next update, so its end frees them.
+        No other backward need follow. Then parameters that are whole after the forward miss the
+        next update, so the next forward gathers them anew.
         """
         self._had_backward_within = True
         if self._has_new_grads:

@@ -432,6 +432,20 @@ def backward_within_forward(run: Run) -> None:
 
 
 @way_beyond_the_reference
+def backward_within_forward_that_hides_its_output(run: Run) -> None:
+    model = run.net("first second head")
+    model.with_head = False
+
+    def loss_of(hidden: torch.Tensor) -> Opaque:
+        backward(model.head(hidden.detach()).square().sum())
+        return Opaque(hidden)
+
+    model.returns = loss_of
+    for step in range(2):
+        run.backward(model(run.x(step)).tensor)
+
+
+@way_beyond_the_reference
 def backward_of_a_unit_within_forward(run: Run) -> None:
     model = run.net("first second head")
 
