@@ -75,6 +75,7 @@ class FSDPState:
         self._calls = ForwardCalls(self.modules)
         self._has_returned = False
         self._has_new_grads = False
+        self._had_backward_within = False
         self._params.watch_grads(weakly(self._note_grad))
         self.home = CommHome(device)
         self.context = RootContext([self], self.home, self.relay, is_solo=True)
@@ -218,6 +219,9 @@ class FSDPState:
         self._calls.enter()
         if is_first:
             self._enter(TrainingState.FORWARD)
+            if self._had_backward_within:
+                self._had_backward_within = False
+                self._params.reshard_unused()
             self._params.hold()
             if self.context.begin_forward(self):
                 args, kwargs = self._casting.to_device((args, kwargs))
@@ -346,19 +350,22 @@ class FSDPState:
         with self.tracer.phase("post_backward"):
             if self.options.reshard_after_backward:
                 self._params.reshard_borrowed()
-            for group in reversed(self.groups):
-                if not self.options.reduce_grads:
-                    self._reshard_after_backward(group)
-                    group.keep_grads()
-                    continue
-                batches = group.take_grads(was_reached=was_reached)
+            self._reduce(was_reached=was_reached)
+
+    def _reduce(self, *, was_reached: bool) -> None:
+        for group in reversed(self.groups):
+            if not self.options.reduce_grads:
                 self._reshard_after_backward(group)
-                for batch in batches:
-                    with self.tracer.span("post_backward_rs_wait"):
-                        self.context.make_room_for_reduce()
-                    with self.tracer.span("post_backward_reduce"):
-                        pending = group.issue_reduce(batch, self.context.link)
-                        self.context.admit_reduce(pending)
+                group.keep_grads()
+                continue
+            batches = group.take_grads(was_reached=was_reached)
+            self._reshard_after_backward(group)
+            for batch in batches:
+                with self.tracer.span("post_backward_rs_wait"):
+                    self.context.make_room_for_reduce()
+                with self.tracer.span("post_backward_reduce"):
+                    pending = group.issue_reduce(batch, self.context.link)
+                    self.context.admit_reduce(pending)
 
     def _reshard_after_backward(self, group: FSDPParamGroup) -> None:
         if self.options.reshard_after_backward and not group.is_held:
@@ -376,9 +383,22 @@ class FSDPState:
         elif self._has_new_grads or self._params.are_lent:
             self._post_backward(was_reached=False)
 
+    def complete_backward_within_forward(self) -> None:
+        """Reduces what a backward within the unit's own forward added; the forward goes on.
+
+        No other backward need follow. Then parameters that are whole after the forward miss the
+        next update, so the next forward gathers them anew.
+        """
+        self._had_backward_within = True
+        if self._has_new_grads:
+            self._has_new_grads = False
+            with self.tracer.phase("post_backward"):
+                self._reduce(was_reached=True)
+
     def go_idle(self) -> None:
         """Ends the iteration."""
         self._has_new_grads = False
+        self._had_backward_within = False
         self._calls.forget()
         self._params.let_go()
         self._enter(TrainingState.IDLE)

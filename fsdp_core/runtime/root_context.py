@@ -58,6 +58,9 @@ class Unit(Protocol):
     def complete_backward(self) -> None:
         """Runs the post-backward that autograd did not, if so."""
 
+    def complete_backward_within_forward(self) -> None:
+        """Reduces what a backward within the unit's own forward added; the forward goes on."""
+
     def go_idle(self) -> None:
         """Ends the iteration."""
 
@@ -256,14 +259,18 @@ class RootContext:
         """Ends the backward of the units that it reached, or of all."""
         ends_all, opener = self._ends_all, self._forward_root
         reached = [unit for unit in self.units if ends_all or unit in self._reached]
+        in_forward: list[Unit] = []
         if opener is not None and opener.is_running:
-            # A backward within forward. What that has begun will have a backward of its own.
-            reached = [unit for unit in reached if not unit.is_in_forward]
+            # A backward within forward, which goes on with what it has begun.
+            in_forward = [unit for unit in self.units if unit.is_in_forward]
+            reached = [unit for unit in reached if unit not in in_forward]
         elif ends_all or opener in self._reached:
             self._forward_root = None
         with self.units[0].tracer.phase("root_post_backward_callback"):
             for unit in reached:
                 unit.complete_backward()
+            for unit in in_forward:
+                unit.complete_backward_within_forward()
             if self.units[0].options.is_last_backward:
                 for pending in self.reduces.drain():
                     pending.land(self.link)

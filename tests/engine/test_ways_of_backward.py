@@ -432,6 +432,20 @@ def backward_within_forward(run: Run) -> None:
 
 
 @way_beyond_the_reference
+def backward_within_forward_that_hides_its_output(run: Run) -> None:
+    model = run.net("first second head")
+    model.with_head = False
+
+    def loss_of(hidden: torch.Tensor) -> Opaque:
+        backward(model.head(hidden.detach()).square().sum())
+        return Opaque(hidden)
+
+    model.returns = loss_of
+    for step in range(2):
+        run.backward(model(run.x(step)).tensor)
+
+
+@way_beyond_the_reference
 def backward_of_a_unit_within_forward(run: Run) -> None:
     model = run.net("first second head")
 
@@ -446,6 +460,27 @@ def backward_of_a_unit_within_forward(run: Run) -> None:
     for step in range(2):
         backward(model(run.x(step)))
         run.note()
+
+
+@way
+def whole_backward_within_forward(run: Run, units: str = "first second norm,head") -> None:
+    model = run.net(units)
+    model.with_head = False
+
+    def train_on(hidden: torch.Tensor) -> torch.Tensor:
+        backward(model.head(hidden).square().sum())
+        return hidden.detach()
+
+    model.returns = train_on
+    for step in range(3):
+        model(run.x(step))
+        run.note()
+        run.step()
+
+
+@way_beyond_the_reference
+def whole_backward_of_one_unit_within_its_forward(run: Run) -> None:
+    whole_backward_within_forward(run, "")
 
 
 def recomputed(run: Run, **which: bool) -> None:
