@@ -47,14 +47,15 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload_policy_of(policy: object) -> OffloadPolicy:
-    """`policy` as a class of this module; PyTorch's own classes are known by their names.
+    """`policy` as a class of this module; PyTorch's own classes are recognised by their names.
 
     Raises:
         ArgumentTypeError: It is neither.
     """
     if isinstance(policy, OffloadPolicy):
         return policy
-    names = {each.__name__ for each in type(policy).__mro__}
+    reference = "torch.distributed."
+    names = {c.__name__ for c in type(policy).__mro__ if c.__module__.startswith(reference)}
     if CPUOffloadPolicy.__name__ in names:
         return CPUOffloadPolicy(bool(getattr(policy, "pin_memory", True)))
     if OffloadPolicy.__name__ in names:
