@@ -80,15 +80,31 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor to read the plain file at ``path``, which a rank may have replaced.
+    """A descriptor to read the plain file at ``path``; a rank may have replaced it, or its folder.
 
-    Opening a pipe or a device in its place would wait, or read for ever.
+    Opening a pipe or a device in its place would wait, or read for ever; a link may lead to what
+    the rank itself cannot read.
 
     Raises:
         OSError: There is none, or something other than a plain file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path.name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return descriptor
+
+
+def read_plain(path: Path) -> bytes:
+    """What the plain file at ``path`` holds, opened by ``open_plain``.
+
+    Raises:
+        OSError: There is none, or something other than a plain file.
+    """
+    with open(open_plain(path), "rb") as file:
+        return file.read()

@@ -120,9 +120,14 @@ class BoardWriter:
 
     @classmethod
     def create(cls, path: Path, fence: int) -> Self:
-        """Make (or begin anew) the board at ``path`` and map it."""
+        """Make (or begin anew) the board at ``path`` and map it.
+
+        Raises:
+            OSError: There is no room for it.
+        """
         with path.open("w+b") as file:
-            file.truncate(BOARD_BYTES)
+            # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
+            os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
             memory = mmap.mmap(file.fileno(), BOARD_BYTES)
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION)
         return cls(memory, fence)
@@ -267,8 +272,11 @@ class BoardReader:
             if record is not None:
                 fields = _STEP.unpack(record)
                 if fields[0] > step:
-                    _check_step(fields[0])
-                    found.append(BoardStep(*fields[:6]))
+                    entry = BoardStep(*fields[:6])
+                    _check_step(entry.step)
+                    if entry.step_time_s < 0:
+                        raise BoardError(f"wrote a step of {entry.step_time_s} s to its board")
+                    found.append(entry)
         return sorted(found, key=lambda entry: entry.step)
 
     def arrivals(self, place: int) -> dict[int, int]:

@@ -232,6 +232,14 @@ def test_a_rank_that_misbehaves_is_killed_with_its_gang_and_named_whatever_it_sa
     assert {e.standing for e in others} == {ExitStanding.VICTIM}
 
 
+def test_what_a_rank_says_after_it_misbehaved_counts_for_nothing() -> None:
+    said = [MessageCame(1, RankFinished(step=5, drained=False)), MessageCame(1, vote(1))]
+    state, effects = after(gang(2), Misbehaved(1, "wrote nonsense"), *said)
+    assert effects == [Kill((0, 1))]
+    state, _ = after(state, Exited(1, None, KILLED), Exited(0, None, KILLED))
+    assert [(e.rank, e.finished) for e in verdict(state)] == [(1, False), (0, False)]
+
+
 def test_what_a_rank_leaves_behind_does_not_change_how_it_ended() -> None:
     state, _ = after(gang(1), finished(0), Exited(0, 0, None))
     assert after(state, Misbehaved(0, "wrote nonsense")) == (state, [])

@@ -1,13 +1,15 @@
 """Settings, inventory and folders of a node."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from services.contract.messages.facts import Device
+from services.contract.messages.facts import Device, LaunchRefused
 from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.devices import parse_devices, take_inventory
 from services.worker.agent.folders import NodeBusyError, NodeFolder
+from services.worker.agent.leftovers import find_leftovers
 from services.worker.agent.settings import AgentSettings, rank_environment
 from tests.agent.conftest import JOB, NODE, launch
 
@@ -53,6 +55,39 @@ def test_an_attempt_is_opened_once_and_unfinished_until_its_end_is_recorded(
     (unfinished,) = folder(tmp_path).unfinished()
     assert (unfinished.job_id, unfinished.fence) == (JOB, 3)
     assert unfinished.placements() == placements
+
+
+def test_pipes_and_links_that_a_rank_puts_among_its_files_are_neither_waited_for_nor_followed(
+    tmp_path: Path,
+) -> None:
+    attempt, others = folder(tmp_path).attempt(JOB, 1), tmp_path / "others"
+    attempt.open(launch().plan.ranks)
+    others.write_text("whole")
+    (attempt.path / "ended.json.draft").symlink_to(others)
+    refusal = LaunchRefused(job_id=JOB, fence=1, node_id=NODE, reason="any")
+    attempt.close(refusal)
+    assert attempt.ended() == refusal
+    assert others.read_text() == "whole"
+    for name in ("ended.json", "ended.json.draft", "launched.json"):
+        (attempt.path / name).unlink(missing_ok=True)
+        os.mkfifo(attempt.path / name)
+    assert attempt.ended() is None
+    assert attempt.placements() == ()
+    attempt.close(refusal)
+    assert attempt.ended() == refusal
+
+
+def test_folders_that_no_attempt_made_are_passed_over(tmp_path: Path) -> None:
+    node = folder(tmp_path)
+    node.attempt(JOB, 2).open(launch().plan.ranks)
+    for name in (f"{JOB}/attempt-x", f"{JOB}/attempt-0", "job_none/attempt-1", "none/attempt-1"):
+        odd = node.path / "jobs" / name
+        odd.mkdir(parents=True)
+        (odd / "launched.json").write_text("[]")
+    (node.path / "jobs" / "job_file").write_text("no folder")
+    assert [left.fact.fence for left in find_leftovers(node, NODE)] == [2]
+    assert node.prune([JOB, "job_file"]) == []
+    assert node.attempt(JOB, 2).path.is_dir()
 
 
 def test_boards_are_private_to_the_user(tmp_path: Path) -> None:

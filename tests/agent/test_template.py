@@ -81,6 +81,19 @@ def test_a_frozen_warm_process_ends_with_its_agent_though_no_sentinel_works(
     sentinel.resume()
 
 
+def test_a_rank_has_no_pipe_of_the_process_that_forked_it(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    rank = running(controller).pids[1]
+    assert pipes(agent.warm().pid)
+    assert not pipes(agent.warm().pid) & pipes(rank)
+
+
+def pipes(pid: int) -> set[str]:
+    files = (str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return {file for file in files if file.startswith("pipe:")}
+
+
 def test_a_template_to_which_no_agent_comes_ends_by_itself(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with theirs:

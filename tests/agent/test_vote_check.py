@@ -82,6 +82,17 @@ def test_whatever_else_lies_there_is_a_fault_and_holds_nobody_up(
     assert words in fault
 
 
+def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path, folder: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank-0.bin").write_bytes(CONTENT)
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    (fault,) = checked(tmp_path, vote())
+    assert fault is not None
+    assert "Not a directory" in fault
+
+
 def test_more_votes_than_can_wait_are_refused_and_none_is_forgotten(
     tmp_path: Path, folder: Path
 ) -> None:

@@ -75,6 +75,7 @@ def board(tmp_path: Path) -> Path:
         (SLOT_A, snapshot(step=-1), "wrote step -1 to its board"),
         (SLOT_A, snapshot(step=2**60), f"wrote step {2**60} to its board"),
         (RING, checked(STEP.pack(2**60, *[0.0] * 5, 0)), f"wrote step {2**60} to its board"),
+        (RING, checked(STEP.pack(5, *[0.0] * 4, -5.0, 0)), "wrote a step of -5.0 s to its board"),
     ],
 )
 def test_a_whole_record_that_says_what_cannot_be_is_an_error_that_says_so(

@@ -55,6 +55,12 @@ def board(tmp_path: Path) -> Iterator[Board]:
     board.reader.close()
 
 
+def test_a_board_has_all_of_its_memory_from_the_beginning(tmp_path: Path) -> None:
+    """On a tmpfs that fills up later, no store into it can fail."""
+    BoardWriter.create(tmp_path / "board", fence=1)
+    assert (tmp_path / "board").stat().st_blocks * 512 >= BOARD_BYTES
+
+
 def test_an_empty_board_has_no_snapshot_and_no_step(board: Board) -> None:
     assert board.reader.read() is None
     assert board.reader.steps_after(-1) == []

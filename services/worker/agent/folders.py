@@ -26,6 +26,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
+from services.contract.durable import read_plain
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
 
@@ -80,7 +81,7 @@ class AttemptFolder:
     def placements(self) -> tuple[RankPlacement, ...]:
         """The ranks that were launched; none where the launch was not recorded whole."""
         try:
-            return _PLACEMENTS.validate_json((self.path / "launched.json").read_bytes())
+            return _PLACEMENTS.validate_json(read_plain(self.path / "launched.json"))
         except (OSError, ValueError):
             return ()
 
@@ -88,13 +89,16 @@ class AttemptFolder:
         """Record how the attempt ended here, or that it never began."""
         self.path.mkdir(parents=True, exist_ok=True)
         draft = self.path / "ended.json.draft"
-        draft.write_text(fact.model_dump_json(indent=1))
+        # Made anew: a rank may have put a pipe there, or a link that leads elsewhere.
+        draft.unlink(missing_ok=True)
+        with draft.open("x") as file:
+            file.write(fact.model_dump_json(indent=1))
         draft.replace(self.path / "ended.json")
 
     def ended(self) -> GangEnded | LaunchRefused | None:
         """How the attempt ended here; None while that is not recorded."""
         try:
-            return _ENDS.validate_json((self.path / "ended.json").read_bytes())
+            return _ENDS.validate_json(read_plain(self.path / "ended.json"))
         except (OSError, ValueError):
             return None
 
@@ -182,13 +186,12 @@ class NodeFolder:
 
     def unfinished(self) -> list[AttemptFolder]:
         """The attempts that were launched here and whose end is not recorded."""
-        found = []
-        for launched in sorted(self.path.glob("jobs/*/attempt-*/launched.json")):
-            path = launched.parent
-            folder = self.attempt(path.parent.name, int(path.name.removeprefix("attempt-")))
-            if folder.ended() is None:
-                found.append(folder)
-        return found
+        return [
+            folder
+            for job in sorted(self.path.glob("jobs/job_*"))
+            for folder in self._attempts(job)
+            if (folder.path / "launched.json").is_file() and folder.ended() is None
+        ]
 
     def prune(self, deleted: Iterable[str]) -> list[Path]:
         """Remove the files of attempts that nobody asks for any more; answers which.
@@ -199,15 +202,19 @@ class NodeFolder:
         removed = []
         for job in sorted(self.path.glob("jobs/job_*")):
             kept = 0 if job.name in gone else ATTEMPTS_KEPT
-            numbers = sorted(int(p.name.removeprefix("attempt-")) for p in job.glob("attempt-*"))
-            for fence in numbers[: max(len(numbers) - kept, 0)]:
-                attempt = self.attempt(job.name, fence)
+            attempts = self._attempts(job)
+            for attempt in attempts[: max(len(attempts) - kept, 0)]:
                 if attempt.ended() is not None:
                     shutil.rmtree(attempt.path, ignore_errors=True)
                     removed.append(attempt.path)
-            if not any(job.iterdir()):
+            with contextlib.suppress(OSError):  # something is in it yet
                 job.rmdir()
         return removed
+
+    def _attempts(self, job: Path) -> list[AttemptFolder]:
+        """Those of a job, oldest first; what a rank put beside them is passed over."""
+        numbers = (p.name.removeprefix("attempt-") for p in job.glob("attempt-*"))
+        return [self.attempt(job.name, n) for n in sorted(int(n) for n in numbers if n.isdecimal())]
 
     def remove_boards(self) -> None:
         """Remove whatever boards an earlier agent of this folder left."""

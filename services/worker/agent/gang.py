@@ -321,6 +321,8 @@ def _said(
         return state, (Tell(_vote_fact(state, event)),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
+    if rank.misbehaved:
+        return state, ()
     foreign = _not_its_own(state, rank, event.message)
     if foreign is not None:
         return _misbehaved(state, rank, foreign, now)

@@ -98,10 +98,9 @@ class GangRuntime:
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The processes of all ranks, by rank."""
-        return {rank.rank: rank.pid for rank in self._state.ranks.values()}
+    def has(self, pid: int) -> bool:
+        """Whether a rank that is not reaped yet has this process id."""
+        return any(rank.pid == pid and not rank.ended for rank in self._state.ranks.values())
 
     @property
     def living(self) -> RunningGang | None:
@@ -125,7 +124,7 @@ class GangRuntime:
         if self._first_exit_at is None:
             self._first_exit_at = time.monotonic()
         for rank in self._state.ranks.values():
-            if rank.pid == pid:
+            if rank.pid == pid and not rank.ended:
                 # What it said before it died counts before its death.
                 self._links[rank.rank].hear_rest()
                 by_itself = rank.rank in self._died_alone and not self._forker_gone
@@ -199,15 +198,20 @@ class GangRuntime:
 
     async def sweep(self, mark: str) -> None:
         """Kill what the ranks left behind, then read their boards to the end."""
-        left = await asyncio.to_thread(sweep_sessions, mark, set(self.pids.values()))
+        left = await asyncio.to_thread(
+            sweep_sessions, mark, {rank.pid for rank in self._state.ranks.values()}
+        )
         if left:
             _log.warning("left_by_ranks", job=self.job_id, pids=left)
-        self._telemetry.end()
-        self._watch()
+        with self._surviving():
+            self._telemetry.end()
+            self._watch()
 
     def samples(self) -> list[RankSample]:
         """Where each rank stands."""
-        return self._telemetry.samples(self._ready())
+        with self._surviving():
+            return self._telemetry.samples(self._ready())
+        return []
 
     def take_records(self) -> Records:
         """The steps and log lines for the next beat."""

@@ -46,7 +46,13 @@ def find_leftovers(folder: NodeFolder, node_id: str) -> list[Leftover]:
     if killed:
         _log.warning("left_by_an_earlier_agent", pids=killed)
         psutil.wait_procs(marked(folder.mark), timeout=_GONE_WITHIN_S)
-    return [Leftover(_ended(a, node_id), _steps(a)) for a in folder.unfinished()]
+    leftovers = []
+    for attempt in folder.unfinished():
+        try:
+            leftovers.append(Leftover(_ended(attempt, node_id), _steps(attempt)))
+        except ValueError as error:  # a rank made the folder: there is no such job or attempt
+            _log.warning("no_attempt", folder=str(attempt.path), why=str(error))
+    return leftovers
 
 
 def forget_leftovers(folder: NodeFolder, leftovers: list[Leftover]) -> None:

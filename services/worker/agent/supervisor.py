@@ -150,7 +150,7 @@ class Supervisor:
 
     def _reaped(self, reaped: RankReaped) -> None:
         for gang in self._gangs.values():
-            if reaped.pid in gang.pids.values():
+            if gang.has(reaped.pid):
                 gang.reaped(reaped.pid, reaped.exit_code, reaped.signal)
                 break
         else:  # it died before its launch was complete

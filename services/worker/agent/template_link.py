@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import structlog
+from pydantic import ValidationError
 
 from services.contract.warm_channel import (
     BLANK_MARK,
@@ -151,8 +152,7 @@ class TemplateLink:
                 return link
             why = "it was started with other settings or other code"
         _log.warning("template_not_adopted", pid=found[1], why=why)
-        link.kill()
-        await link.gone.wait()
+        link.give_up()
         return None
 
     @property
@@ -198,10 +198,13 @@ class TemplateLink:
                         reject(self._forks.popleft(), WarmGoneError(reason))
                     case _:
                         raise AssertionError(f"a template says no {message.kind}")
-        except EOFError:
-            self._end()
+        except (EOFError, ValidationError):  # it is gone, or it is no template of ours
+            self.give_up()
 
-    def _end(self) -> None:
+    def give_up(self) -> None:
+        """End it, if that is not done, and hear no more; ``gone`` is set."""
+        if self.gone.is_set():
+            return
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
         code = self._process.end()

@@ -22,6 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Final, NoReturn
 
+from pydantic import ValidationError
+
 from services.contract.own_process import set_up_process
 from services.contract.rank_user import RankUser
 from services.contract.warm_channel import (
@@ -70,7 +72,7 @@ class Template:
         """Serve the first agent, and those that come within ``linger_s`` after its end."""
         channel: WarmChannel | None = first
         while channel is not None:
-            with contextlib.suppress(EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError, ValidationError):
                 self._serve_one(channel)
             channel.close()
             channel = self._next_agent(time.monotonic() + self._linger_s)
@@ -136,6 +138,7 @@ class Template:
                 WarmChannel(socket.socket(fileno=channel)),
                 self._ranks,
                 asked.agent,
+                lifeline,
                 wake_at_a_childs_end(),
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop

@@ -61,6 +61,8 @@ class WarmProcess:
         channel: The end of the socket to the agent.
         ranks: What ranks are.
         agent: Its process, which may look into ranks.
+        lifeline: A descriptor that is no rank's: who has it can undo that this process dies with
+            the agent.
         wake: Both ends of a socket pair; ``wake[0]`` turns readable when a child ends.
     """
 
@@ -69,8 +71,10 @@ class WarmProcess:
         channel: WarmChannel,
         ranks: Ranks,
         agent: int,
+        lifeline: int,
         wake: tuple[socket.socket, socket.socket],
     ) -> None:
+        self._lifeline = lifeline
         self._channel = channel
         self._is = ranks
         self._agent = agent
@@ -142,7 +146,7 @@ class WarmProcess:
             self._channel.close()
             for end in self._wake:
                 end.close()
-            for descriptor in later:
+            for descriptor in (self._lifeline, *later):
                 os.close(descriptor)
             _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
             if seat.rank == 0:
@@ -187,11 +191,12 @@ def serve_agent(
     channel: WarmChannel,
     ranks: Ranks,
     agent: int,
+    lifeline: int,
     wake: tuple[socket.socket, socket.socket],
 ) -> None:
     """Be the warm process of an agent until it closes the channel."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    WarmProcess(channel, ranks, agent, wake).serve()
+    WarmProcess(channel, ranks, agent, lifeline, wake).serve()
 
 
 def _reaped(pid: int, status: int) -> RankReaped:
