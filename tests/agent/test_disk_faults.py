@@ -1,5 +1,6 @@
 """What a disk that refuses to be written or read changes for an agent: as little as possible."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_output_that_cannot_be_read_is_given_up(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "open", refuse)
+        broken.setattr(os, "open", refuse)
         assert tail.read(10, last=True) == []
         assert tail.at_end()
     assert [line.text for line in tail.read(10)] == ["a line"]

@@ -18,7 +18,7 @@ def test_a_token_from_its_making_to_its_revocation(
 ) -> None:
     def call(*arguments: str, token: str = BOOTSTRAP) -> Result:
         monkeypatch.setenv("MESHLOOM_TOKEN", token)
-        monkeypatch.setattr(console, "width", 200)
+        monkeypatch.setattr(console, "_width", 200)
         return CliRunner().invoke(app, arguments)
 
     with started(redis_url, token=BOOTSTRAP) as controller:

@@ -18,7 +18,7 @@ from rich.text import Text
 from services.cli.__main__ import main
 from services.cli.client import Client
 from services.cli.follow import follow
-from services.cli.terminal import Terminal, harmless, one_line
+from services.cli.terminal import Terminal, console, harmless, one_line
 from services.contract import redis_keys as keys
 from services.contract.messages.facts import CheckpointCorrupt, Inventory, NodeJoined
 from services.contract.messages.probing import NodeMeasured, ProbeFailure
@@ -146,7 +146,7 @@ def typed(
 
     monkeypatch.setenv("MESHLOOM_URL", str(place.controller.client.base_url))
     monkeypatch.setenv("MESHLOOM_TOKEN", BOOTSTRAP)
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(console, "_width", 1000)
     yield call
     signal.signal(signal.SIGTERM, before)
 

@@ -21,7 +21,7 @@ HOUR_MS = 3_600_000
 def test_jobs_and_lines_are_sorted_and_narrowed(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "width", 200)
+    monkeypatch.setattr(console, "_width", 200)
 
     def typed(*words: str) -> str:
         done = CliRunner().invoke(app, words)

@@ -75,7 +75,8 @@ def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
     (corrupt,) = (event for event in events if event.kind == "checkpoint.corrupt")
     assert corrupt.data["file"] == f"shards/{latest.id}/{path.name}"
     steps = [stack.client.checkpoint(str(a.resumed_from)).step for a in _later(stack, job.id)]
-    assert steps == [latest.step, 60]
+    # On a busy machine the pause comes late, after more than one commit.
+    assert steps == [latest.step, (latest.step - 1) // 60 * 60]
     assert stack.client.checkpoint(latest.id).state is CheckpointState.CORRUPT
 
     # What people do about it, by the command line.

@@ -27,7 +27,9 @@ def cannot_be_tried() -> str | None:
     if os.getuid() != 0:
         return "only root can run ranks as another user"
     tried = [sys.executable, "-c", "import pydantic, services.contract.ids"]
-    if subprocess.run(tried, user=USER.pw_uid, capture_output=True, check=False).returncode:
+    try:
+        subprocess.run(tried, user=USER.pw_uid, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return "this interpreter lies where other users cannot read it"
     return None
 
