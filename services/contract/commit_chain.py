@@ -25,7 +25,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from services.contract.durable import make_folders, sync_folder, write_new
+from services.contract.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.manifests import (
     CHAIN_RECORD,
     AttemptOpened,
@@ -36,6 +36,7 @@ from services.contract.manifests import (
 from services.contract.rank_user import RankUser
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
+_NUMBER: Final = re.compile(r"[0-9]{8}")
 _OPENED: Final = "opened-"
 _ALL_READ: Final = 0o644
 _ALL_READ_AND_ENTER: Final = 0o755
@@ -240,13 +241,14 @@ class CommitChain:
     def _last_number(self) -> int:
         if not self._folder.is_dir():
             return 0
-        return max((int(p.stem) for p in self._folder.glob("[0-9]*.json")), default=0)
+        names = (path.stem for path in self._folder.glob("*.json"))
+        return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=0)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"
 
     def _read(self, number: int) -> Record:
-        return CHAIN_RECORD.validate_json(self._path(number).read_bytes())
+        return CHAIN_RECORD.validate_json(read_plain(self._path(number)))
 
     def _named_fences(self) -> list[int]:
         names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))

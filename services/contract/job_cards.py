@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.contract.commit_chain import DRAFT_PREFIX
-from services.contract.durable import make_folders, sync_folder, write_new
+from services.contract.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.ids import CheckpointId, JobId
 from services.contract.plans import GangPlan
 from services.contract.specs import CarriedSpec
@@ -66,7 +66,7 @@ def write_card(root: Path, card: JobCard) -> None:
 def read_card(root: Path, job_id: str) -> JobCard | None:
     """The card of a job that nobody deleted; None where there is none that can be read."""
     try:
-        card = JobCard.model_validate_json((root / job_id / _CARD).read_bytes())
+        card = JobCard.model_validate_json(read_plain(root / job_id / _CARD))
     except (OSError, ValidationError):
         return None
     return card if card.job_id == job_id else None

@@ -139,6 +139,22 @@ def test_a_damaged_or_missing_record_is_named_and_the_others_hold(
         chain.find(manifest(10).checkpoint_id)
 
 
+def test_other_names_are_passed_over_and_a_pipe_in_place_of_a_record_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), manifest(10)):
+        chain.append(record)
+    damage(tmp_path, 2, None)
+    folder = tmp_path / JOB / "chain"
+    os.mkfifo(folder / "00000002.json")
+    for name in ("1x.json", "9" * 30 + ".json", "notes.json"):
+        (folder / name).touch()
+    reading = chain.read()
+    assert reading.records == {1: opened(1)}
+    assert [record.number for record in reading.damaged] == [2]
+
+
 def test_nothing_is_committed_over_a_damaged_record(tmp_path: Path) -> None:
     chain = CommitChain(tmp_path, JOB)
     for record in (opened(1), manifest(10)):

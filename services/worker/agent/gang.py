@@ -3,8 +3,8 @@
 When any rank fails, by an error that it reports or by its exit, the others are killed: they
 would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
 peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
-once what was found is known. Performing the effects is ``gang_runtime``'s; who failed
-first is worked out in ``verdict``.
+once what was found is known. Performing the effects is ``gang_runtime``'s; what a rank may say
+is judged in ``hearing``, who failed first is worked out in ``verdict``.
 """
 
 import re
@@ -13,34 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from services.contract.ids import attempt_of_checkpoint, checkpoint_id
 from services.contract.messages.commands import StopGang
-from services.contract.messages.facts import (
-    CheckpointBegan,
-    CheckpointCorrupt,
-    CheckpointLost,
-    CheckpointVoted,
-    CheckpointWaits,
-    Evaluated,
-    Fact,
-    GangDiagnosed,
-    GangProgressed,
-)
+from services.contract.messages.facts import Fact, GangDiagnosed, GangProgressed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
-    RankCheckpointFailed,
     RankCheckpointWaits,
-    RankEvaluated,
     RankFailed,
     RankFinished,
-    RankFoundCorrupt,
     RankMessage,
     RankOrder,
     RankReady,
     RankVote,
 )
 from services.worker.agent.hang import Mark, Progress, Stall, allowance_s, look
+from services.worker.agent.hearing import fact_of, not_its_own, vote_fact
 
 WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
@@ -318,12 +305,12 @@ def _said(
     state: GangState, rank: RankState, event: MessageCame | Misbehaved | VoteChecked, now: float
 ) -> Decision:
     if isinstance(event, VoteChecked):
-        return state, (Tell(_vote_fact(state, event)),)
+        return state, (Tell(vote_fact(state, event.rank, event.vote, event.fault)),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
     if rank.misbehaved:
         return state, ()
-    foreign = _not_its_own(state, rank, event.message)
+    foreign = not_its_own(state, rank.rank, event.message)
     if foreign is not None:
         return _misbehaved(state, rank, foreign, now)
     if isinstance(event.message, RankVote):
@@ -349,29 +336,7 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
             state = replace(state, progress=progress, waited_at=now)
         case _:
             pass
-    return state, (Tell(_fact(state, message)),)
-
-
-def _not_its_own(state: GangState, rank: RankState, message: RankMessage) -> str | None:
-    """What a rank says of something that is not its attempt's; None where it does not."""
-    match message:
-        case (
-            RankCheckpointBegan(checkpoint_id=named, step=step)
-            | RankCheckpointWaits(checkpoint_id=named, step=step)
-            | RankVote(checkpoint_id=named, step=step)
-        ):
-            is_own = named == checkpoint_id(state.job_id, step, state.fence)
-        case RankCheckpointFailed(checkpoint_id=named):
-            is_own = attempt_of_checkpoint(named) == (state.job_id, state.fence)
-        case RankFoundCorrupt(checkpoint_id=named):
-            is_own = named == state.resume_from
-        case _:
-            return None
-    if not is_own:
-        return f"spoke of checkpoint {named}, which is not its attempt's ({message.kind})"
-    if isinstance(message, RankVote) and message.shard.rank != rank.rank:
-        return f"voted for rank {message.shard.rank}"
-    return None
+    return state, (Tell(fact_of(state, message)),)
 
 
 def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Decision:
@@ -382,41 +347,6 @@ def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Dec
         rank, failed=rank.failed or said, finished=None, misbehaved=True, spoke_last_at=now
     )
     return _kill_all(_with_word(state, rank))
-
-
-def _vote_fact(state: GangState, checked: VoteChecked) -> Fact:
-    if checked.fault is None:
-        return _fact(state, checked.vote)
-    reason = f"shard {checked.vote.shard.name} of rank {checked.rank}: {checked.fault}"
-    name = checked.vote.checkpoint_id
-    return _fact(state, RankCheckpointFailed(checkpoint_id=name, reason=reason))
-
-
-def _fact(
-    state: GangState,
-    said: RankCheckpointBegan
-    | RankVote
-    | RankCheckpointWaits
-    | RankCheckpointFailed
-    | RankFoundCorrupt
-    | RankEvaluated,
-) -> Fact:
-    """What a rank said, as its agent tells it to the controller."""
-    job_id, fence, node_id = state.job_id, state.fence, state.node_id
-    fields = said.model_dump(exclude={"kind"})
-    match said:
-        case RankCheckpointBegan():
-            return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankVote():
-            return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointWaits():
-            return CheckpointWaits(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointFailed():
-            return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankFoundCorrupt():
-            return CheckpointCorrupt(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankEvaluated():
-            return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
 
 
 def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Decision:

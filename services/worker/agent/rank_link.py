@@ -21,8 +21,9 @@ from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import LINE_BYTES, RANK_MESSAGE, RankMessage, RankOrder
 
 _READ_BYTES: Final = 16_384
-# Reading a short line takes an agent as long as reading this many bytes of a long one.
-_BYTES_A_LINE: Final = 4_096
+# Most lines become facts, which the one controller takes in turn, those of all jobs: each counts as
+# so many bytes.
+_BYTES_A_LINE: Final = 16_384
 READ_BYTES_PER_S: Final = 1 << 20
 _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
 LOOKS_BEHIND: Final = 50
@@ -94,7 +95,8 @@ class RankLink:
             return
         if self._looks_behind > LOOKS_BEHIND:
             self._fault(
-                "floods its pipe: its agent reads a MiB a second of it or 256 lines, and was "
+                f"floods its pipe: its agent reads {READ_BYTES_PER_S >> 20} MiB a second of it or "
+                f"{READ_BYTES_PER_S // _BYTES_A_LINE} lines, and was "
                 f"behind at {LOOKS_BEHIND} looks in a row"
             )
         elif self._allowance > 0:
