@@ -92,3 +92,10 @@ def test_what_looks_like_a_credential_is_found_and_what_does_not_is_left(
     if pointers is not None:
         expected = [f"/args{pointer}" for pointer in pointers]
     assert sorted(fault.pointer for fault in written_out(args, "/args")) == expected
+
+
+def test_a_text_that_almost_holds_a_credential_everywhere_is_judged_in_one_pass() -> None:
+    # With a time that grows with the square of its length this would take an hour.
+    assert not list(written_out({"note": "eyJ-" * 1_000_000}, ""))
+    hidden = "x=eyJ" + "a" * 20 + ".eyJ" + "b" * 20 + ".c"
+    assert len(list(written_out({"note": hidden}, ""))) == 1

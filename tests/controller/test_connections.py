@@ -107,8 +107,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: ConnectionLimits) -> AsyncIterator[Served]:
-    async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
+async def served(limits: ConnectionLimits, parts: list[int] | None = None) -> AsyncIterator[Served]:
+    """Serve; ``parts`` are the sizes in which a request's body comes."""
+
+    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+        more = parts is not None
+        while more and parts is not None:
+            message = await receive()
+            parts.append(len(message["body"]))
+            more = message["more_body"]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
             await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
@@ -165,3 +172,19 @@ async def test_who_reads_slowly_is_waited_for() -> None:
             read += len(part)
         assert read > 100 << 20
         writer.close()
+
+
+@pytest.mark.anyio
+async def test_chunks_of_a_byte_are_taken_a_few_at_a_time() -> None:
+    sizes: list[int] = []
+    async with served(ConnectionLimits(), sizes) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        head = (
+            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        writer.write(head + b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
+        await reader.readline()
+        await sooner_or_later(lambda: sum(sizes) == 100_000)
+        writer.close()
+    # Each is parsed before anything else has its turn.
+    assert max(sizes) < 10_000

@@ -19,6 +19,7 @@ from services.controller.domain.events import (
 )
 from services.controller.domain.finding import ADOPTED_WITHIN_MS, found_again
 from services.controller.domain.job import Job, Origin
+from services.controller.use_cases.present import job_view
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -94,6 +95,15 @@ def test_a_found_job_stands_with_its_checkpoints_and_a_fence_behind_all_others()
     opened = play(resumed, [placed(resumed)]).job
     assert opened.fence == 4
     assert opened.attempts[-1].resumed_from == checkpoint_id(job.id, 20, 1)
+
+
+def test_a_found_job_of_the_far_future_is_shown_and_is_not_newer_than_the_present() -> None:
+    fact = found({2: 10})
+    card = fact.card.model_copy(update={"created_ms": 10**18})
+    job = take_in(fact.model_copy(update={"card": card})).job
+    assert job.created_ms == LATER
+    far = job.model_copy(update={"updated_ms": 10**18})
+    assert job_view(far, (), {}).updated_at.year == 9999
 
 
 def test_a_found_job_that_was_meant_to_run_is_queued_and_goes_on() -> None:

@@ -1,9 +1,11 @@
-"""What facts may say of checkpoints that are not their own job's."""
+"""What facts may say of checkpoints that are not their own job's, and which numbers are none."""
 
 import pytest
+from pydantic import ValidationError
 
 from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.messages.facts import (
+    FACT,
     CheckpointCorrupt,
     CheckpointLost,
     CheckpointVerified,
@@ -123,3 +125,16 @@ def test_of_checkpoints_that_are_begun_and_never_voted_for_few_are_kept() -> Non
     assert commands(decision) == []
     last = checkpoint_id(job.id, 100, 1)
     assert decision.job.checkpoints[last].state is CheckpointState.WRITING
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '"kind": "evaluated", "step": 1, "loss": 2.0, "tokens": 1, "baselines": {"bigram": 1e400}',
+        '"kind": "gang_ended", "exits": [], "last_step": 1, "first_exit_s": 1e308',
+    ],
+)
+def test_a_number_that_a_record_cannot_hold_makes_no_fact(said: str) -> None:
+    of_attempt = f'"job_id": "{new_job().id}", "fence": 1, "node_id": "{NODE}"'
+    with pytest.raises(ValidationError):
+        FACT.validate_json(f"{{{of_attempt}, {said}}}")

@@ -26,6 +26,7 @@ from tests.waiting import until
 
 TORN = '{"of_tomorrow": '
 OTHER = '{"of_tomorrow": 1}'
+NO_TEXT = b"\xff\xfe{"
 
 
 def write_unreadable(redis: Redis, job_id: str, node_id: str) -> str:
@@ -49,6 +50,10 @@ def write_unreadable(redis: Redis, job_id: str, node_id: str) -> str:
     redis.xadd(keys.FACTS, {"of_tomorrow": "1"})
     redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: '{"kind": "fact_of_tomorrow"}'})
     redis.hset(keys.MEASURED_NODES, f"{node_id}/cpu", OTHER)
+    redis.rpush(keys.ARRIVED_FACTS, NO_TEXT)
+    redis.hset(keys.job_ranks(job_id), "8", NO_TEXT)
+    for stream in (keys.job_steps(job_id), keys.job_logs(job_id)):
+        redis.xadd(stream, {keys.MESSAGE_FIELD: NO_TEXT})
     return strange
 
 

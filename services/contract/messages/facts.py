@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.job_cards import JobCard
@@ -14,6 +14,8 @@ from services.contract.messages.probing import ModelProbed, NodeMeasured
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""
+
+_LONGEST_S: Final = 1e9
 
 
 class Device(Message):
@@ -241,7 +243,8 @@ class Evaluated(_GangFact):
     step: int = Field(ge=0)
     loss: float | None
     tokens: int = Field(ge=1)
-    baselines: dict[str, float] = Field(default_factory=dict)
+    # Of others nothing but null is left in the job's record, which then could not be read any more.
+    baselines: dict[str, FiniteFloat] = Field(default_factory=dict)
 
 
 class ExitStanding(IntEnum):
@@ -300,7 +303,7 @@ class GangEnded(_GangFact):
     """
 
     kind: Literal["gang_ended"] = "gang_ended"
-    first_exit_s: float | None = Field(default=None, ge=0)
+    first_exit_s: float | None = Field(default=None, ge=0, le=_LONGEST_S)
     exits: tuple[RankExit, ...]
     last_step: int = Field(ge=0)
     hang: Findings | None = None

@@ -12,6 +12,9 @@ _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
     b"Retry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
+# So much is read at a time: chunks of one byte take a tenth of a second to parse in the 256 KiB that
+# asyncio reads, and many clients that send such would keep the loop from renewing the lead.
+_READ_BYTES: Final = 4_096
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         # Without it, a kept connection's answer waits 40 ms for the client's acknowledgement: asyncio
         # asks for it only where the listening socket names its protocol.
+        selector_transport: Any = transport
+        selector_transport.max_size = _READ_BYTES
         accepted: Any = transport.get_extra_info("socket")
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.limits.open_at_once:

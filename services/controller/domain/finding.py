@@ -41,7 +41,8 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         state=card.standing,
         exit_reason=card.exit_reason,
         owner=card.owner,
-        created_ms=card.created_ms or now_ms,
+        # Ranks may write where cards lie, and no job is of the future: lists are sorted by this.
+        created_ms=min(card.created_ms or now_ms, now_ms),
         updated_ms=now_ms,
         fence=fact.fence,
         run_fence=fact.fence,

@@ -29,6 +29,8 @@ from services.controller.domain.placement import Standing
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"
+_LAST_MS: Final = 253_402_300_799_000
+"""Python knows no later second. What agents and storage say may name one, and fails no list by it."""
 STRAGGLER_SCORE: Final = 0.2
 """From this share of the time on, the rank that keeps the others waiting most is named: below it,
 what else a machine does makes one rank late or the other."""
@@ -40,8 +42,8 @@ _ENDED_BY_PEOPLE = frozenset(
 
 
 def moment(ms: int) -> datetime:
-    """Milliseconds of Redis's clock as a time in UTC."""
-    return datetime.fromtimestamp(ms / 1000, tz=UTC)
+    """Milliseconds since 1970 as a time in UTC; what lies beyond the year 9999 is its end."""
+    return datetime.fromtimestamp(min(max(ms, 0), _LAST_MS) / 1000, tz=UTC)
 
 
 def maybe_moment(ms: int | None) -> datetime | None:
