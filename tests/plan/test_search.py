@@ -495,7 +495,8 @@ def test_the_default_is_left_only_for_what_is_clearly_faster(profile: ModelProfi
         ).time
         for each in space.layouts()
     }
-    for default, time in every.items():
+    by_time = sorted(every.items(), key=lambda each: each[1].total if each[1] else 0.0)
+    for default, time in by_time[:: max(len(by_time) // 8, 1)]:  # from the fastest to the slowest
         answer = search_layout(profile, replace(free, default=default))
         assert answer.best is not None
         assert time is not None
