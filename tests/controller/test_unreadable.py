@@ -7,7 +7,7 @@ from redis import Redis
 
 from services.contract import redis_keys as keys
 from services.contract.ids import new_job_id
-from services.contract.states import ExitReason, JobState
+from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import StopRequest
 from services.controller.domain.decide import decide
 from services.controller.domain.events import (
@@ -50,6 +50,10 @@ def write_unreadable(redis: Redis, job_id: str, node_id: str) -> str:
     redis.xadd(keys.FACTS, {"of_tomorrow": "1"})
     redis.xadd(keys.FACTS, {keys.MESSAGE_FIELD: '{"kind": "fact_of_tomorrow"}'})
     redis.hset(keys.MEASURED_NODES, f"{node_id}/cpu", OTHER)
+    # Keys that agents may write, of another type than they should be.
+    redis.hset(keys.node_lease("retyped"), "a", "b")
+    node = str(redis.hget(keys.NODES, node_id)).replace(node_id, "retyped")
+    redis.hset(keys.NODES, "retyped", node.replace(NodeState.READY, NodeState.LOST))
     redis.rpush(keys.ARRIVED_FACTS, NO_TEXT)
     redis.hset(keys.job_ranks(job_id), "8", NO_TEXT)
     for stream in (keys.job_steps(job_id), keys.job_logs(job_id)):
@@ -72,6 +76,8 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
         until(lambda: controller.state(first) == "RUNNING")
         strange = write_unreadable(redis, first, agent.node_id)
         second = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+        redis.hset(keys.job_steps(second), "a", "b")
+        redis.set(keys.job_ranks(second), "b")
         agent.launches(second)
         until(lambda: redis.xlen(keys.FACTS) == 0)
         for path in ("", "/steps", "/metrics", "/events", "/logs", "/ranks"):

@@ -7,9 +7,9 @@ those of the loops are not those of the streams, so that followers can never sil
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -89,6 +89,22 @@ class Unreadable:
         self._known[name] = content
         if len(self._known) > _UNREADABLE_KEPT:
             del self._known[next(iter(self._known))]
+
+    def of_their_type(self, names: Iterable[str], rows: Iterable[Any]) -> list[Any]:
+        """The answers for keys that agents write; None for one that they gave another type.
+
+        Raises:
+            ResponseError: Redis refused for another reason.
+        """
+        found = []
+        for name, row in zip(names, rows, strict=True):
+            is_other = isinstance(row, ResponseError) and str(row).startswith("WRONGTYPE")
+            if is_other:
+                self.note(name, str(row), row)
+            elif isinstance(row, Exception):
+                raise row
+            found.append(None if is_other else row)
+        return found
 
     def forget(self, name: str) -> None:
         """It was read, or is there no more."""

@@ -134,10 +134,11 @@ class RedisNodes:
                 for name in names:
                     pipe.get(keys.node_lease(name))
                     pipe.pttl(keys.node_lease(name))
-                rows = await pipe.execute()
+                rows = await pipe.execute(raise_on_error=False)
+            told = self._clients.unreadable.of_their_type(map(keys.node_lease, names), rows[0::2])
         return {
             name: Lease(incarnation, max(int(left), 0))
-            for name, incarnation, left in zip(names, rows[0::2], rows[1::2], strict=True)
+            for name, incarnation, left in zip(names, told, rows[1::2], strict=True)
             if incarnation is not None
         }
 
@@ -228,8 +229,11 @@ class RedisTelemetry:
             async with self._clients.reads.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
                     pipe.hgetall(keys.job_ranks(job_id))
-                rows = await pipe.execute()
-        return {name: self._samples(name, row) for name, row in zip(job_ids, rows, strict=True)}
+                rows = await pipe.execute(raise_on_error=False)
+            told = self._clients.unreadable.of_their_type(map(keys.job_ranks, job_ids), rows)
+        return {
+            name: self._samples(name, row or {}) for name, row in zip(job_ids, told, strict=True)
+        }
 
     def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
         key = keys.job_ranks(job_id)
@@ -245,10 +249,11 @@ class RedisTelemetry:
             async with self._clients.reads.pipeline(transaction=False) as pipe:
                 for job_id in job_ids:
                     pipe.xrevrange(keys.job_steps(job_id), count=count)
-                rows = await pipe.execute()
+                rows = await pipe.execute(raise_on_error=False)
+            told = self._clients.unreadable.of_their_type(map(keys.job_steps, job_ids), rows)
         return {
-            job_id: self._steps(job_id, _entries(row)[::-1])
-            for job_id, row in zip(job_ids, rows, strict=True)
+            job_id: self._steps(job_id, _entries(row or [])[::-1])
+            for job_id, row in zip(job_ids, told, strict=True)
         }
 
     async def steps(self, job_id: str) -> list[StepRecord]:
