@@ -183,7 +183,7 @@ def diagnose(
     ] = False,
     stacks: Annotated[bool, typer.Option("--stacks", help="Print every rank's stacks.")] = False,
 ) -> None:
-    """Say what ails a job, or what ended it: the first rank, the kind of trouble, what to do."""
+    """Diagnose a job that hangs or has ended: the first rank to fail, the cause, what to do."""
     with _connect() as client:
         job_id = _resolve(client, job)
         lives = client.job(job_id).state in _LIVE_STATES

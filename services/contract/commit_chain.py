@@ -37,6 +37,8 @@ from services.contract.rank_user import RankUser
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
 _NUMBER: Final = re.compile(r"[0-9]{8}")
+# Records are linked one behind the other: a number so far beyond the last one is none of the chain.
+_LARGEST_GAP: Final = 1_000
 _OPENED: Final = "opened-"
 _ALL_READ: Final = 0o644
 _ALL_READ_AND_ENTER: Final = 0o755
@@ -242,7 +244,12 @@ class CommitChain:
         if not self._folder.is_dir():
             return 0
         names = (path.stem for path in self._folder.glob("*.json"))
-        return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=0)
+        last = 0
+        for number in sorted(int(name) for name in names if _NUMBER.fullmatch(name)):
+            if number - last > _LARGEST_GAP:
+                break
+            last = number
+        return last
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"

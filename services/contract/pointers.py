@@ -7,6 +7,7 @@ from typing import Any, Final
 from services.contract.problems import MOST_FAULTS, Fault, first_faults
 
 _ERRORS_A_FAULT: Final = 4
+_LONGEST_DETAIL: Final = 1_000  # faults of one place are joined up to about here
 _SAID_PATH: Final = re.compile(r"^([a-z_]+(?:\.[a-z_0-9]+)*): ")
 _NOT_THERE: Final = frozenset({"missing", "value_error"})
 UNION_TAGS: Final = frozenset({"(spec)", "(plan)"})
@@ -35,7 +36,7 @@ def faults_of(errors: Sequence[Mapping[str, Any]], body: object) -> list[Fault]:
         known = merged.get(fault.pointer)
         if known is None:
             merged[fault.pointer] = fault
-        elif fault.detail not in known.detail:
+        elif len(known.detail) < _LONGEST_DETAIL and fault.detail not in known.detail:
             detail = f"{known.detail}; or: {fault.detail}"
             merged[fault.pointer] = known.model_copy(update={"detail": detail})
     return first_faults(merged.values(), len(errors) - len(looked_at))

@@ -148,7 +148,7 @@ def test_other_names_are_passed_over_and_a_pipe_in_place_of_a_record_is_not_wait
     damage(tmp_path, 2, None)
     folder = tmp_path / JOB / "chain"
     os.mkfifo(folder / "00000002.json")
-    for name in ("1x.json", "9" * 30 + ".json", "notes.json"):
+    for name in ("1x.json", "9" * 8 + ".json", "9" * 30 + ".json", "notes.json"):
         (folder / name).touch()
     reading = chain.read()
     assert reading.records == {1: opened(1)}

@@ -114,8 +114,8 @@ async def served(limits: ConnectionLimits, parts: list[int] | None = None) -> As
         more = parts is not None
         while more and parts is not None:
             message = await receive()
-            parts.append(len(message["body"]))
-            more = message["more_body"]
+            parts.append(len(message.get("body", b"")))
+            more = message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
             await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
@@ -175,16 +175,34 @@ async def test_who_reads_slowly_is_waited_for() -> None:
 
 
 @pytest.mark.anyio
-async def test_chunks_of_a_byte_are_taken_a_few_at_a_time() -> None:
+async def test_chunks_of_a_byte_are_taken_a_few_at_a_time_and_not_for_long() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     sizes: list[int] = []
     async with served(ConnectionLimits(), sizes) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        head = (
-            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        writer.write(head + b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
+        writer.write(head + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n")
         await reader.readline()
-        await sooner_or_later(lambda: sum(sizes) == 100_000)
+        await sooner_or_later(lambda: sum(sizes) == 20_000)
         writer.close()
-    # Each is parsed before anything else has its turn.
-    assert max(sizes) < 10_000
+        # Each is parsed before anything else has its turn.
+        assert max(sizes) < 10_000
+        reader, writer = await asyncio.open_connection(*server.address)
+        with contextlib.suppress(ConnectionError):
+            writer.write(head + b"1\r\na\r\n" * 100_000)
+            await reader.read()
+        await sooner_or_later(lambda: not server.state.connections)
+        assert sum(sizes) < 60_000
+        writer.close()
+
+
+@pytest.mark.anyio
+async def test_a_body_in_large_chunks_is_taken_whole() -> None:
+    sizes: list[int] = []
+    async with served(ConnectionLimits(), sizes) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"400\r\n" + (b"a" * 1024 + b"\r\n400\r\n") * 999)
+        writer.write(b"a" * 1024 + b"\r\n0\r\n\r\n")
+        assert b"200" in await reader.readline()
+        assert sum(sizes) == 1_024_000
+        writer.close()

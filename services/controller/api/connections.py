@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
@@ -15,6 +15,9 @@ _BUSY: Final = (
 # So much is read at a time: chunks of one byte take a tenth of a second to parse in the 256 KiB that
 # asyncio reads, and many clients that send such would keep the loop from renewing the lead.
 _READ_BYTES: Final = 4_096
+# Of a body in chunks: what is not its content, and all that comes once the answer is out. As small
+# chunks, so much takes a third of a second to parse.
+_MOST_FRAMING_BYTES: Final = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,14 @@ class ConnectionLimits:
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 by uvicorn, with a deadline for each request and a bound of connections.
 
-    Uvicorn has a time-out only for kept connections on which nothing comes. A stream of events has no
+    A body in chunks that are tiny, or that goes on after its answer, ends its connection. Uvicorn has a time-out only for kept connections on which nothing comes. A stream of events has no
     deadline: its request is complete, and it is read.
     """
 
     limits: ClassVar = ConnectionLimits()
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _framing_bytes: int = 0
 
     @classmethod
     def within(cls, limits: ConnectionLimits) -> type[H11Protocol]:
@@ -61,8 +65,24 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a part of a request; the first one starts the request's deadline."""
+        cycle, before = self.cycle, self._taken()
         super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY and self._is_in_chunks():
+            content = self._taken() - (before if self.cycle is cycle else 0)
+            self._framing_bytes += len(data) - content
+            if self._framing_bytes > _MOST_FRAMING_BYTES:
+                self.transport.abort()
+        else:
+            self._framing_bytes = 0
         self._watch()
+
+    def _taken(self) -> int:
+        """How much of the body waits for the application, which takes nothing meanwhile."""
+        cycle: RequestResponseCycle | None = self.cycle  # before the first request there is none
+        return 0 if cycle is None else len(cycle.body)
+
+    def _is_in_chunks(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.scope["headers"])
 
     def on_response_complete(self) -> None:
         """Begin with the next request: a part of it may be here already."""

@@ -26,8 +26,8 @@ COMMIT: Final = (
     + _TAKE_LIST
     + """
 -- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
--- inboxes; from KEYS[doomed]
--- on, if a job is deleted with this: that job, all jobs, deleted jobs, all else kept with that job
+-- inboxes; from KEYS[doomed] on, where a job is deleted with this: that job, all jobs, deleted jobs,
+-- all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
