@@ -138,3 +138,18 @@ def test_a_number_that_a_record_cannot_hold_makes_no_fact(said: str) -> None:
     of_attempt = f'"job_id": "{new_job().id}", "fence": 1, "node_id": "{NODE}"'
     with pytest.raises(ValidationError):
         FACT.validate_json(f"{{{of_attempt}, {said}}}")
+
+
+def test_facts_of_two_jobs_that_alternate_cost_each_job_one_commit() -> None:
+    async def course(leader: Leader) -> None:
+        sue, sam = new_job(), sams()
+        for job in (sue, sam):
+            await keep(leader, job, placed(job), launched(job), progressed(job))
+        before = [(await leader.ports.jobs.load(job.id)).version for job in (sue, sam)]
+        await leader.hear(*(began(job, step) for step in (10, 20, 30) for job in (sue, sam)))
+        for job, version in zip((sue, sam), before, strict=True):
+            stored = await leader.ports.jobs.load(job.id)
+            assert stored.version == version + 1
+            assert {each.step for each in stored.job.checkpoints.values()} == {10, 20, 30}
+
+    play(course)

@@ -1,7 +1,7 @@
 """What the controller does with the facts of agents."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -57,9 +57,9 @@ class Told:
 
 
 async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
-    """Act upon facts in their order; those in a row of one job are committed together.
+    """Act upon facts in their order; those of one job are committed together.
 
-    Facts are delivered at least once: heeding one again changes nothing.
+    So a job of which many are told costs others one commit a batch. Facts are delivered at least once: heeding one again changes nothing.
 
     Raises:
         DeposedError: ``epoch`` is over; the facts are the next leader's.
@@ -67,8 +67,7 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
     # Ids of a stream grow even if its clock was set back: no fact is of the future.
     now_ms = await ports.clock.now_ms()
     told = [t for t in (_parse(entry, now_ms) for entry in entries) if t is not None]
-    for _, row in itertools.groupby(told, key=_addressee):
-        group = list(row)
+    for group in _by_addressee(told):
         if isinstance(group[0].fact, NodeJoined | NodeLeft):
             for one in group:
                 await _heed_node(ports, one, epoch)
@@ -79,6 +78,18 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
                 await _heed_answer(ports, one, epoch)
         else:
             await _heed_gang(ports, group, epoch)
+
+
+def _by_addressee(told: Iterable[Told]) -> Iterator[list[Told]]:
+    """Each addressee's facts in their order; those of jobs do not pass what is told of nodes."""
+    for is_of_jobs, row in itertools.groupby(told, key=lambda one: _addressee(one)[0] == "job"):
+        if not is_of_jobs:
+            yield from (list(group) for _, group in itertools.groupby(row, key=_addressee))
+            continue
+        jobs: dict[tuple[str, str], list[Told]] = {}
+        for one in row:
+            jobs.setdefault(_addressee(one), []).append(one)
+        yield from jobs.values()
 
 
 def _parse(entry: Entry, now_ms: int) -> Told | None:
