@@ -77,16 +77,21 @@ def _recovery(stack: Stack, job_id: str, find: Callable[[Stack, str], psutil.Pro
 
 def _committed(stack: Stack, job_id: str) -> int | None:
     """The job's attempt, once it has committed a checkpoint."""
-    last = stack.client.attempts(job_id).items[-1]
+    newest = max((each.fence for each in stack.client.attempts(job_id).items), default=0)
     checkpoints = stack.client.checkpoints(job_id).items
-    return (
-        last.fence if any(c.fence == last.fence and c.committed_at for c in checkpoints) else None
-    )
+    has_committed = any(c.fence == newest and c.committed_at for c in checkpoints)
+    return newest if has_committed else None
 
 
 def _rank(stack: Stack, job_id: str) -> psutil.Process:
-    ranks = stack.client.ranks(job_id).items
-    return psutil.Process(next(rank.pid for rank in ranks if rank.rank == 1 and rank.pid))
+    """Rank 1, as soon as a beat of its agent has named its process."""
+
+    def found() -> psutil.Process | None:
+        ranks = stack.client.ranks(job_id).items
+        pid = next((rank.pid for rank in ranks if rank.rank == 1), None)
+        return psutil.Process(pid) if pid and psutil.pid_exists(pid) else None
+
+    return until(found)
 
 
 def _warm(stack: Stack, job_id: str) -> psutil.Process:
