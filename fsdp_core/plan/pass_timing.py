@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_core.plan.profiling import ModelUnderStudy
 
 REFERENCE_WIDTH = 768
-"""Of the product that tells how fast the processor is, as in a node's self-test."""
+"""Rows and columns of the matrices by whose product the processor's speed is measured, here and in a node's self-test."""
 
 _BUDGET_S = 1.0
 _GIVEN_UP_S = 10

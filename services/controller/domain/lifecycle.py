@@ -26,7 +26,9 @@ _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
 _STOOD: Final = "the ranks drained, and who had asked for it was lost with Redis"
-_ADOPTED: Final = "Redis had lost the job, storage told of it, and its ranks were training on"
+_ADOPTED: Final = (
+    "Redis had lost the job; it was found in storage, and its ranks were still training"
+)
 _NO_RANK: Final = "; no rank is running"
 
 EDGES: Final[tuple[Edge, ...]] = (

@@ -59,7 +59,8 @@ class Told:
 async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
     """Act upon facts in their order; those of one job are committed together.
 
-    So a job of which many are told costs others one commit a batch. Facts are delivered at least once: heeding one again changes nothing.
+    So a job with many facts costs the others one commit a batch. Facts are delivered at least once:
+    acting upon one again changes nothing.
 
     Raises:
         DeposedError: ``epoch`` is over; the facts are the next leader's.
