@@ -70,8 +70,8 @@ def _measure() -> ModelProfile:
         ModelUnderStudy,
         profile_model,
     )
-    from services.worker.rank.loss import loss_of  # noqa: PLC0415 as above
     from services.worker.rank.models.decoder import Decoder  # noqa: PLC0415 as above
+    from services.worker.rank.models.loss import loss_of  # noqa: PLC0415 as above
 
     def loss(model: torch.nn.Module, micro_batch: int) -> torch.Tensor:
         tokens = torch.zeros(micro_batch, LENGTH + 1, dtype=torch.long)

@@ -68,7 +68,11 @@ class Prober:
         )
         mask = Mask(secrets)
         asking = Asking(
-            "services.worker.rank.probe", command.probe_id, seat, command.timeout_s, NICENESS
+            "services.worker.rank.probe.profile",
+            command.probe_id,
+            seat,
+            command.timeout_s,
+            NICENESS,
         )
         try:
             ended = await self._asker.ask(asking)

@@ -77,7 +77,7 @@ class AgentSettings(BaseSettings):
     rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
     rank_user: str | None = None
     template_linger_s: float = Field(default=20.0, ge=0, le=3600)
-    trainer: str = "services.worker.rank.trainer:train"
+    trainer: str = "services.worker.rank.loop.trainer:train"
 
     @field_validator("home")
     @classmethod

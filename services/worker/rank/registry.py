@@ -14,9 +14,9 @@ from services.contract.secret_references import resolved
 from services.contract.specs import Factory
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
-from services.worker.rank.optimizers import adamw, sgd
-from services.worker.rank.schedules import constant, warmup_cosine
-from services.worker.rank.user_path import hidden_by_us
+from services.worker.rank.optim.optimizers import adamw, sgd
+from services.worker.rank.optim.schedules import constant, warmup_cosine
+from services.worker.rank.process.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {

@@ -14,6 +14,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 
+class DataMismatchError(RuntimeError):
+    """The ranks, or an attempt and its checkpoint, do not see the same data."""
+
+
 class DataSource(Protocol):
     """Sequences of tokens, addressed by step and place.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_core.comm.collectives import GroupCollectives
 from fsdp_core.plan.model import NodeFacts
-from services.worker.rank.engine_costs import engine_costs
+from services.worker.rank.probe.engine_costs import engine_costs
 
 _FIGURE_S: Final = 0.2
 _TRIALS: Final = 10

@@ -9,13 +9,13 @@ from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.ids import job_of_checkpoint
 from services.contract.manifests import Manifest
 from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
-from services.worker.rank import shard_file
-from services.worker.rank.run import DataMismatchError, Run
-from services.worker.rank.training_state import restore
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.state import TrainedParts, restore
+from services.worker.rank.data.source import DataMismatchError
 
 
-def resume(run: Run, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
-    """Fills the run from the seat's checkpoint, at any world size, and returns its step.
+def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
+    """Fills the parts from the seat's checkpoint, at any world size, and returns its step.
 
     Without one it returns 0 and the run begins anew. One that is not what was committed is told
     to the agent before the error is raised, so that the next attempt takes an older one.
@@ -36,14 +36,14 @@ def resume(run: Run, seat: RankSeat, send: Callable[[RankMessage], None]) -> int
         send(RankFoundCorrupt(checkpoint_id=seat.resume_from, file="chain", reason=str(error)))
         raise
     # A clone may go on with other data; the same job must not do so unnoticed.
-    if job == seat.job_id and manifest.data_digest not in ("", run.data.digest):
+    if job == seat.job_id and manifest.data_digest not in ("", parts.data_digest):
         raise DataMismatchError(
             f"data: checkpoint {seat.resume_from} was trained on data of digest "
-            f"{manifest.data_digest}, here it is {run.data.digest}: the run would not be "
+            f"{manifest.data_digest}, here it is {parts.data_digest}: the run would not be "
             "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
         )
     try:
-        _fill(run, chain.shard_folder(manifest.checkpoint_id), manifest)
+        _fill(parts, chain.shard_folder(manifest.checkpoint_id), manifest)
     except shard_file.CorruptShardError as error:
         name = f"shards/{manifest.checkpoint_id}/{error.path.name}"
         reason = error.reason
@@ -52,11 +52,11 @@ def resume(run: Run, seat: RankSeat, send: Callable[[RankMessage], None]) -> int
     return manifest.step
 
 
-def _fill(run: Run, folder: Path, manifest: Manifest) -> None:
+def _fill(parts: TrainedParts, folder: Path, manifest: Manifest) -> None:
     try:
         with ExitStack() as stack:
             restore(
-                run,
+                parts,
                 [stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards],
             )
     except (CheckpointError, ValueError, KeyError, TypeError):

@@ -21,10 +21,10 @@ from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOr
 from services.contract.rank_channel import BoardWriter
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
-from services.worker.rank.failures import one_line, traceback_of
-from services.worker.rank.host_memory import lacks_host_memory
+from services.worker.rank.process.failures import one_line, traceback_of
+from services.worker.rank.process.host_memory import lacks_host_memory
 
-DEFAULT_TRAINER: Final = "services.worker.rank.trainer:train"
+DEFAULT_TRAINER: Final = "services.worker.rank.loop.trainer:train"
 _READ_BYTES: Final = 65_536
 _PULSE_S: Final = 0.25
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from services.contract.rank_channel import BoardStep
-from services.worker.rank.run import Run
+from services.worker.rank.loop.run import Run
 
 _STEP_LINES: Final = 50
 

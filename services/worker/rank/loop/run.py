@@ -15,17 +15,14 @@ from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
-from services.worker.rank.board_watch import BoardWatch
-from services.worker.rank.data.source import DataSource, HasManifest
-from services.worker.rank.groups import Gang
-from services.worker.rank.loss import Loss, loss_of
-from services.worker.rank.materialise import sharded_model
-from services.worker.rank.schedules import Schedule
+from services.worker.rank.checkpoints.state import TrainedParts
+from services.worker.rank.data.source import DataMismatchError, DataSource, HasManifest
+from services.worker.rank.gang.groups import Gang
+from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.models.loss import Loss, loss_of
+from services.worker.rank.models.materialise import sharded_model
+from services.worker.rank.optim.schedules import Schedule
 from services.worker.rank.seeds import derive
-
-
-class DataMismatchError(RuntimeError):
-    """The ranks, or an attempt and its checkpoint, do not see the same data."""
 
 
 class BatchError(ValueError):
@@ -61,6 +58,13 @@ class Run:
     micro_batch: int
     tokens_per_step: int
     watch: BoardWatch
+
+    @property
+    def trained(self) -> TrainedParts:
+        """What a checkpoint of it holds."""
+        return TrainedParts(
+            self.model, self.optimizer, self.gang, self.data.digest, self.spec.train.seed
+        )
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from fsdp_core import TrainingState
 from services.contract.rank_channel import MAX_GROUPS, BoardStep, BoardWriter
 from services.contract.states import RankPhase
-from services.worker.rank.step_memory import StepMemory, step_memory
+from services.worker.rank.loop.step_memory import StepMemory, step_memory
 
 _PHASES: Final = {
     TrainingState.FORWARD: int(RankPhase.FORWARD),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.plan.model import MeshPlan
 from services.contract.messages.rank_pipe import RankSeat
-from services.worker.rank.control import CollectiveListener, ControlChannel
+from services.worker.rank.gang.control import CollectiveListener, ControlChannel
 
 _MEETING_TIME: Final = timedelta(minutes=2)
 

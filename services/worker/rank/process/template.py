@@ -35,9 +35,9 @@ from services.contract.warm_channel import (
     WarmForked,
     WarmRefused,
 )
-from services.worker.rank.seat import DEFAULT_TRAINER, load_trainer
-from services.worker.rank.user_path import add_user_path, hidden_by_us
-from services.worker.rank.warm import Ranks, serve_agent
+from services.worker.rank.process.seat import DEFAULT_TRAINER, load_trainer
+from services.worker.rank.process.user_path import add_user_path, hidden_by_us
+from services.worker.rank.process.warm import Ranks, serve_agent
 
 _F_SETSIG: Final = 10
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
@@ -207,7 +207,7 @@ def _listen(path: Path) -> socket.socket:
 def main() -> None:
     """Import the trainer, then serve agents."""
     set_up_process()
-    parser = argparse.ArgumentParser(prog="python -m services.worker.rank.template")
+    parser = argparse.ArgumentParser(prog="python -m services.worker.rank.process.template")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the unix socket")
     parser.add_argument("--listen", type=Path, required=True, help="socket for the next agent")
     parser.add_argument("--linger-s", type=float, required=True, help="how long to wait for it")

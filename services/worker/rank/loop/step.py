@@ -9,7 +9,7 @@ import torch
 
 from fsdp_core import FSDPModule, clip_grad_norm_
 from services.contract.states import RankPhase
-from services.worker.rank.run import Run
+from services.worker.rank.loop.run import Run
 
 
 class NonFiniteLossError(ArithmeticError):

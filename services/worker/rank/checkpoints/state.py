@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import (
@@ -23,14 +24,33 @@ from fsdp_core.checkpoint import (
     model_state,
     optimizer_state,
 )
-from services.worker.rank.run import Run
+from services.worker.rank.checkpoints.shard_file import ShardReader
+from services.worker.rank.gang.groups import Gang
 from services.worker.rank.seeds import derive
-from services.worker.rank.shard_file import ShardReader
 
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
 _TORCH_RANDOM: Final = "random.torch"
 _CUDA_RANDOM: Final = "random.cuda"
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """What changes as a run trains, and where.
+
+    Attributes:
+        model: Sharded.
+        optimizer: Over its parameters.
+        gang: The ranks.
+        data_digest: Names the data.
+        seed: The job's.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    gang: Gang
+    data_digest: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -52,26 +72,26 @@ class TrainingState:
     lasting: frozenset[str] = frozenset()
 
 
-def capture(run: Run, step: int, loss: float | None) -> TrainingState:
-    """The state of ``run`` after ``step`` steps on this rank."""
-    model = model_state(run.model)
-    optimizer = optimizer_state(run.model, run.optimizer)
+def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState:
+    """The state of ``parts`` after ``step`` steps on this rank."""
+    model = model_state(parts.model)
+    optimizer = optimizer_state(parts.model, parts.optimizer)
     state = {**model, **optimizer}
     # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
     # they may change in a forward pass.
     sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
-    entries = local_shards(state, run.gang.mesh)
+    entries = local_shards(state, parts.gang.mesh)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
-    if run.gang.device.type == "cuda":
-        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(run.gang.device)
+    if parts.gang.device.type == "cuda":
+        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(parts.gang.device)
     about = {
         "version": _VERSION,
         "step": step,
-        "rank": run.gang.rank,
-        "world_size": run.gang.world_size,
-        "mesh": _axes(run),
-        "data_digest": run.data.digest,
+        "rank": parts.gang.rank,
+        "world_size": parts.gang.world_size,
+        "mesh": _axes(parts),
+        "data_digest": parts.data_digest,
         "boxes": {
             entry.fqn: {
                 "global_shape": entry.global_shape,
@@ -87,11 +107,11 @@ def capture(run: Run, step: int, loss: float | None) -> TrainingState:
     return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
 
 
-def restore(run: Run, readers: Iterable[ShardReader]) -> None:
-    """Fills the run from the files of all ranks that saved.
+def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
+    """Fills the parts from the files of all ranks that saved.
 
     Args:
-        run: Freshly built.
+        parts: Freshly built.
         readers: One a saved rank. Values are read from those files only that hold something of
             this rank's.
 
@@ -101,20 +121,20 @@ def restore(run: Run, readers: Iterable[ShardReader]) -> None:
     """
     abouts = [(reader, _about(reader)) for reader in readers]
     shards = [shard for reader, about in abouts for shard in _shards(reader, about["boxes"])]
-    load_model_state(run.model, shards)
-    load_optimizer_state(run.model, run.optimizer, shards)
+    load_model_state(parts.model, shards)
+    load_optimizer_state(parts.model, parts.optimizer, shards)
     step = abouts[0][1]["step"]
     for reader, about in abouts:
-        if (about["rank"], about["mesh"]) == (run.gang.rank, _axes(run)):
-            _restore_random(run, reader, about)
+        if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
+            _restore_random(parts, reader, about)
             return
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
-    torch.manual_seed(derive(run.spec.train.seed, "rank", run.gang.data_rank, "resumed at", step))
+    torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
 
 
-def _axes(run: Run) -> dict[str, int]:
-    mesh = run.gang.mesh
+def _axes(parts: TrainedParts) -> dict[str, int]:
+    mesh = parts.gang.mesh
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
@@ -136,10 +156,10 @@ def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShar
         )
 
 
-def _restore_random(run: Run, reader: ShardReader, about: Mapping[str, Any]) -> None:
+def _restore_random(parts: TrainedParts, reader: ShardReader, about: Mapping[str, Any]) -> None:
     torch.set_rng_state(reader.tensor(_TORCH_RANDOM))
-    if run.gang.device.type == "cuda":
-        torch.cuda.set_rng_state(reader.tensor(_CUDA_RANDOM), run.gang.device)
+    if parts.gang.device.type == "cuda":
+        torch.cuda.set_rng_state(reader.tensor(_CUDA_RANDOM), parts.gang.device)
     version, words, gauss = about["python_random"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(about["numpy_random"])

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from services.contract.own_process import set_up_process
 from services.contract.rank_stacks import STACKS_SIGNAL
 from services.contract.rank_user import RankUser
-from services.worker.rank.user_path import add_user_path
-from services.worker.rank.warm import die_with_parent
+from services.worker.rank.process.user_path import add_user_path
+from services.worker.rank.process.warm import die_with_parent
 
 
 @dataclass(frozen=True)

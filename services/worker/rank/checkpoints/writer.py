@@ -27,9 +27,9 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
-from services.worker.rank import shard_file
-from services.worker.rank.staging import Staged, Staging, StateChangedError
-from services.worker.rank.training_state import TrainingState
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.staging import Staged, Staging, StateChangedError
+from services.worker.rank.checkpoints.state import TrainingState
 
 Send = Callable[[RankMessage], None]
 _ABANDONING_S: Final = 0.5

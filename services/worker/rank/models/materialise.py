@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.local_shards import local_part
 from fsdp_core.layout import Box
 from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.model import ShardingPlan
-from services.worker.rank.groups import Gang
+from services.worker.rank.gang.groups import Gang
 from services.worker.rank.models.protocol import MetaInit, Resettable
 from services.worker.rank.seeds import derive
 

@@ -1,4 +1,4 @@
-"""``python -m services.worker.rank.self_test``: what this node's devices do in a second.
+"""``python -m services.worker.rank.probe.self_test``: what this node's devices do in a second.
 
 As many processes as the node seats ranks work at once, each with the threads that a rank would have
 then, for a rank alone on a node is faster than one among its fellows. Each figure is that of the
@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from fsdp_core.comm.collectives import GroupCollectives
 from services.contract.messages.asking import SelfTestResult, SelfTestSeat
-from services.worker.rank.asked import take_question
-from services.worker.rank.measuring import MATRIX_WIDTH, Fellow, node_facts
-from services.worker.rank.warm import die_with_parent
+from services.worker.rank.probe.measuring import MATRIX_WIDTH, Fellow, node_facts
+from services.worker.rank.process.asked import take_question
+from services.worker.rank.process.warm import die_with_parent
 
 MOST_PROCESSES: Final = 16
 _LOOPBACK: Final = "127.0.0.1"
@@ -28,7 +28,7 @@ _UNKNOWN_NETWORK: Final = "not measured: taken is the rate between processes of 
 
 def main() -> NoReturn:
     """Answer the agent's question."""
-    asked = take_question("services.worker.rank.self_test")
+    asked = take_question("services.worker.rank.probe.self_test")
     seat = SelfTestSeat.model_validate_json(asked.question)
     began = time.monotonic()
     processes = working_processes(seat)

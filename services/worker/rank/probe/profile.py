@@ -1,4 +1,4 @@
-"""``python -m services.worker.rank.probe``: profiles the model of a spec, without its memory.
+"""``python -m services.worker.rank.probe.profile``: profiles the model of a spec, without its memory.
 
 What the user wrote runs here, in a process that may hang, crash or take too much: its agent sees to
 the time, this module to the memory. No process group is made. Parameters get values only in a child
@@ -35,13 +35,13 @@ from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.specs import Factory
 from services.worker.rank import registry
-from services.worker.rank.asked import take_question
 from services.worker.rank.data.source import DataSource
-from services.worker.rank.failures import one_line, traceback_of
-from services.worker.rank.host_memory import lacks_host_memory, limit_memory, limited_memory
-from services.worker.rank.loss import loss_of
-from services.worker.rank.materialise import checked_module
+from services.worker.rank.models.loss import loss_of
+from services.worker.rank.models.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.process.asked import take_question
+from services.worker.rank.process.failures import one_line, traceback_of
+from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
 
 _BATCH_DIMS: Final = 2
 _MIB: Final = 1 << 20
@@ -68,7 +68,7 @@ def main() -> NoReturn:
     """Answer the agent's question."""
     gc.freeze()
     gc.enable()
-    asked = take_question("services.worker.rank.probe")
+    asked = take_question("services.worker.rank.probe.profile")
     seat = ProbeSeat.model_validate_json(asked.question)
     torch.set_num_threads(1)
     limit_memory(seat.memory_bytes)

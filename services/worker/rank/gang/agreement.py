@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from services.contract.messages.rank_pipe import RankOrder
-from services.worker.rank.control import ControlChannel, PendingReduction
+from services.worker.rank.gang.control import ControlChannel, PendingReduction
 
 
 class OrderSource(Protocol):

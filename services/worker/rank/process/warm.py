@@ -28,8 +28,8 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
 )
-from services.worker.rank.host_memory import limit_memory
-from services.worker.rank.seat import take_seat
+from services.worker.rank.process.host_memory import limit_memory
+from services.worker.rank.process.seat import take_seat
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36

@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core import FSDPModule
 from services.contract.states import RankPhase
-from services.worker.rank.run import Run
+from services.worker.rank.loop.run import Run
 
 
 @dataclass(frozen=True)

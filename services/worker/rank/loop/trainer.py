@@ -19,17 +19,17 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.rank_channel import BoardStep, BoardWriter
 from services.contract.states import RankPhase
-from services.worker.rank import narration
-from services.worker.rank.agreement import propose
-from services.worker.rank.board_watch import BoardWatch
-from services.worker.rank.checkpoint_loading import resume
-from services.worker.rank.checkpoint_writer import CheckpointWriter
-from services.worker.rank.control import CONTROL_GROUP
-from services.worker.rank.evaluation import evaluate
-from services.worker.rank.groups import joined, mesh_axes
-from services.worker.rank.run import Run, build
-from services.worker.rank.step import train_step
-from services.worker.rank.training_state import capture
+from services.worker.rank.checkpoints.loading import resume
+from services.worker.rank.checkpoints.state import capture
+from services.worker.rank.checkpoints.writer import CheckpointWriter
+from services.worker.rank.gang.agreement import propose
+from services.worker.rank.gang.control import CONTROL_GROUP
+from services.worker.rank.gang.groups import joined, mesh_axes
+from services.worker.rank.loop import narration
+from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.evaluation import evaluate
+from services.worker.rank.loop.run import Run, build
+from services.worker.rank.loop.step import train_step
 
 
 class Pipe(Protocol):
@@ -64,7 +64,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         watch.enter(RankPhase.BUILD)
         run = build(seat, gang, watch)
         watch.enter(RankPhase.LOAD)
-        resumed = resume(run, seat, pipe.send)
+        resumed = resume(run.trained, seat, pipe.send)
         watch.resume(resumed)
         writer = CheckpointWriter(
             seat,
@@ -125,7 +125,7 @@ def _is_due(step: int, every: int, steps: int) -> bool:
 def _save(run: Run, writer: CheckpointWriter, step: int, loss: float, *, is_last: bool) -> None:
     if writer.is_due(step):
         run.watch.enter(RankPhase.CHECKPOINT)
-        writer.save(capture(run, step, loss), is_last=is_last)
+        writer.save(capture(run.trained, step, loss), is_last=is_last)
 
 
 def _await_copies(run: Run, writer: CheckpointWriter) -> None:
