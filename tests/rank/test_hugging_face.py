@@ -56,7 +56,8 @@ def saved(shape: str, folder: Path) -> nn.Module:
     torch.manual_seed(11)
     no_drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = getattr(transformers, kind)(**fields, **(no_drop if shape == "gpt2" else {}))
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    library: Any = transformers.AutoModelForCausalLM
+    model: nn.Module = library.from_config(config)
     model.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]  # the library's
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     return model.eval()
