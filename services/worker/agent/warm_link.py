@@ -1,13 +1,15 @@
 """The agent's side of the warm process: started, spoken to, ended; one object a life of it."""
 
 import asyncio
-import contextlib
+import errno
 import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
+
+import structlog
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.warm_channel import (
@@ -22,10 +24,15 @@ from services.worker.agent.processes import ProcessHandle
 from services.worker.agent.template_link import (
     TemplateLink,
     WarmGoneError,
+    in_time,
     last_words,
     reject,
     resolve,
+    unanswered,
 )
+
+_GONE: Final = (errno.EPIPE, errno.ECONNRESET)
+_log = structlog.get_logger()
 
 
 class ForkRefusedError(Exception):
@@ -93,18 +100,42 @@ class WarmLink:
         """Fork a rank and answer its process id. ``descriptors`` stay the caller's to close.
 
         Raises:
-            WarmGoneError: The warm process died before it answered.
+            WarmGoneError: The warm process died before it answered, or did not and was killed.
             ForkRefusedError: The fork failed.
         """
         if self.gone.is_set():
             raise WarmGoneError(self.last_words())
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         message = ForkRank(seat=seat, descriptors=len(descriptors))
+        asking = asyncio.create_task(self._ask(message, descriptors, answer))
+        try:
+            if not await in_time(answer):
+                answer.cancel()
+                words = unanswered(self.pid)
+                _log.error("warm_process_killed", why=words)
+                self.kill()
+                await self.gone.wait()
+                raise WarmGoneError(f"the warm process {words}")
+            return answer.result()
+        finally:
+            await asking  # the descriptors are the caller's again
+
+    async def _ask(
+        self, message: ForkRank, descriptors: tuple[int, ...], answer: asyncio.Future[int]
+    ) -> None:
         async with self._sending:
+            if self.gone.is_set():
+                reject(answer, WarmGoneError(self.last_words()))
+                return
             self._forks.append(answer)
-            with contextlib.suppress(OSError):  # its end is seen by the reader, which says why
+            try:
                 await asyncio.to_thread(self._channel.send, message, descriptors)
-        return await answer
+            except OSError as error:
+                if self.gone.is_set() or error.errno in _GONE:  # the reader says why
+                    return
+                # Nothing was sent: what the kernel refuses, it refuses before the first byte.
+                self._forks.remove(answer)
+                reject(answer, ForkRefusedError(f"the request to fork was not sent: {error}"))
 
     def last_words(self) -> str:
         """The end of what it and the template wrote."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+from services.contract.durable import append_plain
 from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.own_process import LossyOutput
@@ -216,8 +217,9 @@ def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
-            os.dup2(log.fileno(), number)
+        log = append_plain(folder / f"rank-{rank}.{name}.log")
+        os.dup2(log, number)
+        os.close(log)
         setattr(sys, name, LossyOutput.text(number, mask.line))
 
 
