@@ -18,7 +18,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.durable import append_plain, read_plain, replace_plain
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
+from services.worker.agent.removal import remove_what_can_be
 
 ATTEMPTS_KEPT: Final = 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 private: made with mode 700, owner checked
@@ -99,7 +99,7 @@ class AttemptFolder:
 
     def remove_boards(self) -> None:
         """Free the boards' memory."""
-        shutil.rmtree(self.boards, ignore_errors=True)
+        remove_what_can_be(self.boards)
 
 
 class NodeFolder:
@@ -198,7 +198,7 @@ class NodeFolder:
             attempts = self._attempts(job)
             for attempt in attempts[: max(len(attempts) - kept, 0)]:
                 if attempt.ended() is not None:
-                    shutil.rmtree(attempt.path, ignore_errors=True)
+                    remove_what_can_be(attempt.path)
                     removed.append(attempt.path)
             with contextlib.suppress(OSError):  # something is in it yet
                 job.rmdir()
@@ -213,7 +213,7 @@ class NodeFolder:
         """Remove whatever boards an earlier agent of this folder left."""
         boards = self._board_root()
         if boards is not None:
-            shutil.rmtree(boards, ignore_errors=True)
+            remove_what_can_be(boards)
 
     def remove_board_root(self) -> None:
         """Leave nothing on the tmpfs, unless boards are there that nobody has told about."""
