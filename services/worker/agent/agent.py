@@ -158,7 +158,7 @@ class Agent:
                 background += [
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
-                    group.create_task(self._supervisor.run()),
+                    group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
                 reading = group.create_task(self._inbox.run())

@@ -123,13 +123,17 @@ class Supervisor:
         if fact is not None:
             self._tell(fact)
 
-    async def run(self) -> None:
-        """Watch all gangs until cancelled."""
+    async def run(self, is_full: Callable[[], bool]) -> None:
+        """Watch all gangs until cancelled.
+
+        Args:
+            is_full: Whether so many facts wait for Redis that ranks must wait, too.
+        """
         while True:
             for key, gang in list(self._gangs.items()):
                 if key not in self._gangs:  # concluded by a beat, while another one was swept
                     continue
-                gang.tick()
+                gang.tick(pauses=is_full())
                 if key not in self._silent and gang.silent():
                     try:
                         await gang.sweep(self._folder.mark)
