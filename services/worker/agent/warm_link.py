@@ -1,11 +1,13 @@
 """The agent's side of the warm process: started, spoken to, ended; one object a life of it."""
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Self
 
@@ -106,7 +108,27 @@ class WarmLink:
         if self.gone.is_set():
             raise WarmGoneError(self.last_words())
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        message = ForkRank(seat=seat, descriptors=len(descriptors))
+        with contextlib.ExitStack() as files:
+            if seat.secrets:
+                descriptors = (*descriptors, files.enter_context(_secrets_of(seat)))
+            message = ForkRank(
+                seat=seat.model_copy(update={"secrets": {}}),
+                descriptors=len(descriptors),
+                has_secrets=bool(seat.secrets),
+            )
+            return await self._forked(message, descriptors, answer)
+
+    def last_words(self) -> str:
+        """The end of what it and the template wrote."""
+        return last_words(self._log_path)
+
+    def kill(self) -> None:
+        """End the warm process and with it all of its ranks; ``gone`` is set soon after."""
+        self._process.kill()
+
+    async def _forked(
+        self, message: ForkRank, descriptors: tuple[int, ...], answer: asyncio.Future[int]
+    ) -> int:
         asking = asyncio.create_task(self._ask(message, descriptors, answer))
         try:
             if not await in_time(answer):
@@ -137,14 +159,6 @@ class WarmLink:
                 self._forks.remove(answer)
                 reject(answer, ForkRefusedError(f"the request to fork was not sent: {error}"))
 
-    def last_words(self) -> str:
-        """The end of what it and the template wrote."""
-        return last_words(self._log_path)
-
-    def kill(self) -> None:
-        """End the warm process and with it all of its ranks; ``gone`` is set soon after."""
-        self._process.kill()
-
     def _receive(self) -> None:
         try:
             for message, _ in self._channel.receive():
@@ -173,3 +187,15 @@ class WarmLink:
         while self._forks:
             reject(self._forks.popleft(), error)
         self.gone.set()
+
+
+@contextlib.contextmanager
+def _secrets_of(seat: RankSeat) -> Iterator[int]:
+    """The descriptor of a file without a name that holds them."""
+    descriptor = os.memfd_create("secrets", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(json.dumps(seat.secrets).encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)

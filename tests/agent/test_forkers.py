@@ -1,6 +1,7 @@
-"""A warm process or a template that somebody stops holds up no launch, and hides no rank's end."""
+"""What forks ranks may be stopped by anybody, and hands no job's secrets to another job's ranks."""
 
 import asyncio
+import contextlib
 import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import JsonValue
 
 from services.contract.entry_points import entry_points
 from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
@@ -20,6 +22,7 @@ from services.worker.agent.launch import Crew, Launcher, LaunchError
 from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
 from tests.agent.conftest import FOREVER, NODE, PROGRAMS, is_gone, launch
+from tests.waiting import until
 
 
 @dataclass
@@ -32,8 +35,8 @@ class Forkers:
     told: list[RankForked | RankReaped] = field(default_factory=list)
     ends: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
-    async def launch(self, fence: int) -> Crew:
-        command = launch(fence, 1, FOREVER, pause_s=0.01)
+    async def launch(self, fence: int, **wishes: JsonValue) -> Crew:
+        command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **wishes})
         crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
         for pipe in crew.pipes.values():
             pipe.close()
@@ -55,7 +58,7 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
         0.0,
     )
     keeper = WarmKeeper(imported, mark, node)
-    admission = Admission(entry_points(None, otherwise_any=True), None, ())
+    admission = Admission(entry_points(None, otherwise_any=True), folder, ())
     launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
@@ -133,3 +136,32 @@ def test_a_request_that_the_kernel_does_not_send_is_refused_and_the_next_one_ans
             assert await made.keeper.ready() is link
 
     asyncio.run(run())
+
+
+def test_no_rank_begins_with_the_secrets_of_another_job_in_its_memory(tmp_path: Path) -> None:
+    value = "".join(sorted("a value that stands nowhere else"))
+    (tmp_path / "HUB").write_text(value)
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            wishes: dict[str, JsonValue] = {"credential": {"secret": "HUB"}}
+            rank = (await made.launch(1, **wishes)).pids[0]
+            until(lambda: value.encode() in memory_of(rank))
+            assert value.encode() not in memory_of((await made.warm()).pid)
+            assert value.encode() not in memory_of((await made.launch(2)).pids[0])
+
+    asyncio.run(run())
+
+
+def memory_of(pid: int) -> bytes:
+    """All of its private memory that can be written."""
+    found = b""
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            if rights == "rw-p":
+                start, end = (int(place, 16) for place in span.split("-"))
+                with contextlib.suppress(OSError):
+                    memory.seek(start)
+                    found += memory.read(end - start)
+    return found
