@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
+from services.controller.ports.code import CodeStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
@@ -54,6 +55,7 @@ class Ports:
     nodes: NodeStore
     facts: FactQueue
     plans: PlanStore
+    codes: CodeStore
     telemetry: Telemetry
     leadership: Leadership
     clock: Clock

@@ -152,6 +152,7 @@ export interface JobSpec {
   name: string;
   model: Factory;
   data: Factory;
+  code: string | null;
   optimizer: Factory;
   schedule: Factory;
   train: TrainSpec;
