@@ -60,5 +60,7 @@ def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:
     """The factories that a spec names, by field."""
     yield "model", spec.model
     yield "data", spec.data
+    if spec.loss is not None:
+        yield "loss", spec.loss
     yield "optimizer", spec.optimizer
     yield "schedule", spec.schedule

@@ -176,6 +176,9 @@ class JobSpec(_Spec):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "job"
     model: Factory
     data: Factory
+    loss: Factory | None = Field(
+        default=None, description="null: the model's own, else the cross entropy of the next token"
+    )
     code: CodeDigest | None = Field(
         default=None, description="an uploaded archive, from which this job imports first"
     )

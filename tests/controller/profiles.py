@@ -75,7 +75,7 @@ def _measure() -> ModelProfile:
 
     def loss(model: torch.nn.Module, micro_batch: int) -> torch.Tensor:
         tokens = torch.zeros(micro_batch, LENGTH + 1, dtype=torch.long)
-        return loss_of(model)(tokens)
+        return loss_of(model)(tokens).loss
 
     study = ModelUnderStudy(lambda: Decoder(**ARGS), loss, tensor_parallel=_SPLITS)
     ways = [Conditions(recompute=again, tp=tp) for tp in (1, 2) for again in (False, True)]

@@ -27,7 +27,7 @@ def stepped(run: Run, step: BoardStep) -> None:
     if run.gang.rank == 0 and (step.step == 1 or step.step % every == 0):
         _say(
             f"step {step.step}/{steps}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.3f}, "
-            f"rate {step.learning_rate:.2e}, {step.tokens_per_s:,.0f} tokens/s"
+            f"rate {step.learning_rate:.2e}, {step.tokens_per_s:,.0f} {'tokens' if run.counts_tokens else 'samples'}/s"
         )
 
 

@@ -16,10 +16,11 @@ from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
-from services.worker.rank.data.source import DataMismatchError, DataSource, HasManifest
+from services.worker.rank.data.batches import predicted_tokens
+from services.worker.rank.data.source import DataMismatchError, Feed, feed_of, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
-from services.worker.rank.models.loss import Loss, loss_of
+from services.worker.rank.models.loss import Loss, UserLoss, loss_of
 from services.worker.rank.models.materialise import sharded_model
 from services.worker.rank.optim.schedules import Schedule
 from services.worker.rank.seeds import derive
@@ -41,9 +42,9 @@ class Run:
         optimizer: Over the sharded parameters.
         base_rates: Learning rate of each of its groups before the schedule.
         schedule: Factor by step.
-        data: Sequences by step and index.
-        micro_batch: Sequences of one forward and backward pass.
-        tokens_per_step: Tokens that all ranks predict in a step.
+        data: This rank's share of each step.
+        micro_batch: Samples of one forward and backward pass.
+        counts_tokens: Whether throughput is counted in tokens; else in samples.
         watch: Tells the board.
     """
 
@@ -54,9 +55,9 @@ class Run:
     optimizer: torch.optim.Optimizer
     base_rates: tuple[float, ...]
     schedule: Schedule
-    data: DataSource
+    data: Feed
     micro_batch: int
-    tokens_per_step: int
+    counts_tokens: bool
     watch: BoardWatch
 
     @property
@@ -104,20 +105,19 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
     with watch.memory.apart():
-        data: DataSource = registry.create(
-            "data", spec.data, offered={"seed": spec.train.seed}, grant=grant
-        )
+        made = registry.create("data", spec.data, offered={"seed": spec.train.seed}, grant=grant)
+        data = feed_of(made, spec.train.global_batch // gang.data_ranks, gang.data_rank)
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "
             "data: all nodes of a job need the same files (for stdlib_bytes: the same Python)"
         )
-    if gang.rank == 0 and isinstance(data, HasManifest):
+    if gang.rank == 0 and (manifest := data.manifest) is not None:
         with contextlib.suppress(
             PermissionError
         ):  # ranks of a user of their own may not write there
-            (Path(seat.log_folder) / "data.sha256").write_text(data.manifest)
-    length = data.batch(1, [0]).shape[1] - 1
+            (Path(seat.log_folder) / "data.sha256").write_text(manifest)
+    sample = data.sample()
     # From here on the ranks differ: dropout must not drop the same places on all of them. Those
     # of one tp group compute one thing together, so they must agree.
     torch.manual_seed(derive(spec.train.seed, "rank", gang.data_rank))
@@ -125,19 +125,26 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         spec=spec,
         gang=gang,
         model=model,
-        loss=loss_of(model),
+        loss=loss_of(model, _chosen_loss(spec, grant)),
         optimizer=optimizer,
         base_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         schedule=schedule,
         data=data,
         micro_batch=(
-            default_micro_batch(spec.train.global_batch // gang.data_ranks, length)
+            default_micro_batch(spec.train.global_batch // gang.data_ranks, sample_length(sample))
             if spec.train.micro_batch == "auto"
             else spec.train.micro_batch
         ),
-        tokens_per_step=spec.train.global_batch * length,
+        counts_tokens=predicted_tokens(sample) is not None,
         watch=watch,
     )
+
+
+def _chosen_loss(spec: JobSpec, grant: registry.Grant) -> UserLoss | None:
+    if spec.loss is None:
+        return None
+    loss: UserLoss = registry.function("loss", spec.loss, 2, grant)
+    return loss
 
 
 def _fingerprint(digest: str) -> bytes:

@@ -110,7 +110,7 @@ def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
         loss=figures.loss,
         grad_norm=figures.grad_norm,
         learning_rate=figures.learning_rate,
-        tokens_per_s=run.tokens_per_step / elapsed,
+        tokens_per_s=figures.samples / elapsed,
         step_time_s=elapsed,
     )
     run.watch.finish_step(done, writer.copied_bytes)

@@ -30,13 +30,13 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from meshloom.data import DataSource
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.specs import Factory
 from services.worker.rank import registry
-from services.worker.rank.data.source import DataSource
-from services.worker.rank.models.loss import loss_of
+from services.worker.rank.models.loss import checked, loss_of
 from services.worker.rank.models.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
 from services.worker.rank.process.asked import take_question
@@ -136,7 +136,7 @@ def _sequence_tokens(seat: ProbeSeat, course: _Course) -> int:
     shape = tuple(data.batch(1, [0]).shape)
     if len(shape) != _BATCH_DIMS or shape[1] <= 1:
         raise ValueError(f"batch(1, [0]) has the shape {shape}, not [1, length + 1]")
-    return shape[1] - 1
+    return int(shape[1]) - 1
 
 
 def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
@@ -185,7 +185,7 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         tokens: int64 ``[batch, length + 1]``.
     """
     if not isinstance(model, LossModel):
-        return loss_of(model)(tokens)
+        return loss_of(model)(tokens).loss
     loss, forward = model.loss, vars(model).get("forward")
 
     def loss_as_forward(tokens: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         del model.forward
         if forward is not None:
             model.forward = forward
-        return loss(tokens)
+        return checked(loss(tokens)).loss
 
     model.forward = loss_as_forward
     computed: torch.Tensor = model(tokens)

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-OUR_PACKAGES: Final = ("services", "fsdp_core")
-_OUR_PLACE: Final = Path(__file__).resolve().parents[3]
+OUR_PACKAGES: Final = ("services", "fsdp_core", "meshloom")
+_OUR_PLACE: Final = Path(__file__).resolve().parents[4]
 
 
 def add_user_path(entries: Sequence[str]) -> None:
