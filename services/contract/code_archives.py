@@ -158,6 +158,8 @@ def is_unpacked(body: bytes, folder: Path) -> bool:
     """
     expected: set[str] = set()
     try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return False
         for member, content in _members(body):
             expected.update(_line(member.path))
             place = folder / member.path
