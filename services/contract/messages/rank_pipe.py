@@ -75,7 +75,7 @@ class RankSeat(Message):
     """What a rank is told when it is forked: all that it needs, and no credential of ours.
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
-    sources read below ``data_roots`` alone.
+    sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
     """
 
     job_id: JobId
@@ -94,6 +94,7 @@ class RankSeat(Message):
     threads: int = Field(ge=1)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    code_folder: str | None = None
 
 
 class RankReady(Message):
