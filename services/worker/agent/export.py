@@ -19,7 +19,6 @@ import math
 import mmap
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.durable import make_folders, sync_folder
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.own_process import set_up_process
+from services.worker.agent.removal import remove_what_can_be
 
 FILE_BYTES: Final = 5_000_000_000
 _MODEL: Final = "model."
@@ -107,18 +107,18 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     manifest = chain.find(checkpoint_id)
     folder = root / job_id / "exports" / checkpoint_id
     partial = folder.with_name(f".{checkpoint_id}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_what_can_be(partial)
     make_folders(partial, root)
     try:
         with ExitStack() as stack:
             tensors, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
             names = (*_write(partial, tensors, file_bytes), *_write_beside(partial, beside))
         sync_folder(partial)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_what_can_be(folder)
         partial.replace(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_what_can_be(partial)
     size = sum((folder / name).stat().st_size for name in names)
     return ExportOutcome(files=names, bytes=size)
 
