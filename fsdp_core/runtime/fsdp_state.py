@@ -268,7 +268,7 @@ class FSDPState:
 
     def complete_partial_forward(self, output: object) -> object:
         """Ends a forward in which only some of the unit's modules ran."""
-        if not self._calls.is_partial:
+        if not self._calls.is_partial or self._calls.are_running:
             return output
         self._calls.forget()
         return self._casting.output(self._complete_forward(output))
