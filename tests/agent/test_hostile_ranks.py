@@ -20,6 +20,7 @@ from tests.agent.conftest import (
     AgentProcess,
     Controller,
     ended,
+    is_gone,
     launch,
     running,
 )
@@ -39,6 +40,7 @@ WORDS = {
     "another's vote": "rank 1 voted for rank 0",
     "child writes nonsense": "",
     "child writes on": "left with exit code 7",
+    "stranger": "left with exit code 7",
     "log cut": "left with exit code 7",
     "log replaced": "left with exit code 7",
 }
@@ -74,6 +76,8 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
         assert first.rank == 1, deed
         assert words in (first.error or ""), deed
     assert len(controller.all_of(GangEnded)) == len(jobs)
+    stranger = agent.folder.attempt(jobs["stranger"], 1).path / "stranger"
+    assert is_gone(int(stranger.read_text()))
     assert controller.all_of(CheckpointCorrupt) == []
     assert controller.all_of(CheckpointVoted) == []
     last = len(controller.steps())

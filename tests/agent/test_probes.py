@@ -172,6 +172,18 @@ def test_a_model_that_crashes_is_told_with_where_it_did_and_its_last_words(node:
     assert "I have had enough" in str(failure.traceback)
 
 
+def test_what_a_model_says_is_cut_and_what_it_forges_is_an_answer_to_its_own_question(
+    node: Node,
+) -> None:
+    failure = node.fails(question("probed_models:talks", {"megabytes": 600}))
+    assert failure.code == "raised"
+    assert failure.reason.startswith("yyy")
+    assert "characters cut" in failure.reason
+    assert len(failure.reason) <= 4_096
+    assert int(str(failure.traceback)) < 500 << 20, "it was cut while it was written"
+    assert node.agent.process.poll() is None
+
+
 def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "words"
     path.write_text(f"{SECRET * 500}\nlast\n")

@@ -125,14 +125,13 @@ class WarmProcess:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                # Others are orphans of ranks, which this process adopts so that they are reaped.
                 if pid in self._ranks:
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
-        if not self._ranks:
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        # Whatever mark or session they have; their own children come here in turn.
+        for pid in set(_children()) - self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _become_rank(
         self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
@@ -143,6 +142,9 @@ class WarmProcess:
                 seat = _with_secrets(seat, listening.pop())
             os.setsid()
             die_with_parent(warm)
+            # What it starts and disowns comes to the warm process at its end, and not before: so all
+            # there that is no rank was left by one that is dead.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
             _prctl(_PR_SET_PTRACER, self._agent)
             signal.set_wakeup_fd(-1)

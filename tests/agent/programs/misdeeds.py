@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -75,6 +76,27 @@ def _leaves(content: bytes) -> Callable[[RankSeat, socket.socket], None]:
     return leave
 
 
+def _leaves_a_stranger(seat: RankSeat, _: socket.socket) -> None:
+    """A process of a session of its own, with no parent, mark or end, which holds nothing of ours."""
+    stranger = Path(seat.log_folder) / "stranger"
+    code = (
+        "import os, pathlib, signal, sys; "
+        "path = pathlib.Path(sys.argv[1]); "
+        "path.with_suffix('.draft').write_text(str(os.getpid())); "
+        "path.with_suffix('.draft').replace(path); "
+        "signal.pause()"
+    )
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(3, 1024)
+            os.execve(sys.executable, [sys.executable, "-c", code, str(stranger)], {})  # noqa: S606 no shell
+        os._exit(0)
+    while not stranger.exists():
+        os.sched_yield()
+    os._exit(7)
+
+
 def _spoils_its_log(_seat: RankSeat, _: socket.socket) -> None:
     os.write(1, b"a line\n" * 10_000)
     threading.Event().wait(0.5)  # its agent follows
@@ -106,6 +128,7 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, socket.socket], None]]] = {
     "another's vote": _vote_for_another_rank,
     "child writes nonsense": _leaves(_EVALUATED % -1),
     "child writes on": _leaves(_EVALUATED % 3),
+    "stranger": _leaves_a_stranger,
     "log cut": _spoils_its_log,
     "log replaced": _puts_a_pipe_in_place_of_its_log,
 }
