@@ -11,6 +11,7 @@ BUILT_IN_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "model": frozenset({"decoder"}),
         "data": frozenset({"stdlib_bytes"}),
+        "loss": frozenset({"bce_with_logits", "cross_entropy", "mse", "next_token"}),
         "optimizer": frozenset({"adamw", "sgd"}),
         "schedule": frozenset({"constant", "warmup_cosine"}),
     }

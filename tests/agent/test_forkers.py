@@ -20,6 +20,7 @@ from services.local.settings import child_environment
 from services.worker.agent import template_link, warm_keeper
 from services.worker.agent.admission import Admission
 from services.worker.agent.answers import Answers
+from services.worker.agent.code_cache import CodeCache
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.launch import Crew, Launcher, LaunchError
 from services.worker.agent.storage import Storage
@@ -30,6 +31,10 @@ from tests.agent.conftest import FOREVER, JOB, NODE, PROGRAMS, is_gone, launch
 from tests.agent.test_forked_for_nothing import NoAnswers
 from tests.disk import Disk, small_disk
 from tests.waiting import until
+
+
+class NoCode:
+    """No job here brings code."""
 
 
 @dataclass
@@ -66,7 +71,8 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     )
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
-    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission)
+    codes = cast("CodeCache", NoCode())
+    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
     try:

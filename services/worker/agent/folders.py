@@ -7,6 +7,7 @@
     <home>/nodes/<node id>/warm.log
     <home>/nodes/<node id>/sentinel.log
     <home>/nodes/<node id>/measured-<device type>.json
+    <home>/nodes/<node id>/code/    see ``code_cache``
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
@@ -146,6 +147,11 @@ class NodeFolder:
     def sentinel_log(self) -> Path:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"
+
+    @property
+    def code(self) -> Path:
+        """Where uploaded code lies."""
+        return self.path / "code"
 
     def measured(self, device_type: str) -> Path:
         """What the node's devices of a type do in a second."""

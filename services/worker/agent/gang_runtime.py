@@ -73,6 +73,7 @@ class GangRuntime:
         seat = next(iter(seats.values()))
         self.job_id = seat.job_id
         self.fence = seat.fence
+        self.code = seat.spec.code
         self.fenced = False
         self._node_id = node_id
         self._folder = folder

@@ -106,7 +106,7 @@ class SelfTest:
             )
         seat = SelfTestSeat(device_type=device_type, seats=seats, processors=inventory.cpu_count)
         asking = Asking(
-            "services.worker.rank.self_test", f"self-test-{device_type}", seat, _TIMEOUT_S
+            "services.worker.rank.probe.self_test", f"self-test-{device_type}", seat, _TIMEOUT_S
         )
         self._running = asyncio.create_task(self._asker.ask(asking))
         try:

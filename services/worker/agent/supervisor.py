@@ -311,6 +311,7 @@ class Supervisor:
             gang = self._gangs[key]
             if gang.drained() and (gang.fenced or not only_fenced):
                 self._conclude(key, gang)
+                self._launcher.give_code_back(gang.code)
                 self._silent.discard(key)
                 del self._gangs[key]
         if not self._gangs:

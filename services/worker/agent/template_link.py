@@ -117,7 +117,7 @@ class TemplateLink:
         with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:
             process = subprocess.Popen(  # noqa: S603 our own module in our own interpreter
                 [
-                    *(sys.executable, "-P", "-m", "services.worker.rank.template"),
+                    *(sys.executable, "-P", "-m", "services.worker.rank.process.template"),
                     *("--channel", str(theirs.fileno())),
                     *("--listen", folder.template_socket),
                     *("--linger-s", str(imported.linger_s)),

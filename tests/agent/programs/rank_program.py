@@ -24,7 +24,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.rank_channel import BoardStep, BoardWriter
-from services.worker.rank.seat import AgentPipe
+from services.worker.rank.process.seat import AgentPipe
 
 
 def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
