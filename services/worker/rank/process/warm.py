@@ -38,6 +38,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
 _GIB: Final = 1 << 30
+_DIES_BEFORE_BY: Final = 500
+_LAST_BUT_PROBES: Final = 999
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -145,6 +147,7 @@ class WarmProcess:
             # What it starts and disowns comes to the warm process at its end, and not before: so all
             # there that is no rank was left by one that is dead.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _die_before_others()
             # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
             _prctl(_PR_SET_PTRACER, self._agent)
             signal.set_wakeup_fd(-1)
@@ -191,6 +194,13 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent process is gone")
+
+
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel ends ranks before their agent, Redis or a controller."""
+    place = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        place.write_text(str(min(int(place.read_text()) + _DIES_BEFORE_BY, _LAST_BUT_PROBES)))
 
 
 def serve_agent(
