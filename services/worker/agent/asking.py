@@ -35,6 +35,7 @@ _CUT_EVERY_S: Final = 0.1
 _BLOCK: Final = 512
 _STARTS_WITHIN_S: Final = 300.0
 _STACKS_WITHIN_S: Final = 1.0
+_LEAVES_WITHIN_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.02
 _WORDS_KEPT: Final = 8_000
 _MOST_LOOKS: Final = 50
@@ -155,8 +156,22 @@ class Asker:
                     return await _ended(process, asking.timeout_s, words)
             finally:
                 if process.returncode is None:
-                    kill_group(process.pid)
-                    await process.wait()
+                    await _end_all(process)
+
+
+async def _end_all(process: Process) -> None:
+    """End the process, which ends what it has left; where somebody keeps it from that, it alone."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        async with asyncio.timeout(_LEAVES_WITHIN_S):
+            await process.wait()
+    except TimeoutError:
+        _log.warning("a_program_did_not_leave", pid=process.pid)
+    finally:
+        if process.returncode is None:
+            kill_group(process.pid)
+            await process.wait()
 
 
 async def _hand_over(channel: socket.socket, question: Message) -> None:

@@ -62,6 +62,21 @@ def hangs(child_to: str) -> nn.Module:
         signal.pause()
 
 
+def disowns(child_to: str) -> nn.Module:
+    """Leaves a process without parent, mark and end, of a session of its own; then hangs."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            code = "import signal; signal.pause()"
+            draft = Path(f"{child_to}.draft")
+            draft.write_text(str(os.getpid()))
+            draft.replace(child_to)
+            os.execve(sys.executable, [sys.executable, "-c", code], {})  # noqa: S606 no shell
+        os._exit(0)
+    while True:
+        signal.pause()
+
+
 def hoards() -> nn.Module:
     """Makes tensors where it wants them, without end."""
     hoard = []

@@ -131,7 +131,7 @@ class WarmProcess:
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
         # Whatever mark or session they have; their own children come here in turn.
-        for pid in set(_children()) - self._ranks:
+        for pid in set(children()) - self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -226,7 +226,8 @@ def _reaped(pid: int, status: int) -> RankReaped:
     return RankReaped(pid=pid, exit_code=code) if code >= 0 else RankReaped(pid=pid, signal=-code)
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """The processes that this one has to reap."""
     listing = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in listing.read_text().split()]
