@@ -48,11 +48,11 @@ from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardWriter
 from services.contract.specs import JobSpec
-from services.worker.rank.board_watch import BoardWatch
-from services.worker.rank.control import CONTROL_GROUP
-from services.worker.rank.groups import joined, mesh_axes
-from services.worker.rank.run import Run, build
-from services.worker.rank.step import train_step
+from services.worker.rank.gang.control import CONTROL_GROUP
+from services.worker.rank.gang.groups import joined, mesh_axes
+from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.run import Run, build
+from services.worker.rank.loop.step import train_step
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 MIB: Final = 1 << 20

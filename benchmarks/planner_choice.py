@@ -51,7 +51,7 @@ from fsdp_core.plan.model import (
 from fsdp_core.plan.model.space import LayoutSpace
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from services.worker.rank.measuring import Fellow, node_facts
+from services.worker.rank.probe.measuring import Fellow, node_facts
 from tests.engine.gang import Gangs, RankContext
 from tests.plan.suite import _mesh
 
@@ -205,7 +205,7 @@ def trained(ctx: RankContext, name: str, layouts: Sequence[Layout], seconds: flo
 
 
 class _Run:
-    """One layout's model, and how it trains: as `services.worker.rank.step` does."""
+    """One layout's model, and how it trains: as `services.worker.rank.loop.step` does."""
 
     def __init__(self, ctx: RankContext, known: Varied, layout: Layout) -> None:
         torch.manual_seed(0)

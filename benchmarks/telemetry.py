@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from fsdp_core import TrainingState, fully_shard, observe
 from services.contract.rank_channel import BoardReader, BoardStep, BoardWriter
-from services.worker.rank.board_watch import BoardWatch
-from services.worker.rank.control import CONTROL_GROUP, ControlChannel
+from services.worker.rank.gang.control import CONTROL_GROUP, ControlChannel
+from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.models.decoder import Decoder
 
 WORLD = 2

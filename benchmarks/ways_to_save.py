@@ -17,9 +17,9 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
-from services.worker.rank.checkpoint_writer import CheckpointWriter
-from services.worker.rank.run import Run
-from services.worker.rank.training_state import capture
+from services.worker.rank.checkpoints.state import capture
+from services.worker.rank.checkpoints.writer import CheckpointWriter
+from services.worker.rank.loop.run import Run
 
 
 class Way(Protocol):
@@ -57,7 +57,7 @@ class Ours:
         """As the trainer does."""
         self._told.clear()
         self._step = step
-        self._writer.save(capture(self._run, step, None))
+        self._writer.save(capture(self._run.trained, step, None))
 
     def release(self) -> None:
         """As the trainer does."""

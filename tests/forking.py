@@ -8,7 +8,7 @@ from typing import Final
 
 # The test process has one server for all who fork, and what it imports is settled when it starts.
 _IMPORTED: Final = [
-    "services.worker.rank.trainer",
+    "services.worker.rank.loop.trainer",
     "tests.engine.gang",
     # What the command line imports, but not itself: it is to find its environment by itself.
     "httpx",

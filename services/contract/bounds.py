@@ -3,6 +3,7 @@
 A rank runs the user's code, and any process that has an agent's password of Redis speaks as an agent.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
@@ -13,6 +14,9 @@ ERROR_CHARACTERS: Final = 4_096
 TRACEBACK_CHARACTERS: Final = 32_768
 NAME_CHARACTERS: Final = 256
 BASELINES_KEPT: Final = 8
+METRIC_NAMES_KEPT: Final = 64
+"""So many names of a user's metrics are kept of a job."""
+METRIC_NAME_CHARACTERS: Final = 64
 MOST_RANKS: Final = 65_536
 _ERROR_TYPES_KEPT: Final = 32
 _VERSIONS_KEPT: Final = 64
@@ -48,10 +52,34 @@ def _few_baselines(baselines: object) -> object:
     finite = [
         (shortened(str(name), NAME_CHARACTERS), float(value))
         for name, value in baselines.items()
-        if (isinstance(value, float) and math.isfinite(value))
-        or (isinstance(value, int) and abs(value) <= _MOST)
+        if _is_finite(value)
     ]
     return dict(finite[:BASELINES_KEPT])
+
+
+def _few_metrics(values: object) -> object:
+    """The first 64 of them; names cut, and without what would break a line or a list of names.
+
+    None in place of what is no finite number.
+    """
+    if not isinstance(values, dict):
+        return values
+    return {
+        metric_name(str(name)): float(value) if _is_finite(value) else None
+        for name, value in itertools.islice(values.items(), METRIC_NAMES_KEPT)
+    }
+
+
+def metric_name(name: str) -> str:
+    """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
+    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
+    return shortened(plain, METRIC_NAME_CHARACTERS) or "_"
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and abs(value) <= _MOST
 
 
 def _first_types(types: object) -> object:
@@ -81,6 +109,8 @@ Digest = Annotated[str, StringConstraints(max_length=1_024)]
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
 Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""
+MetricValues = Annotated[dict[str, float | None], BeforeValidator(_few_metrics)]
+"""Values by name, at most 64; None: no finite number."""
 Versions = Annotated[dict[Name, Name], _at_most(_VERSIONS_KEPT)]
 Numbers = Annotated[dict[GroupName, int], _at_most(_GROUPS_KEPT)]
 """Collective sequence numbers by process group."""

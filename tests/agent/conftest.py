@@ -163,7 +163,7 @@ class AgentProcess:
 
 
 def _is_template(process: psutil.Process) -> bool:
-    return "services.worker.rank.template" in process.cmdline()
+    return "services.worker.rank.process.template" in process.cmdline()
 
 
 StartAgent = Callable[..., AgentProcess]

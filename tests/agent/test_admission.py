@@ -14,7 +14,7 @@ from services.contract.specs import JobSpec
 from services.controller.api.guard import AccessPolicy
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.log_tail import LogTail
-from services.worker.rank.seat import DEFAULT_TRAINER
+from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import PROGRAMS, Controller, StartAgent, launch
 from tests.controller.conftest import job_body, open_house
 from tests.waiting import until

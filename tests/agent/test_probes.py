@@ -272,7 +272,9 @@ def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_kil
     node.controller.send(question("probed_models:hangs", {"child_to": str(child)}))
     until(child.exists, timeout_s=240)
     processes = [psutil.Process(pid) for pid in node.agent.marked()]
-    (probe,) = (each for each in processes if "services.worker.rank.probe" in each.cmdline())
+    (probe,) = (
+        each for each in processes if "services.worker.rank.probe.profile" in each.cmdline()
+    )
     assert probe.nice() == min(19, psutil.Process(node.agent.process.pid).nice() + NICENESS)
     assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
     node.agent.kill()  # nobody can be asked after this test, which is the last

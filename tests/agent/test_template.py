@@ -99,7 +99,7 @@ def test_a_template_to_which_no_agent_comes_ends_by_itself(tmp_path: Path) -> No
     with theirs:
         template = subprocess.Popen(
             [
-                *(sys.executable, "-m", "services.worker.rank.template"),
+                *(sys.executable, "-m", "services.worker.rank.process.template"),
                 *("--channel", str(theirs.fileno()), "--listen", tmp_path / "template.sock"),
                 *("--linger-s", "0.01", "--key", "any", "--trainer", "rank_program:train"),
                 f"--user-path={PROGRAMS}",

@@ -17,10 +17,10 @@ TORCH_FREE = [
     "fsdp_core.plan.model",
 ]
 CREDENTIAL_FREE = [
-    "services.worker.rank.trainer",
-    "services.worker.rank.template",
-    "services.worker.rank.probe",
-    "services.worker.rank.self_test",
+    "services.worker.rank.loop.trainer",
+    "services.worker.rank.process.template",
+    "services.worker.rank.probe.profile",
+    "services.worker.rank.probe.self_test",
 ]
 
 

@@ -70,12 +70,12 @@ def _measure() -> ModelProfile:
         ModelUnderStudy,
         profile_model,
     )
-    from services.worker.rank.loss import loss_of  # noqa: PLC0415 as above
     from services.worker.rank.models.decoder import Decoder  # noqa: PLC0415 as above
+    from services.worker.rank.models.loss import loss_of  # noqa: PLC0415 as above
 
     def loss(model: torch.nn.Module, micro_batch: int) -> torch.Tensor:
         tokens = torch.zeros(micro_batch, LENGTH + 1, dtype=torch.long)
-        return loss_of(model)(tokens)
+        return loss_of(model)(tokens).loss
 
     study = ModelUnderStudy(lambda: Decoder(**ARGS), loss, tensor_parallel=_SPLITS)
     ways = [Conditions(recompute=again, tp=tp) for tp in (1, 2) for again in (False, True)]

@@ -153,7 +153,7 @@ def test_a_killed_agent_leaves_no_orphan_and_the_job_goes_on(
     agent = stack.part("services.worker.agent")
     # Of the agent's own children the template stays, to wait for the next agent. Its forks, the
     # warm process and the ranks, have the same command line.
-    template = "services.worker.rank.template"
+    template = "services.worker.rank.process.template"
     stays = [child for child in agent.children() if template in child.cmdline()]
     family = [child for child in agent.children(recursive=True) if child not in stays]
     assert len(stays) == 1

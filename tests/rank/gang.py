@@ -32,7 +32,7 @@ from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
 from services.controller.domain import planner
-from services.worker.rank.seat import DEFAULT_TRAINER, take_seat
+from services.worker.rank.process.seat import DEFAULT_TRAINER, take_seat
 from tests.forking import forking
 
 M = TypeVar("M")
@@ -248,6 +248,7 @@ class Ranks:
                     store_host="127.0.0.1",
                     store_port=listener.getsockname()[1],
                     threads=1,
+                    hears_metrics=True,
                     data_roots=(str(spec.data.args.get("library", self.root)),),
                 )
                 end, theirs = socket.socketpair()

@@ -8,8 +8,10 @@ import torch
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.rank_channel import BoardWriter
-from services.worker.rank import checkpoint_writer, staging, trainer
-from services.worker.rank.seat import AgentPipe
+from services.worker.rank.checkpoints import staging
+from services.worker.rank.checkpoints import writer as checkpoint_writer
+from services.worker.rank.loop import trainer
+from services.worker.rank.process.seat import AgentPipe
 
 # What is replaced in them is none of their business.
 _staged: Any = staging.Staged

@@ -25,9 +25,9 @@ from services.contract.messages.rank_pipe import (
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.specs import JobSpec
 from services.worker.agent.export import FILE_BYTES, export
-from services.worker.rank import shard_file
-from services.worker.rank.checkpoint_writer import CheckpointWriteError, CheckpointWriter
-from services.worker.rank.training_state import TrainingState
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.state import TrainingState
+from services.worker.rank.checkpoints.writer import CheckpointWriteError, CheckpointWriter
 from tests.rank.gang import JOB, Ranks, Trained
 
 Spec = Callable[..., JobSpec]

@@ -4,8 +4,8 @@ import torch
 
 from fsdp_core.errors import DesyncError
 from services.controller.domain import diagnose
-from services.worker.rank.checkpoint_writer import CheckpointWriteError
-from services.worker.rank.step import NonFiniteLossError
+from services.worker.rank.checkpoints.writer import CheckpointWriteError
+from services.worker.rank.loop.step import NonFiniteLossError
 
 
 def name(kind: type[BaseException]) -> str:

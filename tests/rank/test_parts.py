@@ -13,13 +13,13 @@ from services.contract.rank_channel import BoardReader, BoardWriter
 from services.contract.specs import Factory
 from services.contract.states import RankPhase
 from services.worker.rank import registry
-from services.worker.rank.board_watch import BoardWatch
 from services.worker.rank.data.corpus import stdlib_sources
 from services.worker.rank.data.ngrams import bigram_loss, unigram_loss
 from services.worker.rank.data.stdlib_bytes import StdlibBytes, stdlib_bytes
+from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.models.decoder import Decoder
-from services.worker.rank.optimizers import adamw
-from services.worker.rank.schedules import warmup_cosine
+from services.worker.rank.optim.optimizers import adamw
+from services.worker.rank.optim.schedules import warmup_cosine
 from services.worker.rank.seeds import derive
 
 

@@ -18,10 +18,10 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.specs import JobSpec
-from services.worker.rank import shard_file
-from services.worker.rank.checkpoint_writer import CheckpointWriteError, CheckpointWriter
-from services.worker.rank.staging import Staged
-from services.worker.rank.training_state import TrainingState
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.staging import Staged
+from services.worker.rank.checkpoints.state import TrainingState
+from services.worker.rank.checkpoints.writer import CheckpointWriteError, CheckpointWriter
 from tests.rank.gang import JOB, Attempt, Ranks
 from tests.rank.test_checkpoints import seat_of
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from services.worker.rank.step_memory import MEASURED_STEPS, HostMemory, MemoryFigures
+from services.worker.rank.loop.step_memory import MEASURED_STEPS, HostMemory, MemoryFigures
 from tests.forking import forking
 
 T = TypeVar("T")

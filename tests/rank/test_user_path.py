@@ -6,7 +6,7 @@ from pathlib import Path
 
 PROGRAM = """
 import multiprocessing, os, sys
-from services.worker.rank.user_path import add_user_path
+from services.worker.rank.process.user_path import add_user_path
 add_user_path(sys.argv[1:])
 from services.worker.rank import registry
 

@@ -13,6 +13,7 @@ from services.contract.bounds import (
     Digest,
     ErrorTypes,
     GroupName,
+    MetricValues,
     Name,
     Text,
     Traceback,
@@ -38,7 +39,8 @@ class RankSeat(Message):
     """What a rank is told when it is forked: all that it needs, and no credential of ours.
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
-    sources read below ``data_roots`` alone.
+    sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
+    ``hears_metrics``: the agent knows ``RankMetrics``.
     """
 
     job_id: JobId
@@ -57,6 +59,8 @@ class RankSeat(Message):
     threads: int = Field(ge=1)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    code_folder: str | None = None
+    hears_metrics: bool = False
 
 
 class RankReady(Message):
@@ -130,6 +134,26 @@ class RankEvaluated(Message):
     baselines: Baselines = Field(default_factory=dict)
 
 
+class MetricPoint(Message):
+    """The user's metrics at a step; those of a validation pass have names in ``validation/``."""
+
+    step: _Step
+    values: MetricValues
+
+
+class RankMetrics(Message):
+    """Rank 0 to agent: what the user's code measures, oldest first. Telemetry, so never a fact.
+
+    Sent only to an agent whose seat ``hears_metrics``: an older one takes it for a fault.
+    """
+
+    kind: Literal["rank_metrics"] = "rank_metrics"
+    points: tuple[MetricPoint, ...] = Field(max_length=64)
+    left_out: int = Field(
+        default=0, ge=0, le=_MOST, description="further names, of which nothing is told"
+    )
+
+
 class RankFailed(Message):
     """Rank to agent: an exception ends this rank.
 
@@ -159,6 +183,7 @@ RankMessage = Annotated[
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated
+    | RankMetrics
     | RankFailed
     | RankFinished,
     Field(discriminator="kind"),

@@ -18,7 +18,7 @@ class RankSample(Message):
     seconds, memory in bytes: on GPUs the most that PyTorch's allocator had given out by the end of
     the last step, on CPUs what of the process was resident then. ``peak_bytes`` is the most that
     the steps of this attempt took so far: on GPUs the same, on CPUs without the process itself
-    (``services.worker.rank.step_memory``); None where that is not known. ``beat_age_s`` is the age
+    (``services.worker.rank.loop.step_memory``); None where that is not known. ``beat_age_s`` is the age
     of the board's last store when sampled.
 
     ``arrival_lag_s`` is how much later than the first rank this one issues a collective, on

@@ -22,8 +22,11 @@ from services.contract.messages.findings import RankFinding
 from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
-NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"
-_CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoint_writer.CheckpointWriteError"
+NON_FINITE_LOSS: Final = "services.worker.rank.loop.step.NonFiniteLossError"
+_CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoints.writer.CheckpointWriteError"
+# Under these names agents of version 0.1 tell of the two.
+_FORMER_NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"
+_FORMER_CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoint_writer.CheckpointWriteError"
 _DESYNC: Final = "fsdp_core.errors.DesyncError"
 _MEMORY_TYPES: Final = frozenset({"builtins.MemoryError", "torch.OutOfMemoryError"})
 _MEMORY_WORDS: Final = (
@@ -34,7 +37,7 @@ _MEMORY_WORDS: Final = (
 )
 _PULSE_LOST_S: Final = 2.0
 _STILL_S: Final = 2.0
-_COLLECTIVE_CODE: Final = ("torch/distributed/", "fsdp_core/comm/", "worker/rank/control.py")
+_COLLECTIVE_CODE: Final = ("torch/distributed/", "fsdp_core/comm/", "worker/rank/gang/control.py")
 _FRAMES_LOOKED_AT: Final = 6
 _STOPPED: Final = frozenset("Tt")
 _ASLEEP_IN_THE_KERNEL: Final = "D"
@@ -226,11 +229,11 @@ def _waits_in_a_collective(rank: RankFinding) -> bool:
 def _of_exception(failure: Failure) -> FailureClass:
     names = set(failure.error_types)
     words = (failure.error or "").lower()
-    if NON_FINITE_LOSS in names:
+    if not names.isdisjoint({NON_FINITE_LOSS, _FORMER_NON_FINITE_LOSS}):
         return FailureClass.NAN
     if _DESYNC in names:
         return FailureClass.COLLECTIVE_MISMATCH
-    if _CHECKPOINT_WRITE in names:
+    if not names.isdisjoint({_CHECKPOINT_WRITE, _FORMER_CHECKPOINT_WRITE}):
         return FailureClass.CHECKPOINT_FAILED
     if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
         return FailureClass.OUT_OF_MEMORY

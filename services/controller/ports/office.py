@@ -8,6 +8,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
+from services.controller.ports.code import CodeStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
@@ -57,6 +58,7 @@ class Ports:
     nodes: NodeStore
     facts: FactQueue
     plans: PlanStore
+    codes: CodeStore
     telemetry: Telemetry
     leadership: Leadership
     clock: Clock

@@ -14,14 +14,29 @@ from services.contract.secret_references import resolved
 from services.contract.specs import Factory
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
-from services.worker.rank.optimizers import adamw, sgd
-from services.worker.rank.schedules import constant, warmup_cosine
-from services.worker.rank.user_path import hidden_by_us
+from services.worker.rank.models.hugging_face import (
+    hf_causal_lm,
+    hf_sequence_classification,
+)
+from services.worker.rank.models.loss import bce_with_logits, cross_entropy, mse, next_token
+from services.worker.rank.optim.optimizers import adamw, sgd
+from services.worker.rank.optim.schedules import constant, warmup_cosine
+from services.worker.rank.process.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
-        "model": {"decoder": Decoder},
+        "model": {
+            "decoder": Decoder,
+            "hf_causal_lm": hf_causal_lm,
+            "hf_sequence_classification": hf_sequence_classification,
+        },
         "data": {"stdlib_bytes": stdlib_bytes},
+        "loss": {
+            "bce_with_logits": bce_with_logits,
+            "cross_entropy": cross_entropy,
+            "mse": mse,
+            "next_token": next_token,
+        },
         "optimizer": {"adamw": adamw, "sgd": sgd},
         "schedule": {"constant": constant, "warmup_cosine": warmup_cosine},
     }
@@ -86,8 +101,40 @@ def bound(
         FactoryError: There is no such factory, or it does not take these arguments.
     """
     make = find(field, factory.factory)
+    return partial(
+        make, *positional, **_arguments(field, factory, make, positional, offered, grant)
+    )
+
+
+def function(
+    field: str, factory: Factory, called_with: int, grant: Grant = NOTHING_GRANTED
+) -> Callable[..., Any]:
+    """What a field of the spec names, to be called as it is, with its keyword arguments.
+
+    Args:
+        field: ``loss``.
+        factory: The name, and the keyword arguments from the spec.
+        called_with: How many arguments the trainer puts first at each call.
+        grant: What the node lets the job have.
+
+    Raises:
+        FactoryError: There is no such function, or it does not take these arguments.
+    """
+    make = find(field, factory.factory)
+    arguments = _arguments(field, factory, make, (None,) * called_with, {}, grant)
+    return partial(make, **arguments) if arguments else make
+
+
+def _arguments(
+    field: str,
+    factory: Factory,
+    make: Callable[..., Any],
+    positional: tuple[object, ...],
+    offered: Mapping[str, object],
+    grant: Grant,
+) -> dict[str, object]:
     try:
-        given = resolved(factory.args, grant.secrets)
+        given: dict[str, object] = resolved(factory.args, grant.secrets)
     except KeyError as error:
         raise FactoryError(f"{field}.args: the secret {error.args[0]} was not granted") from None
     if _ROOTS in given:
@@ -95,9 +142,11 @@ def bound(
     try:
         signature = inspect.signature(make)
     except ValueError:  # written in C: it checks its arguments itself
-        return partial(make, *positional, **given)
+        return given
     takes = signature.parameters
-    arguments = {name: value for name, value in offered.items() if name in takes} | given
+    arguments: dict[str, object] = {
+        name: value for name, value in offered.items() if name in takes
+    } | given
     if _ROOTS in takes:
         arguments[_ROOTS] = grant.data_roots
     try:
@@ -107,7 +156,7 @@ def bound(
         raise FactoryError(
             f"{field}.args: {factory.factory}: {error}; it takes {', '.join(own) or 'nothing'}"
         ) from error
-    return partial(make, *positional, **arguments)
+    return arguments
 
 
 def find(field: str, name: str) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.rank_channel import BoardStep, BoardWriter
-from services.worker.rank.seat import AgentPipe
+from services.worker.rank.process.seat import AgentPipe
 
 
 def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
@@ -56,6 +56,8 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
             peak_bytes=1024,
             now_ns=time.monotonic_ns(),
         )
+        if wishes.get("evaluates") and seat.rank == 0:
+            pipe.send(RankEvaluated(step=step, loss=1 / step, tokens=10))
         orders = pipe.poll_orders()
         if step == steps or any(order.checkpoint for order in orders):
             _checkpoint(seat, pipe, step, wishes.get("digest_of"))

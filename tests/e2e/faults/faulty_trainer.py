@@ -13,9 +13,10 @@ import torch
 from services.contract.manifests import ShardFile
 from services.contract.messages.rank_pipe import RankMessage, RankSeat, RankVote
 from services.contract.rank_channel import BoardWriter
-from services.worker.rank import shard_file, trainer
-from services.worker.rank.run import Run
-from services.worker.rank.seat import AgentPipe
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.state import TrainedParts
+from services.worker.rank.loop import trainer
+from services.worker.rank.process.seat import AgentPipe
 from tests.e2e.faults.fault_points import is_armed, strike
 
 # What is replaced in them is none of their business.
@@ -35,8 +36,8 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
 
 
 def without_pickles(
-    resume: Callable[[Run, RankSeat, Callable[[RankMessage], None]], int],
-) -> Callable[[Run, RankSeat, Callable[[RankMessage], None]], int]:
+    resume: Callable[[TrainedParts, RankSeat, Callable[[RankMessage], None]], int],
+) -> Callable[[TrainedParts, RankSeat, Callable[[RankMessage], None]], int]:
     """``resume``, in which nothing may be unpickled: the interpreter's own audit sees to it."""
     resuming = False
 
@@ -44,7 +45,7 @@ def without_pickles(
         if resuming and event in {"pickle.find_class", "marshal.loads"}:
             raise RuntimeError("something was unpickled while a checkpoint was loaded")
 
-    def guarded(run: Run, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
+    def guarded(run: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
         nonlocal resuming
         resuming = True
         try:

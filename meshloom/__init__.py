@@ -1,0 +1,24 @@
+"""What training code imports to run under Meshloom.
+
+``DataSource`` and ``Trainable`` are base classes for data and models; ``session`` is for scripts that
+bring their own loop; ``integrations`` connects trainers of other libraries. Nothing else of Meshloom
+is an interface for user code. Under plain ``torchrun`` or ``python`` everything here still works:
+there is then nobody to report to.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshloom.data import DataSource as DataSource
+
+__all__ = ["DataSource"]
+
+_HOMES = {"DataSource": "meshloom.data"}
+
+
+def __getattr__(name: str) -> object:
+    # Imported when first asked for: a script that only reports must not wait for what it does not use.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshloom' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

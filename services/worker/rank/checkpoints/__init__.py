@@ -1,0 +1,1 @@
+"""What a rank saves, how it writes it, and how it is loaded."""

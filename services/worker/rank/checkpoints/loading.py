@@ -1,0 +1,66 @@
+"""Loads the checkpoint from which an attempt resumes."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from fsdp_core.errors import CheckpointError
+from services.contract.commit_chain import ChainError, CommitChain
+from services.contract.ids import job_of_checkpoint
+from services.contract.manifests import Manifest
+from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.state import TrainedParts, restore
+from services.worker.rank.data.source import DataMismatchError
+
+
+def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
+    """Fills the parts from the seat's checkpoint, at any world size, and returns its step.
+
+    Without one it returns 0 and the run begins anew. One that is not what was committed is told
+    to the agent before the error is raised, so that the next attempt takes an older one.
+
+    Raises:
+        ChainError: The checkpoint was never committed, or it was deleted.
+        CorruptShardError: A file of which this rank needs something is not what was committed.
+        CheckpointError: The files do not hold what this model and optimizer need.
+        DataMismatchError: The job's data is not that on which the checkpoint was trained.
+    """
+    if seat.resume_from is None:
+        return 0
+    job = job_of_checkpoint(seat.resume_from)
+    chain = CommitChain(Path(seat.storage_root), job)
+    try:
+        manifest = chain.find(seat.resume_from)
+    except ChainError as error:
+        send(RankFoundCorrupt(checkpoint_id=seat.resume_from, file="chain", reason=str(error)))
+        raise
+    # A clone may go on with other data; the same job must not do so unnoticed.
+    if job == seat.job_id and manifest.data_digest not in ("", parts.data_digest):
+        raise DataMismatchError(
+            f"data: checkpoint {seat.resume_from} was trained on data of digest "
+            f"{manifest.data_digest}, here it is {parts.data_digest}: the run would not be "
+            "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
+        )
+    try:
+        _fill(parts, chain.shard_folder(manifest.checkpoint_id), manifest)
+    except shard_file.CorruptShardError as error:
+        name = f"shards/{manifest.checkpoint_id}/{error.path.name}"
+        reason = error.reason
+        send(RankFoundCorrupt(checkpoint_id=manifest.checkpoint_id, file=name, reason=reason))
+        raise
+    return manifest.step
+
+
+def _fill(parts: TrainedParts, folder: Path, manifest: Manifest) -> None:
+    try:
+        with ExitStack() as stack:
+            restore(
+                parts,
+                [stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards],
+            )
+    except (CheckpointError, ValueError, KeyError, TypeError):
+        # A damaged header can look like a checkpoint of another model: look before blaming that.
+        for shard in manifest.shards:
+            shard_file.verify(folder, shard)
+        raise

@@ -1,0 +1,1 @@
+"""How the ranks of an attempt meet, agree and part."""

@@ -1,0 +1,41 @@
+"""What a rank writes to its log for people to read."""
+
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from services.contract.rank_channel import BoardStep
+from services.worker.rank.loop.run import Run
+
+_STEP_LINES: Final = 50
+
+
+def ready(run: Run, resumed: int) -> None:
+    """The rank is about to make its first step."""
+    parameters = sum(p.numel() for p in run.model.parameters())
+    _say(
+        f"rank {run.gang.rank} of {run.gang.world_size} on {run.gang.device}: "
+        f"{parameters:,} parameters in {len(run.units)} units, micro batch {run.micro_batch}, "
+        f"data sha256 {run.data.digest[:12]}; goes on from step {resumed}"
+    )
+
+
+def stepped(run: Run, step: BoardStep) -> None:
+    """Rank 0 tells of the first step and of fifty more."""
+    steps = run.spec.train.steps
+    every = max(1, steps // _STEP_LINES)
+    if run.gang.rank == 0 and (step.step == 1 or step.step % every == 0):
+        _say(
+            f"step {step.step}/{steps}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.3f}, "
+            f"rate {step.learning_rate:.2e}, {step.tokens_per_s:,.0f} {'tokens' if run.counts_tokens else 'samples'}/s"
+        )
+
+
+def evaluated(step: int, loss: float, baselines: Mapping[str, float]) -> None:
+    """A validation pass is done."""
+    beside = ", ".join(f"{name} table {value:.3f}" for name, value in baselines.items())
+    _say(f"step {step}: validation loss {loss:.4f}" + (f" ({beside})" if beside else ""))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,1 @@
+"""Profiles models and measures nodes before any rank runs."""

@@ -1,0 +1,1 @@
+"""How a rank's process begins, is seen from outside, and ends."""

@@ -1,0 +1,68 @@
+"""A program that its agent asks one question: on stdin, and answered into a descriptor.
+
+Neither stdout nor stderr can carry the answer: what the user wrote prints there. stdin is a socket:
+one byte says that this process has imported what it needs, from when on its time counts.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pydantic import BaseModel
+
+from services.contract.own_process import set_up_process
+from services.contract.rank_stacks import STACKS_SIGNAL
+from services.contract.rank_user import RankUser
+from services.worker.rank.process.user_path import add_user_path
+from services.worker.rank.process.warm import die_with_parent
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question. ``answer``: the descriptor of a file for what comes of it."""
+
+    question: bytes
+    answer: int
+
+    def reply(self, message: BaseModel) -> NoReturn:
+        """Write the answer and end the process, whatever threads the user's code has left."""
+        with open(self.answer, "wb") as file:  # noqa: PTH123 a descriptor, not a path
+            file.write(message.model_dump_json().encode())
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
+
+
+def take_question(program: str) -> Asked:
+    """Have this process end with its agent and show its stacks to it; then read the question.
+
+    Args:
+        program: Its name, as the agent starts it.
+    """
+    set_up_process()
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument("--answer", type=int, required=True, help="descriptor of the answer's file")
+    parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
+    parser.add_argument("--rank-user", help="system user to become")
+    arguments = parser.parse_args()
+    add_user_path(arguments.user_path)
+    die_with_parent(arguments.agent)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.set_inheritable(arguments.answer, False)  # noqa: FBT003 the standard library's signature
+    with socket.socket(fileno=os.dup(0)) as channel, channel.makefile("rb") as asked:
+        channel.sendall(b"?")
+        question = asked.read()
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
+        os.dup2(nothing.fileno(), 0)
+    if arguments.rank_user is not None:
+        RankUser.named(arguments.rank_user).become()
+        die_with_parent(arguments.agent)
+    return Asked(question, arguments.answer)

@@ -1,0 +1,171 @@
+"""A rank takes its seat: the board and the pipe around one call of the trainer.
+
+The trainer is found by name, so that this module and the warm process know no torch; it is any
+callable of the shape ``Train``. Its exception, or its return, is all that decides how a rank ends.
+"""
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NoReturn, Protocol, cast
+
+from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
+from services.contract.rank_channel import BoardWriter
+from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
+from services.contract.states import RankPhase
+from services.worker.rank.process.failures import one_line, traceback_of
+from services.worker.rank.process.host_memory import lacks_host_memory
+from services.worker.rank.process.user_path import add_code
+
+DEFAULT_TRAINER: Final = "services.worker.rank.loop.trainer:train"
+_READ_BYTES: Final = 65_536
+_PULSE_S: Final = 0.25
+
+
+class AgentPipe:
+    """The rank's end of the pipe to its agent: one JSON object a line, both ways.
+
+    ``send`` may be called from any thread; ``poll_orders`` from one.
+
+    Args:
+        channel: A connected stream socket in blocking mode.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._unread = b""
+
+    def send(self, message: RankMessage) -> None:
+        """Tell the agent. Does nothing when the agent is gone: training does not depend on it."""
+        line = message.model_dump_json().encode() + b"\n"
+        with self._sending, contextlib.suppress(OSError):
+            self._channel.sendall(line)
+
+    def poll_orders(self) -> list[RankOrder]:
+        """The orders that came since the last call, oldest first; never blocks."""
+        while True:
+            try:
+                received = self._channel.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except OSError:  # nothing there now (EAGAIN), or the agent is gone
+                break
+            if not received:
+                break
+            self._unread += received
+        *lines, self._unread = self._unread.split(b"\n")
+        return [RankOrder.model_validate_json(line) for line in lines]
+
+
+class Train(Protocol):
+    """What a trainer is: it trains until done, drained or failed (an exception).
+
+    ``listen_fd`` is the bound rendezvous socket of the store that rank 0 hosts, None elsewhere.
+    It sends ``RankFinished`` itself, for only it knows whether it drained.
+    """
+
+    def __call__(
+        self, *, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None
+    ) -> None:
+        """Train the seat's share of the job."""
+        ...
+
+
+def load_trainer(name: str) -> Train:
+    """The callable that ``package.module:callable`` names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: It has no such callable.
+    """
+    module, _, attribute = name.partition(":")
+    return cast("Train", getattr(importlib.import_module(module), attribute))
+
+
+def take_seat(
+    seat: RankSeat,
+    channel: socket.socket,
+    listen_fd: int | None,
+    trainer: str = DEFAULT_TRAINER,
+    become_user: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Run the trainer in this process, then end the process: code 0, or 1 after an exception.
+
+    ``become_user`` is called before any user code, once the files in the attempt's folder are open.
+
+    The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
+    must not turn a success into a failure. Every kind of exception counts, ``SystemExit`` too.
+    """
+    pipe = AgentPipe(channel)
+    step = 0
+    code = 1
+    try:
+        board = BoardWriter.create(Path(seat.board_path), seat.fence)
+        board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
+        _show_life(seat, board)
+        become_user()
+        if seat.code_folder is not None:
+            add_code(seat.code_folder)
+        try:
+            load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
+            code = 0
+        finally:
+            step = board.snapshot.step
+    except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
+        text = traceback_of(error)
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
+            sys.stderr.write(text)
+        pipe.send(
+            RankFailed(
+                error=one_line(error) + _advice(seat, error),
+                error_types=_names(type(error)),
+                traceback=text,
+                step=step,
+            )
+        )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _advice(seat: RankSeat, error: BaseException) -> str:
+    """What to do about an allocation that was refused because of the rank's limit."""
+    limit = seat.spec.resources.memory_gib
+    if limit is None or not lacks_host_memory(error):
+        return ""
+    return (
+        f" (this rank may take {limit:g} GiB: raise resources.memory_gib, lower train.micro_batch, or "
+        "shard over more ranks)"
+    )
+
+
+def _show_life(seat: RankSeat, board: BoardWriter) -> None:
+    """Have this process answer from outside, whatever its training thread is doing.
+
+    The stacks are written by a signal handler in C, which needs no lock of the interpreter; the
+    pulse needs it, and so tells whether somebody never gives it back.
+    """
+    path = stacks_path(Path(seat.log_folder), seat.rank)
+    draft = path.with_suffix(".draft")
+    faulthandler.register(STACKS_SIGNAL, file=draft.open("ab"), all_threads=True)
+    draft.replace(path)  # who sees the file may send the signal: without a handler it would kill
+
+    def beat() -> None:
+        never = threading.Event()
+        while True:
+            board.beat(time.monotonic_ns())
+            never.wait(_PULSE_S)
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()
+
+
+def _names(kind: type[BaseException]) -> tuple[str, ...]:
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[:-1])
