@@ -258,15 +258,15 @@ def age(moment: datetime) -> str:
 
 
 def estimate_line(estimate: EstimateView) -> str:
-    """What a plan foresaw of memory, and what was seen."""
-    foreseen = f"{size(estimate.peak.total)} in {estimate.where}"
+    """What a plan estimated of memory, and what was measured."""
+    estimated = f"{size(estimate.peak.total)} in {estimate.where}"
     if estimate.unit:
-        foreseen += f" of {estimate.unit}"
+        estimated += f" of {estimate.unit}"
     if estimate.measured_peak_bytes is None:
-        return f"{foreseen} foreseen; nothing measured yet"
+        return f"{estimated} estimated; nothing measured yet"
     kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
-    words = f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
+    words = f"{estimated} estimated; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
     return words if estimate.ratio is None else f"{words}: {estimate.ratio:.2f} times as much"
 
 

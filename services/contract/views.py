@@ -115,7 +115,7 @@ class JobView(_View):
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
-        None, description="what its plan foresaw, and what was seen; null without a plan_id"
+        None, description="what its plan estimated, and what was measured; null without a plan_id"
     )
     latest_checkpoint: CheckpointId | None = None
     cloned_from: CloneOrigin | None = None

@@ -110,7 +110,7 @@ class Study:
 
 
 def scaled(room: RankRoom, factor: float) -> RankRoom:
-    """The room, where steps take so much longer than was foreseen."""
+    """The room, where steps take so much longer than was estimated."""
     facts = room.facts
     return room if facts is None else replace(room, facts=replace(facts, scale=factor))
 

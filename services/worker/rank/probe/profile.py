@@ -31,9 +31,9 @@ from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
+from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
