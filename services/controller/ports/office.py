@@ -5,6 +5,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import ValidationError
+
 from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
 from services.controller.ports.code import CodeStore
 from services.controller.ports.jobs import JobStore
@@ -48,7 +50,8 @@ class Waker(Protocol):
 class Ports:
     """Everything that the controller needs of the world.
 
-    ``unreadable`` names the records that were met and cannot be read by this version.
+    ``unreadable`` names the records that were met and cannot be read by this version;
+    ``note_unreadable`` adds some that were met above the ports, by the name of what they are of.
     """
 
     jobs: JobStore
@@ -65,3 +68,4 @@ class Ports:
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]
     unreadable: Callable[[], Sequence[str]] = tuple
+    note_unreadable: Callable[[str, ValidationError], None] = lambda _name, _error: None

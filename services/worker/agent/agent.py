@@ -24,6 +24,7 @@ from services.worker.agent.outbox import Outbox
 from services.worker.agent.prober import Prober
 from services.worker.agent.processes import sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
+from services.worker.agent.reserve import take_reserve
 from services.worker.agent.self_test import SelfTest
 from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
@@ -47,6 +48,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         NodeBusyError: Another agent works in the node's folder.
         LeaseTakenError: Another agent elsewhere has the node id.
     """
+    take_reserve()
     folder = NodeFolder(settings.home, settings.node_id)
     with folder.locked():
         if settings.ranks_are is not None:  # checkpoints may lie below; nothing else can be read
@@ -160,7 +162,7 @@ class Agent:
                 background += [
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
-                    group.create_task(self._supervisor.run()),
+                    group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
                 reading = group.create_task(self._inbox.run())

@@ -37,4 +37,5 @@ async def redis_ports(
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
             unreadable=lambda: clients.unreadable.names,
+            note_unreadable=clients.unreadable.note_some_of,
         )
