@@ -17,8 +17,10 @@ from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
 from services.worker.agent import template_link, warm_keeper
 from services.worker.agent.admission import Admission
+from services.worker.agent.code_cache import CodeCache
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.launch import Crew, Launcher, LaunchError
+from services.worker.agent.redis_clients import writing_client
 from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
 from tests.agent.conftest import FOREVER, NODE, PROGRAMS, is_gone, launch
@@ -59,7 +61,9 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     )
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
-    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission)
+    nowhere = writing_client("redis://127.0.0.1:1")  # no job here has code
+    codes = CodeCache(nowhere, node.code, folder / "checkpoints")
+    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
     try:
