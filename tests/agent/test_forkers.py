@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pydantic import JsonValue
+from redis.asyncio import Redis
 
 from services.contract.entry_points import entry_points
 from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
@@ -20,7 +21,6 @@ from services.worker.agent.admission import Admission
 from services.worker.agent.code_cache import CodeCache
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.launch import Crew, Launcher, LaunchError
-from services.worker.agent.redis_clients import writing_client
 from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
 from tests.agent.conftest import FOREVER, NODE, PROGRAMS, is_gone, launch
@@ -61,8 +61,8 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     )
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
-    nowhere = writing_client("redis://127.0.0.1:1")  # no job here has code
-    codes = CodeCache(nowhere, node.code, folder / "checkpoints")
+    # No job here names uploaded code, so nobody connects.
+    codes = CodeCache(Redis(), folder / "code", folder / "checkpoints")
     launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
