@@ -67,7 +67,10 @@ def pack_folder(folder: Path, most_mib: int) -> bytes:
         raise CliError(f"--code {folder}: there is no such folder")
     root = folder.resolve()
     try:
-        files = _bounded(folder, root, _files(root, list(_rules_above(root))))
+        above = list(_rules_above(root))
+        if _is_ignored(root, above, is_folder=True):  # it was named all the same
+            above = []
+        files = _bounded(folder, root, _files(root, above))
         body = pack(
             (
                 file.path.relative_to(root).as_posix(),

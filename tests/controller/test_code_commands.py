@@ -81,6 +81,18 @@ def test_what_git_ignores_stays_out_and_nothing_else(tmp_path: Path, below: str)
     assert len(expected) == {".": 9, "pkg": 5}[below]
 
 
+def test_a_folder_that_is_ignored_itself_is_packed_where_it_is_named(tmp_path: Path) -> None:
+    files = {
+        ".git/HEAD": "",
+        ".gitignore": "drafts/\n*.log\n",
+        "drafts/a/b.py": "",
+        "drafts/a/.gitignore": "x.py\n",
+    }
+    write(tmp_path, files | {"drafts/a/x.py": "", "drafts/a/y.log": ""})
+    assert packed(tmp_path) == {".gitignore"}
+    assert packed(tmp_path / "drafts/a") == {".gitignore", "b.py", "y.log"}
+
+
 def test_the_files_of_tools_stay_out_whatever_gitignore_says(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "", ".gitignore": "!.venv\n"} | NEVER)
     assert packed(tmp_path) == {"a.py", ".gitignore"}
