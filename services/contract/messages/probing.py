@@ -1,6 +1,6 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -13,6 +13,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.ids import NodeId, ProbeId
 from services.contract.messages.base import Message
+from services.contract.messages.rank_pipe import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, cut_to
 from services.contract.specs import CarriedSpec
 
 DeviceType = Literal["cpu", "cuda"]
@@ -51,8 +52,8 @@ class ProbeFailure(Message):
     """
 
     code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
-    reason: str
-    traceback: str | None = None
+    reason: Annotated[str, cut_to(ERROR_CHARACTERS)]
+    traceback: Annotated[str, cut_to(TRACEBACK_CHARACTERS)] | None = None
 
 
 class ModelProbed(Message):

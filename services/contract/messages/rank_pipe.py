@@ -81,7 +81,9 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int) and abs(value) <= _MOST
 
 
-def _cut_to(limit: int) -> BeforeValidator:
+def cut_to(limit: int) -> BeforeValidator:
+    """Cuts a text to so many characters, as ``shortened`` does."""
+
     def cut(value: object) -> object:
         return shortened(value, limit) if isinstance(value, str) else value
 
@@ -92,8 +94,8 @@ def _first_types(types: object) -> object:
     return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
 
 
-_Text = Annotated[str, _cut_to(ERROR_CHARACTERS)]
-_Name = Annotated[str, _cut_to(NAME_CHARACTERS)]
+_Text = Annotated[str, cut_to(ERROR_CHARACTERS)]
+_Name = Annotated[str, cut_to(NAME_CHARACTERS)]
 _GroupName = Annotated[str, StringConstraints(max_length=64)]
 _Digest = Annotated[str, StringConstraints(max_length=1_024)]
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
@@ -231,7 +233,7 @@ class RankFailed(Message):
     kind: Literal["rank_failed"] = "rank_failed"
     error: _Text
     error_types: Annotated[tuple[_Name, ...], BeforeValidator(_first_types)] = ()
-    traceback: Annotated[str, _cut_to(TRACEBACK_CHARACTERS)]
+    traceback: Annotated[str, cut_to(TRACEBACK_CHARACTERS)]
     step: _Step
 
 
