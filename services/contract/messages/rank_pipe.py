@@ -27,6 +27,7 @@ BASELINES_KEPT: Final = 8
 METRIC_NAMES_KEPT: Final = 64
 """So many names of a user's metrics are kept of a job."""
 METRIC_NAME_CHARACTERS: Final = 64
+EVALUATION_METRICS_KEPT: Final = 16
 _ERROR_TYPES_KEPT: Final = 32
 _MOST_UNITS: Final = 4_096
 _MOST: Final = (1 << 63) - 1
@@ -56,8 +57,8 @@ def few_baselines(baselines: object) -> object:
     return dict(finite[:BASELINES_KEPT])
 
 
-def few_metrics(values: object) -> object:
-    """The first 64 of them; names cut, and without what would break a line or a list of names.
+def few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
+    """The first of them; names cut, and without what would break a line or a list of names.
 
     None in place of what is no finite number.
     """
@@ -65,14 +66,16 @@ def few_metrics(values: object) -> object:
         return values
     return {
         metric_name(str(name)): float(value) if _is_finite(value) else None
-        for name, value in itertools.islice(values.items(), METRIC_NAMES_KEPT)
+        for name, value in itertools.islice(values.items(), most)
     }
 
 
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
     plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
-    return shortened(plain, METRIC_NAME_CHARACTERS) or "_"
+    if len(plain) > METRIC_NAME_CHARACTERS:
+        return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
+    return plain or "_"
 
 
 def _is_finite(value: object) -> bool:
@@ -99,6 +102,16 @@ _Digest = Annotated[str, StringConstraints(max_length=1_024)]
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 MetricValues = Annotated[dict[str, float | None], BeforeValidator(few_metrics)]
 """Values by name, at most 64; None: no finite number."""
+EvaluationMetrics = Annotated[
+    dict[str, float | None],
+    BeforeValidator(lambda values: few_metrics(values, EVALUATION_METRICS_KEPT)),
+]
+"""The same of a validation pass, of which a job's record keeps many: at most 16."""
+
+
+ThroughputUnit = Literal["tokens", "samples"]
+LossUnit = Literal["nats", ""]
+"""Nats a token where the loss is that of the next token; else it has no unit that we know."""
 
 
 class RankSeat(Message):
@@ -128,13 +141,18 @@ class RankSeat(Message):
 
 
 class RankReady(Message):
-    """Rank to agent: built and loaded; these are the names behind the board's numbers."""
+    """Rank to agent: built and loaded; these are the names behind the board's numbers.
+
+    ``throughput_unit``: what its ``tokens_per_s`` counts. ``loss_unit``: that of its loss.
+    """
 
     kind: Literal["rank_ready"] = "rank_ready"
     units: tuple[_Name, ...] = Field(max_length=_MOST_UNITS)
     groups: tuple[_GroupName, ...] = Field(max_length=MAX_GROUPS)
     parameters: int = Field(ge=0, le=_MOST)
     data_digest: _Digest
+    throughput_unit: ThroughputUnit = "tokens"
+    loss_unit: LossUnit = "nats"
 
 
 class RankCheckpointBegan(Message):
@@ -188,7 +206,8 @@ class RankFoundCorrupt(Message):
 class RankEvaluated(Message):
     """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null.
 
-    Of ``baselines`` the first eight are kept that are finite.
+    ``tokens`` are samples where the data has none. Of ``baselines`` the first eight are kept that
+    are finite; ``metrics`` are the user's, the first 16.
     """
 
     kind: Literal["rank_evaluated"] = "rank_evaluated"
@@ -198,6 +217,7 @@ class RankEvaluated(Message):
     baselines: Annotated[dict[str, float], BeforeValidator(few_baselines)] = Field(
         default_factory=dict
     )
+    metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
 class MetricPoint(Message):

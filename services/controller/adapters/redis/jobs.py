@@ -35,7 +35,7 @@ from services.controller.ports.jobs import (
 _PAGE: Final = 256
 _NOTHING_DOOMED: Final = (0, "", "")
 # In the script's keys the inboxes come behind those of the job.
-_FIRST_INBOX: Final = 11
+_FIRST_INBOX: Final = 12
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
 
 
@@ -174,6 +174,7 @@ class RedisJobs:
                     keys.job_steps(job.id),
                     keys.job_logs(job.id),
                     keys.job_stacks(job.id),
+                    keys.job_metrics(job.id),
                     *inboxes,
                     *([] if doomed is None else _doomed(doomed.job.id)),
                 ],
@@ -318,6 +319,7 @@ def _doomed(job_id: str) -> list[str]:
         keys.job_steps(job_id),
         keys.job_logs(job_id),
         keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
         keys.job_checkpoints(job_id),
         keys.job_history(job_id),
     ]

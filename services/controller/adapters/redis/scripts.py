@@ -25,8 +25,8 @@ COMMIT: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
--- inboxes; from KEYS[doomed] on, where a job is deleted with this: that job, all jobs, deleted jobs,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics,
+-- then the inboxes; from KEYS[doomed] on, where a job is deleted with this: that job, all jobs, deleted jobs,
 -- all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -49,14 +49,14 @@ for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
 for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
 local sends = take_list()
 for i = 1, #sends, 2 do
-  redis.call('XADD', KEYS[10 + tonumber(sends[i])], '*', field, sends[i + 1])
+  redis.call('XADD', KEYS[11 + tonumber(sends[i])], '*', field, sends[i + 1])
 end
 local remembered = take()
 for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 local lives_s = take()
-for i = 6, 10 do
+for i = 6, 11 do
   if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
 end
 if doomed > 0 then

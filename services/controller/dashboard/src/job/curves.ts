@@ -1,7 +1,7 @@
 // From step records to curves over ascending steps.
 
 import type { Mark } from "../ui/Chart";
-import type { Evaluation, MetricsView, StepRecord } from "../api/types";
+import type { Evaluation, MetricsView, StepView } from "../api/types";
 
 export interface Curves {
   steps: number[];
@@ -42,9 +42,9 @@ export function toCurves(metrics: MetricsView): Curves {
 }
 
 /** A record stands unless a later attempt made its step, or an earlier one, again. */
-function splitByFence(records: StepRecord[]): { standing: Map<number, StepRecord>; lost: Map<number, StepRecord> } {
-  const standing = new Map<number, StepRecord>();
-  const lost = new Map<number, StepRecord>();
+function splitByFence(records: StepView[]): { standing: Map<number, StepView>; lost: Map<number, StepView> } {
+  const standing = new Map<number, StepView>();
+  const lost = new Map<number, StepView>();
   const firstStep = new Map<number, number>();
   for (const { fence, step } of records) firstStep.set(fence, Math.min(step, firstStep.get(fence) ?? Infinity));
   for (const record of records) {
@@ -55,7 +55,7 @@ function splitByFence(records: StepRecord[]): { standing: Map<number, StepRecord
   return { standing, lost };
 }
 
-function restartsOf(records: StepRecord[]): Mark[] {
+function restartsOf(records: StepView[]): Mark[] {
   const marks: Mark[] = [];
   let fence = records[0]?.fence;
   for (const record of records) {
@@ -67,7 +67,7 @@ function restartsOf(records: StepRecord[]): Mark[] {
   return marks;
 }
 
-function breaksOf(records: StepRecord[]): Mark[] {
+function breaksOf(records: StepView[]): Mark[] {
   const first = records.find((record, index) => record.loss === null && records[index - 1]?.loss !== null);
   return first ? [{ x: first.step, label: "loss not finite" }] : [];
 }
