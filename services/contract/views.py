@@ -196,9 +196,10 @@ class RankView(_View):
 
 
 class RankList(_View):
-    """All ranks of the newest attempt, by number."""
+    """All ranks of the newest attempt, by number. ``throughput_unit``: what ``tokens_per_s`` counts."""
 
     attempt: int
+    throughput_unit: ThroughputUnit = "tokens"
     items: tuple[RankView, ...]
 
 

@@ -21,7 +21,11 @@ async def list_ranks(ports: Ports, job_id: str) -> RankList:
     """
     stored = await ports.jobs.load(job_id)
     samples = (await ports.telemetry.samples([job_id]))[job_id]
-    return RankList(attempt=stored.job.fence, items=rank_views(stored.job, samples))
+    return RankList(
+        attempt=stored.job.fence,
+        throughput_unit=stored.job.throughput_unit,
+        items=rank_views(stored.job, samples),
+    )
 
 
 async def get_rank(ports: Ports, job_id: str, rank: int) -> RankView:

@@ -317,6 +317,7 @@ export interface RankView {
 
 export interface RankList {
   attempt: number;
+  throughput_unit: "tokens" | "samples";
   items: RankView[];
 }
 
