@@ -141,7 +141,9 @@ def test_jobs_are_filtered_by_state_and_by_text(scene: Scene, visit: Open) -> No
     expect(page.get_by_text("No job matches")).to_be_visible()
 
 
-def test_the_job_page_draws_a_curve_for_each_measure(scene: Scene, visit: Open, tmp_path: Path) -> None:
+def test_the_job_page_draws_a_curve_for_each_measure(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
     page = visit(viewport={"width": 1440, "height": 900}).open(f"#/jobs/{scene.running.id}")
     expect(page.locator(".plot canvas")).to_have_count(4)
     until(lambda: all(count > 300 for count in _curve_pixels(page)))

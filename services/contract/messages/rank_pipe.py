@@ -118,7 +118,8 @@ class RankSeat(Message):
     """What a rank is told when it is forked: all that it needs, and no credential of ours.
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
-    sources read below ``data_roots`` alone. ``hears_metrics``: the agent knows ``RankMetrics``.
+    sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
+    ``hears_metrics``: the agent knows ``RankMetrics``.
     """
 
     job_id: JobId
@@ -137,6 +138,7 @@ class RankSeat(Message):
     threads: int = Field(ge=1)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    code_folder: str | None = None
     hears_metrics: bool = False
 
 

@@ -158,6 +158,7 @@ export interface JobSpec {
   model: Factory;
   data: Factory;
   loss: Factory | null;
+  code: string | null;
   optimizer: Factory;
   schedule: Factory;
   train: TrainSpec;
