@@ -17,6 +17,7 @@ BASELINES_KEPT: Final = 8
 METRIC_NAMES_KEPT: Final = 64
 """So many names of a user's metrics are kept of a job."""
 METRIC_NAME_CHARACTERS: Final = 64
+EVALUATION_METRICS_KEPT: Final = 16
 MOST_RANKS: Final = 65_536
 _ERROR_TYPES_KEPT: Final = 32
 _VERSIONS_KEPT: Final = 64
@@ -57,8 +58,8 @@ def _few_baselines(baselines: object) -> object:
     return dict(finite[:BASELINES_KEPT])
 
 
-def _few_metrics(values: object) -> object:
-    """The first 64 of them; names cut, and without what would break a line or a list of names.
+def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
+    """The first of them; names cut, and without what would break a line or a list of names.
 
     None in place of what is no finite number.
     """
@@ -66,14 +67,16 @@ def _few_metrics(values: object) -> object:
         return values
     return {
         metric_name(str(name)): float(value) if _is_finite(value) else None
-        for name, value in itertools.islice(values.items(), METRIC_NAMES_KEPT)
+        for name, value in itertools.islice(values.items(), most)
     }
 
 
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
     plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
-    return shortened(plain, METRIC_NAME_CHARACTERS) or "_"
+    if len(plain) > METRIC_NAME_CHARACTERS:
+        return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
+    return plain or "_"
 
 
 def _is_finite(value: object) -> bool:
@@ -111,6 +114,11 @@ Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""
 MetricValues = Annotated[dict[str, float | None], BeforeValidator(_few_metrics)]
 """Values by name, at most 64; None: no finite number."""
+EvaluationMetrics = Annotated[
+    dict[str, float | None],
+    BeforeValidator(lambda values: _few_metrics(values, EVALUATION_METRICS_KEPT)),
+]
+"""The same of a validation pass, of which a job's record keeps many: at most 16."""
 Versions = Annotated[dict[Name, Name], _at_most(_VERSIONS_KEPT)]
 Numbers = Annotated[dict[GroupName, int], _at_most(_GROUPS_KEPT)]
 """Collective sequence numbers by process group."""

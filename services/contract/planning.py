@@ -127,6 +127,12 @@ class PlanOutcome(_View):
     memory_limit_bytes: int | None = None
     traffic: tuple[AxisTraffic, ...] = ()
     step_time: StepTimeView | None = None
+    model_flops: int | None = Field(
+        None, description="floating-point operations of a step over all ranks, none counted twice"
+    )
+    peak_flops: float | None = Field(
+        None, description="of a rank's device in a second, measured by large matrix products"
+    )
     alternatives: tuple[PlanAlternative, ...] = ()
     ranks: tuple[RankPlacement, ...] = ()
     placement: str | None = None
@@ -204,6 +210,9 @@ class JobEstimate(_View):
     """What a job's plan estimated of its fullest rank. ``reason``: why this layout was chosen.
 
     ``probe_id``: where the model's profile is; ``time_scale``: that of ``step_time_s``.
+    ``model_flops``: floating-point operations of a step over all ranks, forward and backward, none
+    computed again counted; ``peak_flops``: how many a rank's device was measured to do in a second,
+    in large matrix products.
     """
 
     plan_id: PlanId
@@ -216,6 +225,8 @@ class JobEstimate(_View):
     step_time_s: float | None = None
     time_scale: float = 1.0
     probe_id: ProbeId | None = None
+    model_flops: int | None = None
+    peak_flops: float | None = None
 
 
 class EstimateView(JobEstimate):

@@ -10,6 +10,7 @@ from services.contract.bounds import (
     Baselines,
     Digest,
     ErrorTypes,
+    EvaluationMetrics,
     Incarnation,
     Name,
     Text,
@@ -22,6 +23,7 @@ from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
+from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""
@@ -105,10 +107,16 @@ class LaunchRefused(_GangFact):
 
 
 class GangProgressed(_GangFact):
-    """The ranks on this node finished their first step in this attempt (``step`` counts from 1)."""
+    """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
+
+    ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not. Told
+    again where the ranks tell them late.
+    """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
     step: int = Field(ge=1)
+    throughput_unit: ThroughputUnit | None = None
+    loss_unit: LossUnit | None = None
 
 
 class CheckpointBegan(_GangFact):
@@ -244,10 +252,10 @@ class JobPurged(_GangFact):
 
 
 class Evaluated(_GangFact):
-    """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
+    """A validation pass after ``step`` steps: mean loss over ``tokens`` tokens, or samples.
 
-    ``baselines`` are losses of simple models on the same tokens, by name (such as ``bigram``).
-    A loss that is no finite number is null, for JSON has no word for it.
+    ``baselines`` are losses of simple models on the same tokens, by name (such as ``bigram``);
+    ``metrics`` are the user's. A loss that is no finite number is null, for JSON has no word for it.
     """
 
     kind: Literal["evaluated"] = "evaluated"
@@ -255,6 +263,7 @@ class Evaluated(_GangFact):
     loss: float | None
     tokens: int = Field(ge=1)
     baselines: Baselines = Field(default_factory=dict)
+    metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
 class ExitStanding(IntEnum):

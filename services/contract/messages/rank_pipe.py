@@ -12,6 +12,7 @@ from services.contract.bounds import (
     Baselines,
     Digest,
     ErrorTypes,
+    EvaluationMetrics,
     GroupName,
     MetricValues,
     Name,
@@ -33,6 +34,9 @@ _MOST: Final = (1 << 63) - 1
 
 
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+ThroughputUnit = Literal["tokens", "samples"]
+LossUnit = Literal["nats", ""]
+"""Nats a token where the loss is that of the next token; else it has no unit that we know."""
 
 
 class RankSeat(Message):
@@ -64,13 +68,18 @@ class RankSeat(Message):
 
 
 class RankReady(Message):
-    """Rank to agent: built and loaded; these are the names behind the board's numbers."""
+    """Rank to agent: built and loaded; these are the names behind the board's numbers.
+
+    ``throughput_unit``: what its ``tokens_per_s`` counts. ``loss_unit``: that of its loss.
+    """
 
     kind: Literal["rank_ready"] = "rank_ready"
     units: tuple[Name, ...] = Field(max_length=_MOST_UNITS)
     groups: tuple[GroupName, ...] = Field(max_length=MAX_GROUPS)
     parameters: int = Field(ge=0, le=_MOST)
     data_digest: Digest
+    throughput_unit: ThroughputUnit = "tokens"
+    loss_unit: LossUnit = "nats"
 
 
 class RankCheckpointBegan(Message):
@@ -124,7 +133,8 @@ class RankFoundCorrupt(Message):
 class RankEvaluated(Message):
     """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null.
 
-    Of ``baselines`` the first eight are kept that are finite.
+    ``tokens`` are samples where the data has none. Of ``baselines`` the first eight are kept that
+    are finite; ``metrics`` are the user's, the first 16.
     """
 
     kind: Literal["rank_evaluated"] = "rank_evaluated"
@@ -132,6 +142,7 @@ class RankEvaluated(Message):
     loss: float | None
     tokens: int = Field(ge=1, le=_MOST)
     baselines: Baselines = Field(default_factory=dict)
+    metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
 class MetricPoint(Message):

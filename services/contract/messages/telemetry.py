@@ -4,7 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from services.contract.bounds import Name, Numbers, Traceback, cut_to
+from services.contract.bounds import MetricValues, Name, Numbers, Traceback, cut_to
 from services.contract.ids import NodeId
 from services.contract.messages.base import Message
 
@@ -61,9 +61,10 @@ class RankStacks(Message):
 
 
 class StepRecord(Message):
-    """One training step of a job: the loss is the mean over the global batch, in nats a token.
+    """One training step of a job: the loss is the mean over the global batch.
 
-    A loss that is no finite number is null, for JSON has no word for it.
+    ``tokens_per_s`` counts samples where the data has no tokens. A loss that is no finite number is
+    null, for JSON has no word for it.
     """
 
     step: int = Field(ge=1)
@@ -73,6 +74,19 @@ class StepRecord(Message):
     learning_rate: float | None = None
     tokens_per_s: float
     step_time_s: float
+
+
+class MetricRecord(Message):
+    """What the user's code measured at a step; of a validation pass the names begin with ``validation/``.
+
+    None: no finite number. ``left_out``: how many further names the attempt had by then, of which
+    nothing is kept.
+    """
+
+    step: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    values: MetricValues
+    left_out: int = Field(default=0, ge=0)
 
 
 class LogLine(Message):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_core import fully_shard, observe
-from services.contract.messages.rank_pipe import RankSeat
+from services.contract.messages.rank_pipe import LossUnit, RankSeat
 from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
@@ -60,6 +60,13 @@ class Run:
     micro_batch: int
     counts_tokens: bool
     watch: BoardWatch
+
+    @property
+    def loss_unit(self) -> LossUnit:
+        """Nats where the loss is that of the next token."""
+        chosen = self.spec.loss
+        is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
+        return "nats" if is_next_token else ""
 
     @property
     def trained(self) -> TrainedParts:

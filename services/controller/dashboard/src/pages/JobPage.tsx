@@ -13,7 +13,7 @@ import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
 import { planHref } from "../router";
-import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
+import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, perSecond, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
 
@@ -89,13 +89,18 @@ function Head({ job }: { job: JobView }) {
         </div>
       </div>
       <dl className="stats">
-        <Stat label="Loss" hint="Mean over the global batch, nats a token">
+        <Stat label="Loss" hint={`Mean over the global batch${job.progress.loss_unit === "nats" ? ", nats a token" : ""}`}>
           <b>{loss(job.progress.loss)}</b>
         </Stat>
         <Stat label="Validation" hint={job.evaluation ? `after step ${job.evaluation.step}` : "no validation pass yet"}>
           {job.evaluation ? <b>{validationLoss(job.evaluation.loss)}</b> : DASH}
         </Stat>
-        <Stat label="Tokens/s">{compact(job.progress.tokens_per_s)}</Stat>
+        <Stat label={perSecond(job.progress.throughput_unit)}>{compact(job.progress.tokens_per_s)}</Stat>
+        {job.progress.mfu !== null ? (
+          <Stat label="MFU" hint="Operations that the model needs, of those that its devices could have made">
+            {percent(job.progress.mfu)}
+          </Stat>
+        ) : null}
         <Stat label="Step time">{duration(job.progress.step_time_s)}</Stat>
         {job.estimate ? <PeakMemory estimate={job.estimate} /> : null}
         <Stat label="Ranks">
