@@ -77,6 +77,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         narration.ready(run, resumed)
         with writer:
             last, drained = _loop(run, pipe, writer, resumed)
+            run.data.close()
             watch.enter(RankPhase.CHECKPOINT)
             writer.finish(last)
         watch.enter(RankPhase.FINISHED)
