@@ -9,7 +9,7 @@ schedule and seeds follow from the step and the spec.
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,8 @@ from services.worker.rank.seeds import derive
 
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
+FILE: Final = "file."
+"""Begins the names of tensors that hold a file's bytes; an export writes these files."""
 _TORCH_RANDOM: Final = "random.torch"
 _CUDA_RANDOM: Final = "random.cuda"
 
@@ -46,6 +48,7 @@ class TrainedParts:
         gang: The ranks.
         data_digest: Names the data.
         seed: The job's.
+        files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
         data: Where it is in the data; None: the step says it.
     """
 
@@ -54,6 +57,7 @@ class TrainedParts:
     gang: Gang
     data_digest: str
     seed: int
+    files: Mapping[str, bytes] = field(default_factory=dict)
     data: Feed | None = None
 
 
@@ -89,6 +93,12 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
     if parts.gang.device.type == "cuda":
         tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(parts.gang.device)
+    if parts.gang.rank == 0:
+        tensors |= {
+            FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for name, content in parts.files.items()
+            if content
+        }
     about = {
         "version": _VERSION,
         "step": step,
@@ -108,7 +118,9 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         "python_random": random.getstate(),
         "numpy_random": _numpy_state(),
     }
-    lasting = frozenset(name for name in tensors if name in sharded or name in optimizer)
+    lasting = frozenset(
+        name for name in tensors if name in sharded or name in optimizer or name.startswith(FILE)
+    )
     return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
 
 

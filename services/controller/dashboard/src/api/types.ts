@@ -152,6 +152,8 @@ export interface JobSpec {
   name: string;
   model: Factory;
   data: Factory;
+  loss: Factory | null;
+  code: string | null;
   optimizer: Factory;
   schedule: Factory;
   train: TrainSpec;
