@@ -295,6 +295,7 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
+  data_wait_s: number | null;
   arrival_lag_s: number | null;
   straggler_score: number | null;
   is_straggler: boolean;
@@ -374,6 +375,7 @@ export interface StepRecord {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  data_wait_s: number | null;
 }
 
 export interface MetricsView {
