@@ -302,6 +302,7 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
+  data_wait_s: number | null;
   arrival_lag_s: number | null;
   straggler_score: number | null;
   is_straggler: boolean;
@@ -383,6 +384,7 @@ export interface StepView {
   tokens_per_s: number;
   step_time_s: number;
   mfu: number | null;
+  data_wait_s: number | null;
 }
 
 export interface MetricPoint {
