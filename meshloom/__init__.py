@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshloom.data import DataSource as DataSource
+    from meshloom.trainable import Trainable as Trainable
 
-__all__ = ["DataSource"]
+__all__ = ["DataSource", "Trainable"]
 
-_HOMES = {"DataSource": "meshloom.data"}
+_HOMES = {"DataSource": "meshloom.data", "Trainable": "meshloom.trainable"}
 
 
 def __getattr__(name: str) -> object:

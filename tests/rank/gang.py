@@ -248,7 +248,9 @@ class Ranks:
                     store_host="127.0.0.1",
                     store_port=listener.getsockname()[1],
                     threads=1,
-                    data_roots=(str(spec.data.args.get("library", self.root)),),
+                    data_roots=(
+                        str(spec.data.args.get("library", self.root) if spec.data else self.root),
+                    ),
                 )
                 end, theirs = socket.socketpair()
                 with theirs:

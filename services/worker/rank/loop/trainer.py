@@ -138,7 +138,7 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
 
 
 def _report_evaluation(run: Run, pipe: Pipe, step: int) -> None:
-    evaluation = evaluate(run)
+    evaluation = evaluate(run, step)
     if evaluation is None or run.gang.rank != 0:
         return
     baselines = dict(run.data.baselines())

@@ -1,17 +1,19 @@
 """From a model factory to sharded parameters with values that depend on the job's seed alone."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fsdp_core import FSDPModule, share_comm_ctx
 from fsdp_core.checkpoint.local_shards import local_part
 from fsdp_core.layout import Box
-from fsdp_core.plan.apply import apply_plan
+from fsdp_core.plan.apply import IsOwned, apply_plan
 from fsdp_core.plan.model import ShardingPlan
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.models.protocol import MetaInit, Resettable
+from services.worker.rank.models.several import Models
 from services.worker.rank.seeds import derive
 
 
@@ -19,44 +21,54 @@ class InitialisationError(TypeError):
     """A model promises ``meta_init`` and one of its modules cannot keep the promise."""
 
 
-def sharded_model(make: Callable[[], Any], plan: ShardingPlan, gang: Gang, seed: int) -> nn.Module:
-    """Builds the model, shards it by ``plan`` and gives it its first values.
+def sharded_models(
+    make: Callable[[], Any],
+    plan: ShardingPlan,
+    gang: Gang,
+    seed: int,
+    is_owned: IsOwned | None = None,
+) -> Models:
+    """Builds the models, shards them by ``plan`` and gives them their first values.
 
     Args:
-        make: Builds it on the device and with the random numbers of the context. If it has the
-            attribute ``meta_init``, by way of the meta device (see ``models.protocol``).
-        plan: How it is sharded.
+        make: Builds one, or several in a mapping, on the device and with the random numbers of the
+            context. If it has the attribute ``meta_init``, by way of the meta device (see
+            ``models.protocol``).
+        plan: How they are sharded; see `Models.plan_of`.
         gang: Over whom.
         seed: The job's.
+        is_owned: Which parameters one rank holds whole; none by default.
 
     Raises:
         InitialisationError: A module below a ``meta_init`` model has no ``reset_parameters``.
-        TypeError: The factory made something else than a module.
+        PlanError: The plan does not suit the models.
+        TypeError: The factory made something else than modules.
     """
-    if isinstance(make, MetaInit) and make.meta_init:
+    is_meta = isinstance(make, MetaInit) and make.meta_init
+    if is_meta:
         with torch.device("meta"):
-            model = checked_module(make())
-        apply_plan(model, plan, gang.mesh)
-        model.to_empty(device=gang.device)
-        for name, module in model.named_modules():
-            if _owned(module):
-                _fill(name, module, derive(seed, "init", name))
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "init"))
-        model = checked_module(make())
-    return apply_plan(model, plan, gang.mesh)
+            models = Models.of(make())
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "init"))
+            models = Models.of(make())
+    plans = models.plans(plan)
+    for name, model in models.by_name.items():
+        prefix = models.prefix(name)
+        apply_plan(model, plans[name], gang.mesh, _below(prefix, is_owned))
+        if is_meta:
+            model.to_empty(device=gang.device)
+            for inner, module in model.named_modules():
+                if _owned(module):
+                    _fill(inner, module, derive(seed, "init", f"{prefix}{inner}"))
+    share_comm_ctx([cast("FSDPModule", model) for model in models.by_name.values()])
+    return models
 
 
-def checked_module(model: object) -> nn.Module:
-    """What a model factory made.
-
-    Raises:
-        TypeError: That is something else than a module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model.factory made a {type(model).__name__}, not an nn.Module")
-    return model
+def _below(prefix: str, is_owned: IsOwned | None) -> IsOwned | None:
+    if is_owned is None or not prefix:
+        return is_owned
+    return lambda name, parameter: is_owned(prefix + name, parameter)
 
 
 def _owned(module: nn.Module) -> dict[str, torch.Tensor]:

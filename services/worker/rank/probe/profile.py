@@ -12,11 +12,12 @@ makes data or model for real, with as many ranks (that do nothing) as the job ha
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 if __name__ == "__main__":
     gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
@@ -30,15 +31,18 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from meshloom.data import DataSource
+from meshloom.data import Batch, DataSource
+from meshloom.trainable import Trainable
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.specs import Factory
 from services.worker.rank import registry
+from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
 from services.worker.rank.models.loss import checked, loss_of
-from services.worker.rank.models.materialise import checked_module
 from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.models.several import ALONE, checked_module
+from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
@@ -115,13 +119,16 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
         FactoryError: One is not there, or does not take its arguments.
     """
     spec = seat.question.spec
-    parts: tuple[tuple[str, Factory, tuple[object, ...], dict[str, object]], ...] = (
+    parts: tuple[tuple[str, Factory | None, tuple[object, ...], dict[str, object]], ...] = (
         ("data", spec.data, (), {"seed": spec.train.seed}),
+        ("trainable", spec.trainable, (), {}),
         ("model", spec.model, (), {}),
         ("optimizer", spec.optimizer, ([],), {}),
         ("schedule", spec.schedule, (), {"steps": spec.train.steps}),
     )
     for part, factory, positional, offered in parts:
+        if factory is None:
+            continue
         course.part = part
         with course.making(partial(registry.find, part, factory.factory)):
             registry.bound(part, factory, *positional, offered=offered, grant=_grant(seat))
@@ -129,7 +136,10 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
 
 def _sequence_tokens(seat: ProbeSeat, course: _Course) -> int:
     spec = seat.question.spec
-    make = registry.bound("data", spec.data, offered={"seed": spec.train.seed}, grant=_grant(seat))
+
+    def make() -> Any:  # noqa: ANN401 (whatever the factory makes)
+        return made_data(spec, trainable_of(spec, _grant(seat)), _grant(seat))
+
     course.part = "data"
     with course.making(make):
         data: DataSource = make()
@@ -140,33 +150,71 @@ def _sequence_tokens(seat: ProbeSeat, course: _Course) -> int:
 
 
 def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
-    question = seat.question
+    question, spec = seat.question, seat.question.spec
+    trainable = trainable_of(spec, _grant(seat))
 
     def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        named = [(f"parameter{place}", each) for place, each in enumerate(parameters)]
-        made: torch.optim.Optimizer = registry.create(
-            "optimizer", question.spec.optimizer, named, grant=_grant(seat)
-        )
-        return made
+        model = nn.ParameterList(parameters)
+        made = trainable.build_optimizer({ALONE: model})
+        if made is None:
+            named = [(f"parameter{name}", each) for name, each in model.named_parameters()]
+            made = registry.create("optimizer", spec.optimizer, named, grant=_grant(seat))
+        several = Optimizers.of(made, "optimizer.factory")
+        return cast("torch.optim.Optimizer", _StepsAll(several.named(None)))
 
-    return optimizer_facts(make, question.device_type)
+    facts = optimizer_facts(make, question.device_type)
+    return facts if spec.train.ema is None else _with_averages(facts)
+
+
+def _with_averages(facts: OptimizerFacts) -> OptimizerFacts:
+    """The same with a copy more of each parameter."""
+    matrices = facts.matrices
+    if matrices is not None:
+        matrices = replace(matrices, copies=matrices.copies + 1)
+    return replace(facts, state_copies=facts.state_copies + 1, matrices=matrices)
+
+
+@dataclass(frozen=True)
+class _StepsAll:
+    """Several optimizers, as far as their steps are looked at."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        """One of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
     question = seat.question
-    bound = registry.bound("model", question.spec.model, grant=_grant(seat))
-    by_meta = getattr(registry.find("model", question.spec.model.factory), "meta_init", False)
+    spec = question.spec
+    by_meta = built_by_meta(spec, trainable_of(spec, _grant(seat)))
+    # A pass belongs to the trainable that built its model.
+    builders: WeakKeyDictionary[nn.Module, Trainable] = WeakKeyDictionary()
 
-    def for_real() -> nn.Module:
+    def built(trainable: Trainable) -> nn.Module | None:
+        built = trainable.build_model()
+        return None if isinstance(built, Mapping) else checked_module(built)
+
+    def for_real() -> nn.Module | None:
         with torch.device("meta" if by_meta else "cpu"):
-            return checked_module(bound())
+            return built(trainable_of(spec, _grant(seat)))
 
     def make() -> nn.Module:
         with course.making(for_real):
-            return checked_module(bound())
+            trainable = trainable_of(spec, _grant(seat))
+            model = built(trainable)
+        if model is None:
+            raise NotFollowedError("the probe does not follow several models in one trainable")
+        if trainable.steps_itself:
+            raise NotFollowedError("the probe does not follow a trainable that steps itself")
+        builders[model] = trainable
+        return model
 
     def loss(model: nn.Module, sequences: int) -> torch.Tensor:
-        return mean_loss(model, torch.zeros(sequences, length + 1, dtype=torch.int64))
+        tokens = torch.zeros(sequences, length + 1, dtype=torch.int64)
+        return checked(builders[model].train_batch(tokens, _ProbeContext(model))).loss
 
     return ModelUnderStudy(
         make,
@@ -175,6 +223,32 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
         question.tensor_parallel,
         built_whole=not by_meta,
     )
+
+
+class NotFollowedError(Exception):
+    """A trainable does what the probe cannot look at; its job runs by the default layout."""
+
+
+class _ProbeContext:
+    """What ``train_batch`` is given while its passes are looked at."""
+
+    step_number = 1
+    is_training = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.models = {ALONE: model}
+        self.device = torch.device("cpu")
+
+    def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As the loop computes it."""
+        return {"loss": mean_loss(self._model, batch)}
+
+    def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
+        """Whoever calls it was refused before."""
+
+    def step(self, optimizer: str | None = None) -> None:
+        """As above."""
 
 
 def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
