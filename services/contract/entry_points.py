@@ -1,4 +1,4 @@
-"""Which entry points (``package.module:callable``, or with dots alone) a job may name."""
+"""Which entry points (``package.module:callable``) a job may name, and whether it may bring code."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +18,22 @@ def is_entry_point(factory: str) -> bool:
 class EntryPoints:
     """The allow-list. ``prefixes``: of dotted names; None: every entry point there is.
 
-    Built-ins, which have short names, are always allowed.
+    Built-ins, which have short names, are always allowed. ``uploads``: whether jobs may run uploaded
+    code; None: where every entry point is allowed. A package in an archive can have any name, so that
+    no list says anything of a job that brings one.
     """
 
     prefixes: tuple[str, ...] | None = None
+    uploads: bool | None = None
+
+    @property
+    def take_uploads(self) -> bool:
+        """Whether jobs may run uploaded code."""
+        return self.prefixes is None if self.uploads is None else self.uploads
+
+    def allows_of(self, spec: JobSpec, factory: str) -> bool:
+        """Whether this job may name this: with uploaded code it may name whatever it brings."""
+        return self.allows(factory) or (spec.code is not None and self.take_uploads)
 
     def allows(self, factory: str) -> bool:
         """Whether a job may name this: a prefix ends where a part of the name ends."""
@@ -33,17 +45,20 @@ class EntryPoints:
         )
 
 
-def entry_points(listed: Iterable[str] | None, *, otherwise_any: bool) -> EntryPoints:
+def entry_points(
+    listed: Iterable[str] | None, *, otherwise_any: bool, uploads: bool | None = None
+) -> EntryPoints:
     """The allow-list from a setting.
 
     Args:
         listed: The prefixes; ``*`` allows every one; None: the setting is not made.
         otherwise_any: What holds then: everything, or nothing but built-ins.
+        uploads: Whether jobs may run uploaded code; None: where every entry point is allowed.
     """
     if listed is None:
-        return EntryPoints(None if otherwise_any else ())
+        return EntryPoints(None if otherwise_any else (), uploads)
     prefixes = tuple(prefix.strip() for prefix in listed if prefix.strip())
-    return EntryPoints(None if ANY in prefixes else prefixes)
+    return EntryPoints(None if ANY in prefixes else prefixes, uploads)
 
 
 def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:

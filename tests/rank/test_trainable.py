@@ -22,7 +22,7 @@ USER = "tests.rank.user_trainables"
 UNITS = (UnitPlan(("generator.*",)), UnitPlan(("discriminator.0", "discriminator.2")))
 
 
-def of(spec: Spec, trainable: str, **changes: Any) -> JobSpec:
+def of(spec: Spec, trainable: str, **changes: object) -> JobSpec:
     plain = spec().model_dump(mode="json")
     given = {"model": None, "data": None, "trainable": {"factory": f"{USER}:{trainable}"}}
     return JobSpec.model_validate(plain | given | changes)

@@ -9,8 +9,15 @@ from services.contract.specs import JobSpec
 def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
     """Every place that names an entry point which is not allowed, or spells a credential out."""
     faults: list[Fault] = []
+    if spec.code is not None and not allowed.take_uploads:
+        detail = (
+            "code: uploaded code is not taken here, for the entry points that jobs may name are "
+            "restricted (MESHLOOM_FACTORY_PREFIXES); MESHLOOM_UPLOADED_CODE=true of the controller "
+            "and the agents takes it"
+        )
+        faults.append(Fault(pointer="/code", detail=detail, code="code_not_allowed"))
     for field, used in factories_of(spec):
-        if not allowed.allows(used.factory):
+        if not allowed.allows_of(spec, used.factory):
             listed = ", ".join(allowed.prefixes or ()) or "nothing but built-ins"
             detail = (
                 f"{field}.factory: {used.factory} is not allowed here; allowed is {listed} "

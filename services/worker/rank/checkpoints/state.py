@@ -11,7 +11,7 @@ Of several optimizers each has parameters of its own, so their states are named 
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -40,6 +40,8 @@ from services.worker.rank.seeds import derive
 OPTIMIZER: Final = "optim."
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
+FILE: Final = "file."
+"""Begins the names of tensors that hold a file's bytes; an export writes these files."""
 _TORCH_RANDOM: Final = "random.torch"
 _CUDA_RANDOM: Final = "random.cuda"
 
@@ -69,6 +71,7 @@ class TrainedParts:
         beside: What else a checkpoint holds.
         ema: Averages of the parameters.
         scaler: The scale of losses.
+        files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
     """
 
     model: nn.Module
@@ -79,6 +82,7 @@ class TrainedParts:
     beside: Stateful | None = None
     ema: Ema | None = None
     scaler: LossScaler | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,12 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
     tensors[_TORCH_RANDOM] = torch.get_rng_state()
     if parts.gang.device.type == "cuda":
         tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(parts.gang.device)
+    if parts.gang.rank == 0:
+        tensors |= {
+            FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for name, content in parts.files.items()
+            if content
+        }
     about = {
         "version": _VERSION,
         "step": step,
@@ -140,7 +150,11 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         about["beside"] = beside.document
     if parts.scaler is not None:
         about["scaler"] = parts.scaler.state()
-    lasting = frozenset(name for name in tensors if name in sharded or name in changed_by_update)
+    lasting = frozenset(
+        name
+        for name in tensors
+        if name in sharded or name in changed_by_update or name.startswith(FILE)
+    )
     return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
 
 

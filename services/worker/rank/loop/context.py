@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_core import clip_grad_norm_, torch_private
+from fsdp_core import FSDPModule, clip_grad_norm_, torch_private
 from meshloom.data import Batch
 from meshloom.trainable import Models
 from services.contract.states import RankPhase
@@ -71,9 +72,9 @@ class LoopContext:
         aside: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         if into is not None:
             (chosen,) = self._run.optimizers.named(into)
-            kept = set(parameters_of(chosen))
-            others = (each for each in self._run.model.parameters() if each not in kept)
-            aside = [(parameter, parameter.grad) for parameter in others]
+            others = [each for each in self._run.optimizers.named(None) if each is not chosen]
+            # Not the models' parameters: those that are gathered now hang there whole.
+            aside = [(each, each.grad) for other in others for each in parameters_of(other)]
             for parameter, _ in aside:
                 parameter.grad = None
         self.go_backward(loss)
@@ -105,6 +106,9 @@ class LoopContext:
         run, scaler = self._run, self._run.scaler
         run.watch.enter(RankPhase.OPTIMIZER)
         optimizers = run.optimizers.named(name)
+        for model in run.models.by_name.values():
+            # One whose last pass had no backward is still gathered, and would compute on with that.
+            cast("FSDPModule", model).reshard()
         parameters = (
             list(run.model.parameters())
             if name is None

@@ -25,6 +25,7 @@ from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
 from services.worker.rank.models.loss import Computed, Loss, LossError, UserLoss, loss_of
 from services.worker.rank.models.materialise import sharded_models
+from services.worker.rank.models.protocol import HasFirstValues
 from services.worker.rank.models.several import Models
 from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.groups import GroupError, by_patterns, check_options
@@ -92,6 +93,7 @@ class Run:
             beside=self.trainable,
             ema=self.ema,
             scaler=self.scaler,
+            files=self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
         )
 
     @property
