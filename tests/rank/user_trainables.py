@@ -113,7 +113,7 @@ class Spoilt(Alone):
         found = dict(context.loss(batch))
         if context.step_number == 3 and dist.get_rank() == dist.get_world_size() - 1:
             steep = found["loss"] * 1e36
-            found["loss"] = found["loss"] + steep - steep.detach()
+            found["loss"] = found["loss"] + (steep - steep.detach())
         return found
 
 
@@ -165,7 +165,7 @@ class TokenLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU())])
         self.head = nn.Linear(8, VOCAB)
 
     def forward(
@@ -173,8 +173,18 @@ class TokenLoss(nn.Module):
     ) -> SimpleNamespace:
         x = self.embedding(input_ids)
         for block in self.blocks:
-            x = x + functional.gelu(block(x))
+            x = x + block(x)
         logits = self.head(x)
         targets = (input_ids if labels is None else labels)[:, 1:]
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
         return SimpleNamespace(loss=loss, logits=logits)
+
+
+class Undetermined(TokenLoss):
+    """Computes with an operator that sums in any order."""
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> SimpleNamespace:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+        return super().forward(input_ids, labels)

@@ -28,6 +28,7 @@ class StepFigures:
         samples: Of the global batch: tokens that are predicted, or samples where these are no tokens.
         metrics: What the loss gave beside, each the mean over micro-batches and ranks; with fp16 also
             ``loss_scale``, and ``skipped_steps`` so far.
+        is_skipped: Whether gradients overflowed in fp16, so that something was not updated.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class StepFigures:
     learning_rate: float
     samples: int
     metrics: Mapping[str, float]
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
         run.optimizers.first_rate * run.schedule(step),
         share.counted,
         {**dict(zip(names, metrics, strict=True)), **_scaled(run, context)},
+        context.has_overflowed,
     )
 
 

@@ -139,8 +139,9 @@ def _is_read(owned: _Owned, values: FirstValues) -> bool:
     part = values.read(owned.fqn, box.slices_within(Box.whole(owned.tensor.shape)))
     if part is None:
         return False
-    with torch.no_grad():
-        own.copy_(part)
+    if own.numel() > 0:
+        with torch.no_grad():
+            own.copy_(part)
     return True
 
 
@@ -169,4 +170,5 @@ def _fill(
 
 def _copy_slice(target: torch.Tensor, whole: torch.Tensor) -> None:
     box, own = local_part(target)
-    own.copy_(whole[box.slices_within(Box.whole(whole.shape))])
+    if own.numel() > 0:  # what another rank owns is empty here, and of one dim
+        own.copy_(whole[box.slices_within(Box.whole(whole.shape))])

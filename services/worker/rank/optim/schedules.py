@@ -105,14 +105,14 @@ def one_cycle(
     """
     if not 0.0 < rise < 1.0:
         raise ValueError(f"schedule.args.rise: {rise} is not between 0 and 1")
-    last = max(steps - 1, 1)
-    top = rise * last
+    last = steps - 1
+    top = max(rise * steps - 1.0, 0.0)
 
     def factor(step: int) -> float:
         place = min(step - 1, last)
-        if place <= top:
+        if place < top:
             return _on_cosine(start, 1.0, place / top)
-        return _on_cosine(1.0, floor, (place - top) / (last - top))
+        return _on_cosine(1.0, floor, (place - top) / (last - top)) if last > top else 1.0
 
     return factor
 
