@@ -27,6 +27,7 @@ from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.gang.groups import joined, mesh_axes
 from services.worker.rank.loop import narration
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.determinism import make_deterministic
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
@@ -58,6 +59,8 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         Exception: Whatever ends the rank early, the user's own exceptions included.
     """
     torch.set_num_threads(seat.threads)
+    if seat.spec.train.deterministic:
+        make_deterministic()
     groups = (*mesh_axes(seat.plan.sharding.mesh), CONTROL_GROUP)
     watch = BoardWatch(board, groups, torch.device(seat.device))
     watch.enter(RankPhase.RENDEZVOUS)
@@ -122,6 +125,8 @@ def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, st
     run.watch.finish_step(done, writer.copied_bytes)
     metrics.report(step, {**figures.metrics, **_figures(run, done)})
     narration.stepped(run, done)
+    if figures.is_skipped:
+        narration.skipped(run, step)
     return figures.loss
 
 
@@ -156,7 +161,7 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
 
 
 def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int) -> None:
-    evaluation = evaluate(run)
+    evaluation = evaluate(run, step)
     if evaluation is None or run.gang.rank != 0:
         return
     metrics.report(step, {**evaluation.metrics, "loss": evaluation.loss}, validation=True)
