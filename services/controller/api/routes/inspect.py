@@ -16,7 +16,7 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
@@ -61,7 +61,7 @@ async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Resp
 async def metrics(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     *,
     name: Annotated[
         str | None, Query(max_length=200, description="these metrics alone: `loss,grad_norm`")
@@ -72,10 +72,12 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
 ) -> Response:
     """Loss and throughput by step, thinned out to `max_points`."""
     wanted = use_cases.StepRange(from_step, to_step, max_points)
-    if name is not None:
-        names = frozenset(part.strip() for part in name.split(","))
-        return answer(request, await use_cases.get_some_metrics(ports, job_id, wanted, names))
-    return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
+    async with context.metrics_turn:
+        if name is not None:
+            names = frozenset(part.strip() for part in name.split(","))
+            some = await use_cases.get_some_metrics(context.ports, job_id, wanted, names)
+            return answer(request, some)
+        return answer(request, await use_cases.get_metrics(context.ports, job_id, wanted))
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])
