@@ -36,9 +36,9 @@ class Context:
     streams: StreamSlots = field(default_factory=StreamSlots)
     drawing: Drawing = field(default_factory=Drawing)
     trouble: Callable[[], str | None] = lambda: None
+    uploads: Uploads = field(default_factory=Uploads)
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     metrics_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    uploads: Uploads = field(default_factory=Uploads)
 
 
 def _context(request: Request) -> Context:
