@@ -77,6 +77,7 @@ def job_details(job: JobView) -> Table:
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
+        ("code", job.spec.code),
         ("mesh", _mesh(job)),
         ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
