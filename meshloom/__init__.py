@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshloom.data import DataSource as DataSource
+    from meshloom.data import IterableSource as IterableSource
+    from meshloom.data import MapSource as MapSource
+    from meshloom.data import Mixture as Mixture
 
-__all__ = ["DataSource"]
+__all__ = ["DataSource", "IterableSource", "MapSource", "Mixture"]
 
-_HOMES = {"DataSource": "meshloom.data"}
+_HOMES = {
+    "DataSource": "meshloom.data",
+    "IterableSource": "meshloom.data",
+    "MapSource": "meshloom.data",
+    "Mixture": "meshloom.data",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -19,6 +19,7 @@ from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
+from services.cli.metrics import show_metrics
 from services.cli.moments import Since, Until
 from services.cli.nodes import nodes
 from services.cli.settings import CliSettings
@@ -239,6 +240,23 @@ def attempts(job: Job) -> None:
     """List a job's tries: on how many ranks, on what mesh, and how each ended."""
     with _connect() as client:
         console.print(attempts_table(client.attempts(_resolve(client, job))))
+
+
+@app.command()
+def metrics(
+    job: Job,
+    *,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME", help="This metric step by step; may be repeated."),
+    ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="All points as CSV, a column a metric.")
+    ] = False,
+) -> None:
+    """Show what a job's steps are measured by, the user's metrics among it."""
+    with _connect() as client:
+        show_metrics(client, _resolve(client, job), name or (), as_csv=csv)
 
 
 @app.command()

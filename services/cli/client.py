@@ -7,7 +7,7 @@ Example:
 """
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -42,6 +42,7 @@ from services.contract.views import (
     JobView,
     LogPage,
     LogView,
+    MetricsPart,
     MetricsView,
     NodeList,
     NodeView,
@@ -220,6 +221,13 @@ class Client:
     def metrics(self, job_id: str, *, max_points: int = 1000) -> MetricsView:
         """Its steps."""
         return self._get(f"/v1/jobs/{job_id}/metrics", MetricsView, {"max_points": max_points})
+
+    def some_metrics(
+        self, job_id: str, names: Sequence[str], *, max_points: int = 1000
+    ) -> MetricsPart:
+        """Those of these names."""
+        asked = {"name": list(names), "max_points": max_points}
+        return self._get(f"/v1/jobs/{job_id}/metrics", MetricsPart, asked)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """Its checkpoints, newest first."""

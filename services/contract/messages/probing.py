@@ -1,6 +1,6 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, JsonValue
 
@@ -11,9 +11,9 @@ from fsdp_core.plan.model import (
     OptimizerFacts,
     TensorParallelPlan,
 )
+from services.contract.bounds import Incarnation, Text, Traceback
 from services.contract.ids import NodeId, ProbeId
 from services.contract.messages.base import Message
-from services.contract.messages.rank_pipe import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, cut_to
 from services.contract.specs import CarriedSpec
 
 DeviceType = Literal["cpu", "cuda"]
@@ -52,8 +52,8 @@ class ProbeFailure(Message):
     """
 
     code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
-    reason: Annotated[str, cut_to(ERROR_CHARACTERS)]
-    traceback: Annotated[str, cut_to(TRACEBACK_CHARACTERS)] | None = None
+    reason: Text
+    traceback: Traceback | None = None
 
 
 class ModelProbed(Message):
@@ -87,8 +87,8 @@ class NodeMeasured(Message):
 
     kind: Literal["node_measured"] = "node_measured"
     node_id: NodeId
-    incarnation: str
+    incarnation: Incarnation
     device_type: DeviceType
     facts: NodeFacts | None = None
-    failure: str | None = None
+    failure: Text | None = None
     detail: dict[str, JsonValue] = Field(default_factory=dict)

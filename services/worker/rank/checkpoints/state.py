@@ -2,7 +2,8 @@
 
 Tensors of the model and the optimizer are boxes of whole tensors, which the boxes of all ranks
 tile, so a run of another number of ranks can be filled from them. Random states belong to a rank.
-Nothing else is state: data, schedule and seeds follow from the step and the spec.
+Where the run is in its data is the same on all ranks, whatever their number. Nothing else is state:
+schedule and seeds follow from the step and the spec.
 """
 
 import json
@@ -25,6 +26,7 @@ from fsdp_core.checkpoint import (
     optimizer_state,
 )
 from services.worker.rank.checkpoints.shard_file import ShardReader
+from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.seeds import derive
 
@@ -47,6 +49,7 @@ class TrainedParts:
         data_digest: Names the data.
         seed: The job's.
         files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
+        data: Where it is in the data; None: the step says it.
     """
 
     model: nn.Module
@@ -55,6 +58,7 @@ class TrainedParts:
     data_digest: str
     seed: int
     files: Mapping[str, bytes] = field(default_factory=dict)
+    data: Feed | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         "world_size": parts.gang.world_size,
         "mesh": _axes(parts),
         "data_digest": parts.data_digest,
+        "data": {} if parts.data is None else dict(parts.data.state()),
         "boxes": {
             entry.fqn: {
                 "global_shape": entry.global_shape,
@@ -136,6 +141,7 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     load_model_state(parts.model, shards)
     load_optimizer_state(parts.model, parts.optimizer, shards)
     step = abouts[0][1]["step"]
+    _restore_position(parts, abouts[0][1])
     for reader, about in abouts:
         if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
             _restore_random(parts, reader, about)
@@ -143,6 +149,15 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
     torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
+
+
+def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
+    if parts.data is not None:
+        is_same = about.get("data_digest") == parts.data_digest
+        # A clone with other data begins it; a checkpoint of an older version had no other position
+        # than the step's.
+        position = about.get("data", {}) if is_same else BEGINNING
+        parts.data.restore(position, about["step"])
 
 
 def _axes(parts: TrainedParts) -> dict[str, int]:

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from fsdp_core import fully_shard, observe
-from services.contract.messages.rank_pipe import RankSeat
+from services.contract.messages.rank_pipe import LossUnit, RankSeat
 from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import predicted_tokens
-from services.worker.rank.data.source import DataMismatchError, Feed, feed_of, sample_length
+from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.share import Share
+from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.models.loss import Loss, loss_of
@@ -62,6 +64,13 @@ class Run:
     watch: BoardWatch
 
     @property
+    def loss_unit(self) -> LossUnit:
+        """Nats where the loss is that of the next token."""
+        chosen = self.spec.loss
+        is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
+        return "nats" if is_next_token else ""
+
+    @property
     def trained(self) -> TrainedParts:
         """What a checkpoint of it holds."""
         return TrainedParts(
@@ -71,6 +80,7 @@ class Run:
             self.data.digest,
             self.spec.train.seed,
             self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
+            self.data,
         )
 
     @property
@@ -112,7 +122,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     )
     with watch.memory.apart():
         made = registry.create("data", spec.data, offered={"seed": spec.train.seed}, grant=grant)
-        data = feed_of(made, spec.train.global_batch // gang.data_ranks, gang.data_rank)
+        share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
+        data = feed_of(made, share, spec.train.seed)
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "

@@ -1,6 +1,7 @@
 """One optimizer step over all ranks."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -29,6 +30,7 @@ class StepFigures:
         learning_rate: Of the first group.
         samples: Of the global batch: tokens that are predicted, or samples where these are no tokens.
         metrics: What the loss gave beside, each the mean over micro-batches and ranks.
+        data_wait_s: How long this rank waited for its share of the data.
     """
 
     loss: float
@@ -36,6 +38,7 @@ class StepFigures:
     learning_rate: float
     samples: int
     metrics: Mapping[str, float]
+    data_wait_s: float
 
 
 def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFigures:
@@ -52,7 +55,10 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
             not a number; the parameters were not changed.
     """
     run.watch.enter(RankPhase.DATA)
-    micro_batches = _own_share(run, step)
+    began = time.perf_counter()
+    share = run.data.share(step)
+    waited = time.perf_counter() - began
+    micro_batches = list(batches.split(batches.moved(share, run.gang.device), run.micro_batch))
 
     passes = _accumulate(run, micro_batches)
     names = sorted(passes.metrics)
@@ -85,12 +91,7 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
         run.base_rates[0] * factor,
         _counted(run, micro_batches),
         dict(zip(names, metrics, strict=True)),
-    )
-
-
-def _own_share(run: Run, step: int) -> Sequence[Batch]:
-    return list(
-        batches.split(batches.moved(run.data.share(step), run.gang.device), run.micro_batch)
+        waited,
     )
 
 

@@ -31,14 +31,15 @@ from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
+from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
 from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.data import batches
-from services.worker.rank.data.source import feed_of
+from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.share import Share
 from services.worker.rank.models.loss import UserLoss, checked, loss_of
 from services.worker.rank.models.materialise import checked_module, give_values
 from services.worker.rank.models.protocol import LossModel
@@ -146,7 +147,7 @@ def _sample(seat: ProbeSeat, course: _Course) -> Batch:
     course.part = "data"
 
     def taken() -> Batch:
-        sample = feed_of(make(), 1, 0).sample()
+        sample = feed_of(make(), Share(1, 0, 1), spec.train.seed).sample()
         batches.rows(sample)
         return sample
 
