@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from services.contract.scripts import EntryPoint
 from services.contract.specs import Factory, JobSpec
 
 ANY: Final = "*"
@@ -27,6 +28,16 @@ class EntryPoints:
             for prefix in self.prefixes
         )
 
+    def allows_script(self, entrypoint: EntryPoint) -> bool:
+        """Whether a job may run this: a module as a factory in it, a script by its path's parts.
+
+        ``examples`` allows the module ``examples.train`` and the script ``examples/train.py``.
+        """
+        if self.prefixes is None:
+            return True
+        named = (tuple(prefix.split(".")) for prefix in self.prefixes)
+        return any(entrypoint.parts[: len(prefix)] == prefix for prefix in named)
+
 
 def entry_points(listed: Iterable[str] | None, *, otherwise_any: bool) -> EntryPoints:
     """The allow-list from a setting.
@@ -42,7 +53,9 @@ def entry_points(listed: Iterable[str] | None, *, otherwise_any: bool) -> EntryP
 
 
 def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:
-    """The factories that a spec names, by field."""
+    """The factories that a spec names, by field; a script names none."""
+    if spec.entrypoint is not None:
+        return
     yield "model", spec.model
     yield "data", spec.data
     if spec.loss is not None:

@@ -7,7 +7,7 @@ it by ``pread``, because a mapped page of a file that the rank has cut would kil
     16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
-    4096   ring of the last 256 steps, each 64 bytes: step, five figures, spare, checksum
+    4096   ring of the last 256 steps, each 64 bytes: step, five figures, all steps, checksum
     20480  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
 
 An arrival is the moment at which the rank issued a collective: its number in the group and the
@@ -71,7 +71,10 @@ class BoardError(ValueError):
 
 @dataclass(frozen=True)
 class BoardStep:
-    """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure."""
+    """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure.
+
+    ``of``: how many steps there will be; 0: only the spec says it, or nobody.
+    """
 
     step: int
     loss: float
@@ -79,6 +82,7 @@ class BoardStep:
     learning_rate: float
     tokens_per_s: float
     step_time_s: float
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class BoardWriter:
             step.learning_rate,
             step.tokens_per_s,
             step.step_time_s,
-            0,
+            step.of,
         )
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
@@ -272,8 +276,9 @@ class BoardReader:
             if record is not None:
                 fields = _STEP.unpack(record)
                 if fields[0] > step:
-                    entry = BoardStep(*fields[:6])
+                    entry = BoardStep(*fields)
                     _check_step(entry.step)
+                    _check_step(entry.of)
                     if entry.step_time_s < 0:
                         raise BoardError(f"wrote a step of {entry.step_time_s} s to its board")
                     found.append(entry)

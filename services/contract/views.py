@@ -26,10 +26,13 @@ class _View(BaseModel):
 
 
 class Progress(_View):
-    """How far a job is. ``eta_s`` from the median of the last step times."""
+    """How far a job is. ``eta_s`` from the median of the last step times.
+
+    ``of`` is null as long as a script has not told how many steps it makes.
+    """
 
     step: int = 0
-    of: int
+    of: int | None
     loss: float | None = None
     tokens_per_s: float | None = None
     step_time_s: float | None = None

@@ -94,10 +94,13 @@ class LaunchRefused(_GangFact):
 
 
 class GangProgressed(_GangFact):
-    """The ranks on this node finished their first step in this attempt (``step`` counts from 1)."""
+    """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
+
+    ``step`` 0: they run a script, which has not told of a step yet.
+    """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=1)
+    step: int = Field(ge=0)
 
 
 class CheckpointBegan(_GangFact):

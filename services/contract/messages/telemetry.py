@@ -70,6 +70,9 @@ class StepRecord(Message):
     learning_rate: float | None = None
     tokens_per_s: float
     step_time_s: float
+    of: int | None = Field(
+        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    )
 
 
 class LogLine(Message):

@@ -120,18 +120,20 @@ def on_refused(fact: LaunchRefused, draft: Draft) -> None:
 
 
 def on_progressed(fact: GangProgressed, draft: Draft) -> None:
-    """The first step of the attempt is done."""
+    """The first step of the attempt is done; step 0: a script runs, and may never tell of steps."""
     attempt = draft.job.attempt
     if attempt is None or attempt.is_over:
         return
-    if attempt.first_step is None:
+    if attempt.first_step is None and fact.step:
         draft.change_attempt(
             first_step=fact.step,
             first_step_ms=draft.now_ms,
             last_step=max(attempt.last_step, fact.step),
         )
     if draft.job.state in _STARTING_STATES:
-        draft.move(JobState.RUNNING, f"attempt {attempt.fence} is training")
+        script = draft.job.spec.entrypoint
+        does = "is training" if script is None else f"runs {script.what}"
+        draft.move(JobState.RUNNING, f"attempt {attempt.fence} {does}")
 
 
 def on_ended(fact: GangEnded, draft: Draft) -> None:

@@ -47,6 +47,11 @@ class Admission:
                     "this node"
                 )
             names.update(references(used.args))
+        script = spec.entrypoint
+        if script is not None and not self.factories.allows_script(script):
+            raise NotAdmittedError(
+                f"entrypoint: {script.what} is not among MESHLOOM_FACTORY_PREFIXES of this node"
+            )
         return {name: self._secret(name) for name in sorted(names)}
 
     def _secret(self, name: str) -> str:

@@ -54,7 +54,7 @@ export type NodeState = "READY" | "DRAINING" | "LOST";
 
 export interface Progress {
   step: number;
-  of: number;
+  of: number | null;
   loss: number | null;
   tokens_per_s: number | null;
   step_time_s: number | null;
@@ -148,8 +148,15 @@ export interface FaultSpec {
   hang_timeout_s: number | "auto";
 }
 
+export interface EntryPoint {
+  script: string | null;
+  module: string | null;
+  args: string[];
+}
+
 export interface JobSpec {
   name: string;
+  entrypoint: EntryPoint | null;
   model: Factory;
   data: Factory;
   optimizer: Factory;
@@ -372,6 +379,7 @@ export interface StepRecord {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  of: number | null;
 }
 
 export interface MetricsView {
