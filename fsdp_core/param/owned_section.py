@@ -13,7 +13,7 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import OwnedPacking, Slicing
 from fsdp_core.param.grad_batch import Contribution
-from fsdp_core.param.unsharded_param import allocate, free
+from fsdp_core.param.unsharded_param import allocate_as_saved, free_for_autograd
 
 if TYPE_CHECKING:
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
@@ -57,7 +57,7 @@ class OwnedSection:
         (dtype,) = dtypes
         if self._flat is None or self._flat.dtype != dtype:
             self._flat = self._make(dtype)
-        allocate(self._flat)
+        allocate_as_saved(self._flat)
         return [self._flat.view(self._packing.parts, self._packing.row)]
 
     def finish_gather(self, arrived: list[torch.Tensor]) -> None:
@@ -171,7 +171,7 @@ class _SharedWhole:
 
     def free(self) -> None:
         """Gives the section's memory back: its parameters are resharded together."""
-        free(self._flat)
+        free_for_autograd(self._flat)
 
 
 def _pack(members: Sequence[OwnedParam], ranks: int) -> OwnedPacking:

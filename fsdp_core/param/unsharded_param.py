@@ -16,7 +16,8 @@ class Unsharded(Protocol):
 
     Autograd saves references to the parameter and to views of it between forward and backward.
     So the object is made once, and freeing or filling it resizes and rewrites its storage,
-    which every alias sees.
+    which every alias sees. While it is free its version is another, so that autograd refuses a
+    backward that would read memory that is gone; most kernels would end the process.
     """
 
     @property
@@ -71,11 +72,11 @@ class UnshardedParam:
 
     def allocate(self) -> None:
         """Gets memory of undefined content; a no-op where there is some."""
-        allocate(self.flat)
+        allocate_as_saved(self.flat)
 
     def free(self) -> None:
         """Gives the memory back."""
-        free(self.flat)
+        free_for_autograd(self.flat)
 
 
 def allocate(tensor: torch.Tensor) -> None:
@@ -91,3 +92,17 @@ def free(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.size() != 0:
         storage.resize_(0)
+
+
+def allocate_as_saved(tensor: torch.Tensor) -> None:
+    """Undoes `free_for_autograd`; a no-op where there is memory."""
+    if tensor.numel() and tensor.untyped_storage().size() == 0:
+        torch_private.shift_version(tensor, -1)
+    allocate(tensor)
+
+
+def free_for_autograd(tensor: torch.Tensor) -> None:
+    """Frees `tensor` and has autograd refuse to read what it saved of it and of its views."""
+    if tensor.untyped_storage().size() != 0:
+        torch_private.shift_version(tensor, 1)
+    free(tensor)

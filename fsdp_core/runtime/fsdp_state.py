@@ -21,6 +21,7 @@ from fsdp_core.runtime.comm_home import CommHome
 from fsdp_core.runtime.forward_calls import ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
+from fsdp_core.runtime.tensor_tree import grad_tensors, has_no_tensor
 from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.runtime.unit_params import UnitParams
@@ -75,7 +76,8 @@ class FSDPState:
         self._calls = ForwardCalls(self.modules)
         self._has_returned = False
         self._has_new_grads = False
-        self._had_backward_within = False
+        self._may_miss_update = False
+        self._awaits_backward = False
         self._params.watch_grads(weakly(self._note_grad))
         self.home = CommHome(device)
         self.context = RootContext([self], self.home, self.relay, is_solo=True)
@@ -219,8 +221,8 @@ class FSDPState:
         self._calls.enter()
         if is_first:
             self._enter(TrainingState.FORWARD)
-            if self._had_backward_within:
-                self._had_backward_within = False
+            if self._may_miss_update:
+                self._may_miss_update = False
                 self._params.reshard_unused()
             self._params.hold()
             if self.context.begin_forward(self):
@@ -285,9 +287,14 @@ class FSDPState:
         with self.tracer.phase("post_forward"):
             # Recomputation of an enclosing function: backward follows at once and needs them.
             if not torch_private.in_backward():
-                if self._reshards_after_forward:
+                if has_no_tensor(output) and torch.is_grad_enabled():
+                    # Nobody will tell when the backward of what it hides begins.
+                    self._may_miss_update = True
+                elif self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.link)
                 self.context.note_forward(self._index)
+            if torch.is_grad_enabled():
+                self._awaits_backward = bool(grad_tensors(output))
             output = call_before_backward(output, self._pre_backward, self.modules)
         self._enter(TrainingState.IDLE)
         return self.context.end_forward(self, output)
@@ -344,61 +351,52 @@ class FSDPState:
     def _post_backward(self, *, was_reached: bool = True) -> None:
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self.context.join_backward(self)
-        self._has_new_grads = False
+        self._has_new_grads = self._awaits_backward = self._may_miss_update = False
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
         with self.tracer.phase("post_backward"):
             if self.options.reshard_after_backward:
                 self._params.reshard_borrowed()
-            self._reduce(was_reached=was_reached)
+            self._params.reduce(self.options, self.context, was_reached=was_reached)
 
-    def _reduce(self, *, was_reached: bool) -> None:
-        for group in reversed(self.groups):
-            if not self.options.reduce_grads:
-                self._reshard_after_backward(group)
-                group.keep_grads()
-                continue
-            batches = group.take_grads(was_reached=was_reached)
-            self._reshard_after_backward(group)
-            for batch in batches:
-                with self.tracer.span("post_backward_rs_wait"):
-                    self.context.make_room_for_reduce()
-                with self.tracer.span("post_backward_reduce"):
-                    pending = group.issue_reduce(batch, self.context.link)
-                    self.context.admit_reduce(pending)
-
-    def _reshard_after_backward(self, group: FSDPParamGroup) -> None:
-        if self.options.reshard_after_backward and not group.is_held:
-            with self.tracer.span("post_backward_reshard"):
-                group.reshard()
-
-    def complete_backward(self) -> None:
+    def complete_backward(self, *, is_whole: bool) -> None:
         """Runs post-backward if no input needed a gradient, so autograd had no reason to.
 
         Gradients may have been added to after they were reduced, by other units for example.
+
+        Args:
+            is_whole: Whether the backward came through the output of some unit's forward.
         """
-        if self._training_state is not TrainingState.POST_BACKWARD:
+        if self._training_state is TrainingState.POST_BACKWARD:
+            if self._has_new_grads or self._params.are_lent:
+                self._post_backward(was_reached=False)
+        elif self._awaits_backward and not is_whole and self._training_state is TrainingState.IDLE:
+            # One of its modules, no unit, ran without it: a head per chunk. The rest may follow,
+            # and so may the backward of its own forward.
+            self._reduce_and_stay_whole()
+        else:
             was_entered = self._training_state is TrainingState.PRE_BACKWARD
             self._post_backward(was_reached=was_entered or self._has_new_grads)
-        elif self._has_new_grads or self._params.are_lent:
-            self._post_backward(was_reached=False)
 
     def complete_backward_within_forward(self) -> None:
-        """Reduces what a backward within the unit's own forward added; the forward goes on.
-
-        No other backward need follow. Then parameters that are whole after the forward miss the
-        next update, so the next forward gathers them anew.
-        """
-        self._had_backward_within = True
+        """Reduces what a backward within the unit's own forward added; the forward goes on."""
+        self._may_miss_update = True
         if self._has_new_grads:
-            self._has_new_grads = False
-            with self.tracer.phase("post_backward"):
-                self._reduce(was_reached=True)
+            self._reduce_and_stay_whole()
+
+    def _reduce_and_stay_whole(self) -> None:
+        """No other backward need follow, so that the next forward has to gather anew."""
+        self._may_miss_update = True
+        self._has_new_grads = False
+        self._params.hold()
+        with self.tracer.phase("post_backward"):
+            self._params.reduce(self.options, self.context, was_reached=True)
+        if not self.is_in_forward:
+            self._params.let_go()
 
     def go_idle(self) -> None:
         """Ends the iteration."""
         self._has_new_grads = False
-        self._had_backward_within = False
         self._calls.forget()
         self._params.let_go()
         self._enter(TrainingState.IDLE)
@@ -419,6 +417,7 @@ class FSDPState:
     def reset(self) -> None:
         """Forgets an iteration that raised; gradients that were not reduced are lost."""
         self._params.reset()
+        self._awaits_backward = self._may_miss_update = False
         self.go_idle()
 
     def _recover_if_failed(self, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from fsdp_core import torch_private
 from fsdp_core.comm import CommLink, Lane, Mark
 from fsdp_core.errors import StateError
+from fsdp_core.runtime.ending import Ends, ending_of
 from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp_core.runtime.unit_options import UnitOptions
 
 
-class Unit(Protocol):
+class Unit(Ends, Protocol):
     """What the context asks of a unit."""
 
     @property
@@ -31,14 +32,6 @@ class Unit(Protocol):
     @property
     def tracer(self) -> UnitTracer:
         """Names its phases."""
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether its forward has begun and not ended."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a call of its modules goes on."""
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the unit's next forward needs."""
@@ -55,7 +48,7 @@ class Unit(Protocol):
     def abandon_forward(self) -> None:
         """Slices the parameters again and ends a forward that did not."""
 
-    def complete_backward(self) -> None:
+    def complete_backward(self, *, is_whole: bool) -> None:
         """Runs the post-backward that autograd did not, if so."""
 
     def complete_backward_within_forward(self) -> None:
@@ -257,19 +250,14 @@ class RootContext:
 
     def _end_reached(self) -> None:
         """Ends the backward of the units that it reached, or of all."""
-        ends_all, opener = self._ends_all, self._forward_root
-        reached = [unit for unit in self.units if ends_all or unit in self._reached]
-        in_forward: list[Unit] = []
-        if opener is not None and opener.is_running:
-            # A backward within forward, which goes on with what it has begun.
-            in_forward = [unit for unit in self.units if unit.is_in_forward]
-            reached = [unit for unit in reached if unit not in in_forward]
-        elif ends_all or opener in self._reached:
+        ends_all = self._ends_all
+        ending = ending_of(self.units, self._reached, self._forward_root, ends_all=ends_all)
+        if ending.closes_pass:
             self._forward_root = None
         with self.units[0].tracer.phase("root_post_backward_callback"):
-            for unit in reached:
-                unit.complete_backward()
-            for unit in in_forward:
+            for unit in ending.ended:
+                unit.complete_backward(is_whole=ends_all)
+            for unit in ending.going_on:
                 unit.complete_backward_within_forward()
             if self.units[0].options.is_last_backward:
                 for pending in self.reduces.drain():
@@ -279,7 +267,7 @@ class RootContext:
                         unit.drop_gathers()
                     self.backward_order.clear()
                 self.link.end_backward()
-            for unit in reached:
+            for unit in ending.ended:
                 unit.go_idle()
         self._forget_backward()
 

@@ -33,6 +33,18 @@ def grad_tensors(tree: object) -> list[torch.Tensor]:
     return found
 
 
+def has_no_tensor(tree: object) -> bool:
+    """Whether `map_tensors` finds nothing in `tree`."""
+    found: list[torch.Tensor] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(look, tree)
+    return not found
+
+
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
     if isinstance(tree, torch.Tensor):
         return fn(tree)

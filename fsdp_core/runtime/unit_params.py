@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from fsdp_core.comm import CommLink
     from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.runtime.root_context import RootContext
     from fsdp_core.runtime.tracing import UnitTracer
+    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class UnitParams:
@@ -100,6 +102,32 @@ class UnitParams:
             for group in self._used:
                 if not group.is_held:
                     group.reshard_after_forward(link)
+
+    def reduce(self, options: UnitOptions, context: RootContext, *, was_reached: bool) -> None:
+        """Takes the whole gradients, frees the parameters that no unit needs, and reduces.
+
+        Args:
+            options: Whether to reduce, or to keep the gradients whole; whether to free.
+            context: Takes the reductions into its window.
+            was_reached: See `FSDPParamGroup.take_grads`.
+        """
+        for group in reversed(self.groups):
+            if not options.reduce_grads:
+                self._reshard_after_backward(group, options)
+                group.keep_grads()
+                continue
+            batches = group.take_grads(was_reached=was_reached)
+            self._reshard_after_backward(group, options)
+            for batch in batches:
+                with self._tracer.span("post_backward_rs_wait"):
+                    context.make_room_for_reduce()
+                with self._tracer.span("post_backward_reduce"):
+                    context.admit_reduce(group.issue_reduce(batch, context.link))
+
+    def _reshard_after_backward(self, group: FSDPParamGroup, options: UnitOptions) -> None:
+        if options.reshard_after_backward and not group.is_held:
+            with self._tracer.span("post_backward_reshard"):
+                group.reshard()
 
     def reshard_borrowed(self) -> None:
         """Frees what was borrowed and no other unit needs, where backward ends."""

@@ -57,6 +57,7 @@ from fsdp_core.torch_private.modes import (
     post_accumulate_hooks,
     preserve_version,
     queue_after_backward,
+    shift_version,
     transforms_active,
 )
 from fsdp_core.torch_private.modules import (
@@ -132,6 +133,7 @@ __all__ = [
     "set_parameter",
     "set_symmetric_backend",
     "shards_dim",
+    "shift_version",
     "spec_of",
     "storage_key",
     "strided_shard",

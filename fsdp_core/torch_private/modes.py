@@ -22,6 +22,15 @@ def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[
     return cast("AbstractContextManager[None]", guard)
 
 
+def shift_version(tensor: torch.Tensor, by: int) -> None:
+    """Counts modifications of `tensor` and its views that were none, or takes them back.
+
+    Autograd refuses what it saved at another version. Inference tensors have none.
+    """
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + by,))
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` once, when the running backward has finished all its work."""
     Variable._execution_engine.queue_callback(callback)

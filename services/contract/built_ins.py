@@ -9,7 +9,7 @@ from typing import Final
 
 BUILT_IN_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "model": frozenset({"decoder"}),
+        "model": frozenset({"decoder", "hf_causal_lm", "hf_sequence_classification"}),
         "data": frozenset({"stdlib_bytes"}),
         "loss": frozenset({"bce_with_logits", "cross_entropy", "mse", "next_token"}),
         "optimizer": frozenset({"adamw", "sgd"}),

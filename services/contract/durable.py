@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+_NEW_FILE: Final = 0o666  # less the umask
+_NO_PLAIN_FILE: Final = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 CHECKPOINT_DISK: Final = "the checkpoint disk"
 _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
     {
@@ -98,6 +100,41 @@ def open_plain(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return descriptor
+
+
+def append_plain(path: Path) -> int:
+    """A descriptor to append to the plain file at ``path``, which is made where there is none.
+
+    A link, a pipe or a device in its place is removed.
+
+    Raises:
+        OSError: The disk refuses, or a folder is in its place.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, _NEW_FILE)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_PLAIN_FILE:
+            raise
+    path.unlink(missing_ok=True)
+    return os.open(path, flags | os.O_EXCL, _NEW_FILE)
+
+
+def replace_plain(path: Path, content: bytes) -> None:
+    """Puts a file with ``content`` in the place of what is at ``path``; not synced.
+
+    Raises:
+        OSError: The disk refuses; what was there stays.
+    """
+    draft = path.with_name(f"{path.name}.draft")
+    # Made anew: somebody may have put a pipe there, or a link that leads elsewhere.
+    draft.unlink(missing_ok=True)
+    with draft.open("xb") as file:
+        file.write(content)
+    draft.replace(path)
 
 
 def read_plain(path: Path) -> bytes:

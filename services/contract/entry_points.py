@@ -1,10 +1,9 @@
-"""Which entry points (``package.module:callable``) a job may name."""
+"""Which entry points (``package.module:callable``) a job may name, and whether it may bring code."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.scripts import EntryPoint
 from services.contract.specs import Factory, JobSpec
 
 ANY: Final = "*"
@@ -14,10 +13,22 @@ ANY: Final = "*"
 class EntryPoints:
     """The allow-list. ``prefixes``: of dotted names; None: every entry point there is.
 
-    Built-ins, which have short names, are always allowed.
+    Built-ins, which have short names, are always allowed. ``uploads``: whether jobs may run uploaded
+    code; None: where every entry point is allowed. A package in an archive can have any name, so that
+    no list says anything of a job that brings one.
     """
 
     prefixes: tuple[str, ...] | None = None
+    uploads: bool | None = None
+
+    @property
+    def take_uploads(self) -> bool:
+        """Whether jobs may run uploaded code."""
+        return self.prefixes is None if self.uploads is None else self.uploads
+
+    def allows_of(self, spec: JobSpec, factory: str) -> bool:
+        """Whether this job may name this: with uploaded code it may name whatever it brings."""
+        return self.allows(factory) or (spec.code is not None and self.take_uploads)
 
     def allows(self, factory: str) -> bool:
         """Whether a job may name this: a prefix ends where a part of the name ends."""
@@ -28,28 +39,33 @@ class EntryPoints:
             for prefix in self.prefixes
         )
 
-    def allows_script(self, entrypoint: EntryPoint) -> bool:
-        """Whether a job may run this: a module as a factory in it, a script by its path's parts.
+    def allows_script_of(self, spec: JobSpec) -> bool:
+        """Whether this job may run its script: a module by its dotted name, a file by its path's parts.
 
-        ``examples`` allows the module ``examples.train`` and the script ``examples/train.py``.
+        ``examples`` allows the module ``examples.train`` and the script ``examples/train.py``. With
+        uploaded code a job may run whatever it brings.
         """
-        if self.prefixes is None:
+        script = spec.entrypoint
+        if script is None or self.prefixes is None or (spec.code is not None and self.take_uploads):
             return True
         named = (tuple(prefix.split(".")) for prefix in self.prefixes)
-        return any(entrypoint.parts[: len(prefix)] == prefix for prefix in named)
+        return any(script.parts[: len(prefix)] == prefix for prefix in named)
 
 
-def entry_points(listed: Iterable[str] | None, *, otherwise_any: bool) -> EntryPoints:
+def entry_points(
+    listed: Iterable[str] | None, *, otherwise_any: bool, uploads: bool | None = None
+) -> EntryPoints:
     """The allow-list from a setting.
 
     Args:
         listed: The prefixes; ``*`` allows every one; None: the setting is not made.
         otherwise_any: What holds then: everything, or nothing but built-ins.
+        uploads: Whether jobs may run uploaded code; None: where every entry point is allowed.
     """
     if listed is None:
-        return EntryPoints(None if otherwise_any else ())
+        return EntryPoints(None if otherwise_any else (), uploads)
     prefixes = tuple(prefix.strip() for prefix in listed if prefix.strip())
-    return EntryPoints(None if ANY in prefixes else prefixes)
+    return EntryPoints(None if ANY in prefixes else prefixes, uploads)
 
 
 def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:

@@ -23,7 +23,8 @@ def probe_id(question: ProbeModel, versions: Mapping[str, str]) -> str:
         {
             "profile": PROFILE_VERSION,
             "versions": dict(sorted(versions.items())),
-            "spec": question.spec.model_dump(mode="json", include=_OF_THE_SPEC),
+            "spec": question.spec.model_dump(mode="json", include=_OF_THE_SPEC)
+            | ({} if question.spec.code is None else {"code": question.spec.code}),
             "train": question.spec.train.model_dump(mode="json", include=_OF_THE_TRAINING),
             "question": question.model_dump(
                 mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes"}

@@ -31,6 +31,10 @@
 | ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
+| ``ml:codes`` | zset: hex digest of an uploaded archive by its last use in ms | permanent |
+| ``ml:codes:bytes`` | hash: subject to what its archives are counted as; all of them without a name | permanent |
+| ``ml:code:<hex>`` | hash: ``doc``, and by its number each part of the archive | a day after its last use, while no job names it |
+| ``ml:code:<hex>:draft:<random>`` | hash: the same, as it is being written | TTL 10 min |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
 | ``ml:rate:<name>`` | hash: ``left``, ``at`` of a token bucket | TTL, until it is full again |
 | ``ml:audit`` | stream: ``m`` = JSON entry | permanent, trimmed |
@@ -58,6 +62,8 @@ EPOCH: Final = "ml:epoch"
 TOKENS: Final = "ml:tokens"
 AUDIT: Final = "ml:audit"
 WAKE: Final = "ml:wake"
+CODES: Final = "ml:codes"
+CODES_BYTES: Final = "ml:codes:bytes"
 MESSAGE_FIELD: Final = "m"
 # With the look that the reconciler takes each second, a silent node is fenced within six seconds.
 NODE_LEASE_MS: Final = 5_000
@@ -73,6 +79,10 @@ STEPS_KEPT: Final = 200_000
 EVENTS_KEPT: Final = 10_000
 HISTORY_KEPT: Final = 20_000
 AUDIT_KEPT: Final = 50_000
+CODE_KEPT_S: Final = 86_400
+CODE_DRAFT_TTL_S: Final = 600
+CODE_PART_BYTES: Final = 1 << 18
+CODE_PARTS: Final = "parts"
 
 
 def job(job_id: str) -> str:
@@ -153,6 +163,16 @@ def probe_paces(probe_id: str) -> str:
 def probe_asked(probe_id: str) -> str:
     """That a node was asked this and has not answered yet."""
     return f"ml:probe:{probe_id}:asked"
+
+
+def code(hex_digest: str) -> str:
+    """An uploaded archive: its record, and its parts by number."""
+    return f"ml:code:{hex_digest}"
+
+
+def code_draft(hex_digest: str, random: str) -> str:
+    """The same while it is being written."""
+    return f"ml:code:{hex_digest}:draft:{random}"
 
 
 def idempotency(subject: str, key: str) -> str:

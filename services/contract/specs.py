@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from services.contract.bounded_json import bounded
+from services.contract.code_archives import CodeDigest
 from services.contract.scripts import (
     UNTOLD_STEPS,
     EntryPoint,
@@ -182,6 +183,7 @@ class JobSpec(_Spec):
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` nobody looks: all ranks in
     dp_shard unless ``mesh`` says otherwise, and the units that are known of a built-in model.
+    ``code`` is the digest of an uploaded archive: ranks and probes of this job import from it first.
     """
 
     model_config = ConfigDict(json_schema_extra=schema_of_both)
@@ -194,6 +196,9 @@ class JobSpec(_Spec):
     data: Factory
     loss: Factory | None = Field(
         default=None, description="null: the model's own, else the cross entropy of the next token"
+    )
+    code: CodeDigest | None = Field(
+        default=None, description="an uploaded archive, from which this job imports first"
     )
     optimizer: Factory = Factory(factory="adamw")
     schedule: Factory = Factory(factory="constant")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fsdp_core.plan.model import MeshPlan, NodeFacts
+from services.contract.code_archives import CodeDigest
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
@@ -387,3 +388,14 @@ class Version(_View):
 
     version: str
     api: str = "v1"
+
+
+class CodeView(_View):
+    """An uploaded archive of code, by its digest; its content is for the nodes alone."""
+
+    digest: CodeDigest
+    bytes: int
+    files: int
+    unpacked_bytes: int
+    uploaded_by: str
+    uploaded_at: datetime

@@ -1,8 +1,9 @@
 """What an agent says to its template and its warm process, and they to it, over unix sockets.
 
 One JSON object a line, both ways. Descriptors travel with the line that says how many it has
-(SCM_RIGHTS): a warm process's channel and lifeline; the rank's end of its pipe, and for rank 0 the
-bound rendezvous socket.
+(SCM_RIGHTS): a warm process's channel and lifeline; the rank's end of its pipe, for rank 0 the
+bound rendezvous socket, and a file without a name that holds the rank's secrets. For every rank
+begins with a copy of what the warm process has read, and the secrets of other jobs must not be in it.
 """
 
 import json
@@ -70,11 +71,16 @@ class WarmRefused(_WarmMessage):
 
 
 class ForkRank(_WarmMessage):
-    """Agent to warm: fork a rank into this seat. Answered by one of the next two."""
+    """Agent to warm: fork a rank into this seat. Answered by one of the next two.
+
+    ``has_secrets``: the last descriptor is of a file for the rank alone, with those that the seat
+    lacks, as JSON.
+    """
 
     kind: Literal["fork_rank"] = "fork_rank"
     seat: RankSeat
-    descriptors: int = Field(ge=1, le=2)
+    descriptors: int = Field(ge=1, le=3)
+    has_secrets: bool = False
 
 
 class RankForked(_WarmMessage):
@@ -125,7 +131,7 @@ class _UnreadFork(BaseModel):
 
     kind: Literal["fork_rank"]
     seat: _UnreadSeat
-    descriptors: int = Field(ge=1, le=2)
+    descriptors: int = Field(ge=1, le=3)
 
 
 class WarmChannel:

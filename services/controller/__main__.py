@@ -24,6 +24,8 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.api.uploads import Uploads
+from services.controller.domain.code import CodeLimits
 from services.controller.domain.rate import Rate
 from services.controller.domain.resizing import Patience
 from services.controller.loops.leader import Leader
@@ -100,6 +102,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             StreamSlots(settings.max_streams),
             drawing,
             lambda: leader.trouble,
+            Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

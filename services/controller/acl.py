@@ -26,6 +26,7 @@ from services.controller.settings import MIN_PASSWORD_CHARACTERS, AclSettings
 _NODE_ID: Final = TypeAdapter(NodeId)
 _BAD_ARGUMENTS: Final = 2
 _ANY_JOB: Final = f"job_{'?' * 26}"
+_ANY_DIGEST: Final = "?" * 64
 # By category: which commands it has differs between versions, and an unknown one stops the server.
 _CONNECTION: Final = "+@connection +time -@dangerous -@admin"
 _TRANSACTION: Final = "+multi +exec +discard +watch +unwatch"
@@ -79,6 +80,7 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     yield f"+hget +hmget %R~{record}"
     yield f"+sismember %R~{keys.DELETED_JOBS}"
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
+    yield f"+hget %R~{keys.code(_ANY_DIGEST)}"
     yield f"+rpush %W~{keys.ARRIVED_FACTS}"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from services.contract.code_archives import DEFAULT_CODE_MIB, DEFAULT_CODE_STORE_MIB, MOST_CODE_MIB
 from services.contract.entry_points import EntryPoints, entry_points
 from services.contract.redis_address import redis_address
 
@@ -32,6 +33,8 @@ class Settings(BaseSettings):
     ``grow_after_s``. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
     files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
     ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
+    An archive of uploaded code has up to ``max_code_mib``, all of them ``max_code_store_mib``.
+    ``uploaded_code`` says whether jobs may run such code; unset, where every entry point is allowed.
     So many days after its end a job's steps, output and history are kept: ``keep_telemetry_days``.
     """
 
@@ -48,6 +51,9 @@ class Settings(BaseSettings):
     rate_per_s: float = Field(default=100, gt=0, le=1e6)
     rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
+    uploaded_code: bool | None = None
+    max_code_mib: int = Field(default=DEFAULT_CODE_MIB, ge=1, le=MOST_CODE_MIB)
+    max_code_store_mib: int = Field(default=DEFAULT_CODE_STORE_MIB, ge=1, le=1 << 20)
     grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
     max_streams: int = Field(default=64, ge=1, le=10_000)
     max_connections: int = Field(default=512, ge=8, le=100_000)
@@ -82,7 +88,9 @@ class Settings(BaseSettings):
     @property
     def entry_points(self) -> EntryPoints:
         """Which entry points jobs may name."""
-        return entry_points(self.factory_prefixes, otherwise_any=self.token is None)
+        return entry_points(
+            self.factory_prefixes, otherwise_any=self.token is None, uploads=self.uploaded_code
+        )
 
     @field_validator("factory_prefixes", mode="before")
     @classmethod

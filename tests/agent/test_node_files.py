@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.durable import append_plain
 from services.contract.messages.facts import Device, LaunchRefused
 from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.devices import parse_devices, take_inventory
 from services.worker.agent.folders import NodeBusyError, NodeFolder
 from services.worker.agent.leftovers import find_leftovers
 from services.worker.agent.settings import AgentSettings, rank_environment
+from services.worker.agent.template_link import last_words
 from tests.agent.conftest import JOB, NODE, launch
 
 
@@ -75,6 +77,31 @@ def test_pipes_and_links_that_a_rank_puts_among_its_files_are_neither_waited_for
     assert attempt.placements() == ()
     attempt.close(refusal)
     assert attempt.ended() == refusal
+
+
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_a_node_s_own_files_are_made_anew_where_somebody_put_something_else_in_their_place(
+    tmp_path: Path, what: str
+) -> None:
+    node, others = folder(tmp_path), tmp_path / "others"
+    node.path.mkdir(parents=True)
+    others.write_text("whole")
+    for name in ("incarnation", "incarnation.draft", "agent.lock", "warm.log", "sentinel.log"):
+        if what == "pipe":
+            os.mkfifo(node.path / name)
+        else:
+            (node.path / name).symlink_to(others)
+    assert node.previous_incarnation() is None
+    assert last_words(node.warm_log) == ""
+    with node.locked(), pytest.raises(NodeBusyError), folder(tmp_path).locked():
+        pass
+    node.record_incarnation("now")
+    assert node.previous_incarnation() == "now"
+    for log in (node.warm_log, node.sentinel_log):
+        with os.fdopen(append_plain(log), "ab") as file:
+            file.write(b"said")
+        assert last_words(log) == "said"
+    assert others.read_text() == "whole"
 
 
 def test_folders_that_no_attempt_made_are_passed_over(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from services.contract.messages.facts import (
     CheckpointVerified,
 )
 from services.contract.states import JobState
-from services.worker.agent.storage import Storage, purge
+from services.worker.agent import storage as storage_module
+from services.worker.agent.storage import Storage, fault_of, purge
 from tests.agent.conftest import JOB, NODE, launch
 
 
@@ -161,7 +162,7 @@ def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
     assert isinstance(storage.commit(commit), CheckpointLinked)
     command = PurgeJob(job_id=JOB, fence=1)
     with monkeypatch.context() as broken:
-        broken.setattr("services.worker.agent.storage.shutil.rmtree", refuse)
+        broken.setattr("services.worker.agent.storage.remove_tree", refuse)
         told = purge(storage, command, NODE)
     assert told.error == "[Errno 5] Input/output error"
     # Its name is gone at once; what could not be removed is removed when it is asked for again.
@@ -200,3 +201,20 @@ def test_a_card_says_that_its_job_is_to_run_until_it_is_told_otherwise(storage: 
     put_card_away(storage.root, JOB)
     storage.keep_standing(pause.model_copy(update={"fence": 2}))
     assert storage.find_job(JOB, None, 0) is None
+
+
+def test_a_shard_to_which_somebody_goes_on_to_write_is_read_to_its_voted_end_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, content = tmp_path / "shard", b"x" * 100
+    path.write_bytes(content)
+    shard = ShardFile(rank=0, name="shard", bytes=100, sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(storage_module, "_READ_BYTES", 10)
+
+    def write_on() -> bool:
+        with path.open("ab") as file:
+            file.write(content)
+        assert path.stat().st_size < 100_000, "it reads on as long as somebody writes"
+        return False
+
+    assert fault_of(path, shard, write_on) is None

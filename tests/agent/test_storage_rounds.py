@@ -19,6 +19,7 @@ from services.worker.agent.redis_clients import writing_client
 from services.worker.agent.storage import Storage
 from services.worker.agent.storage_rounds import Holdings, StorageRounds
 from tests.agent.conftest import JOB, NODE, launch
+from tests.agent.test_removal import make_deep
 
 pytestmark = pytest.mark.redis
 
@@ -131,6 +132,7 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
     rounds: Rounds, client: "redis.Redis"
 ) -> None:
     overtaken, own = rounds.folder_of(7, 1), rounds.folder_of(20, 2)
+    make_deep(overtaken)
     draft = rounds.storage.root / JOB / "chain" / ".draft-of-the-dead"
     draft.write_bytes(b"half")
     client.hset(redis_keys.job(JOB), "state", "RUNNING")

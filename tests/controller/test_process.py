@@ -210,7 +210,7 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
             controller = stack.enter_context(started(url))
             job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
             until(lambda: controller.client.get("/readyz").status_code == 200)
-        answer = until(lambda: _unready(controller))
+        answer = until(lambda: unready(controller))
         assert answer.headers["retry-after"] == "1"
         refused = controller.client.get("/v1/jobs")
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
@@ -277,7 +277,7 @@ def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
             agent.trains(agent.launches(job_id), [1])
             until(lambda: controller.state(job_id) == "RUNNING")
             refuse(redis, tmp_path)
-            answer = until(lambda: _unready(controller))
+            answer = until(lambda: unready(controller))
             assert words in answer.json()["checks"]["redis"]
             refused = controller.client.post("/v1/jobs", json=job_body())
             assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
@@ -316,6 +316,6 @@ def test_the_loops_bear_a_disk_so_full_that_redis_ends(tmp_path: Path) -> None:
             agent.launches(job_id)
 
 
-def _unready(controller: Controller) -> httpx2.Response | None:
+def unready(controller: Controller) -> httpx2.Response | None:
     answer = controller.client.get("/readyz")
     return answer if answer.status_code == 503 else None

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.redis
 TOKEN = "a-token-for-the-schema-tests"  # noqa: S105 a test's
 SHOWN = {"Authorization": f"Bearer {TOKEN}"}
 EXAMPLES = 12
+schemathesis.serializer.alias("application/gzip", "application/octet-stream")
 OPERATIONS = [
     (method, path)
     for path, methods in json.loads(FROZEN.read_text())["paths"].items()
@@ -36,7 +37,7 @@ OPERATIONS = [
 @pytest.fixture(scope="module")
 def controller(redis_server: EmbeddedRedis) -> Iterator[Controller]:
     redis_server.flush()
-    limits = {"rate_burst": "100000", "max_streams": "4"}
+    limits = {"rate_burst": "100000", "max_streams": "4", "uploaded_code": "true"}
     with started(redis_server.url, token=TOKEN, **limits) as controller:
         controller.client.headers.update(SHOWN)
         yield controller

@@ -5,13 +5,14 @@ import itertools
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from redis import Redis
 
 from fsdp_core.plan.model import Conditions
 from services.contract import redis_keys as keys
+from services.contract.code_archives import digest_of, hex_of
 from services.contract.ids import new_job_id, new_plan_id
 from services.contract.messages.commands import COMMAND, Command, StopGang
 from services.contract.messages.probing import (
@@ -26,6 +27,7 @@ from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports
+from services.controller.domain.code import CodeLimits, UploadedCode
 from services.controller.domain.decide import first_decision
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import (
@@ -619,3 +621,57 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
             for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
                 await ports.plans.keep_answer(answer, epoch)
                 assert life_s - 10 < redis.ttl(keys.probe(ASK_ID)) <= life_s
+
+
+def _code(body: bytes, subject: str = "alice") -> UploadedCode:
+    return UploadedCode(
+        digest=digest_of(body),
+        bytes=len(body),
+        files=1,
+        unpacked_bytes=len(body),
+        uploaded_by=subject,
+        uploaded_ms=1,
+    )
+
+
+async def test_code_is_kept_whole_and_once(world: World) -> None:
+    body, codes = os.urandom(keys.CODE_PART_BYTES * 5 + 7), world.ports.codes
+    kept = _code(body)
+    assert await codes.get(kept.digest) is None
+    assert not await codes.use(kept.digest)
+    assert await codes.keep(kept, body, CodeLimits()) == "new"
+    assert await codes.keep(_code(body, "bob"), body, CodeLimits()) == "known"
+    assert await codes.get(kept.digest) == kept
+    if isinstance(world.outside, OutsideRedis):
+        redis = world.outside.redis
+        name = keys.code(hex_of(kept.digest))
+        assert redis.keys("ml:code:*") == [name]  # no draft is left
+        assert redis.ttl(name) == -1
+        assert redis.hget(name, keys.CODE_PARTS) == "6"
+        ask: Any = redis.execute_command
+        parts = [ask("HGET", name, n, NEVER_DECODE=True) for n in range(6)]
+        assert b"".join(parts) == body
+
+
+async def test_code_is_forgotten_once_and_gives_its_room_back(world: World) -> None:
+    codes, epoch = world.ports.codes, await world.ports.leadership.take("one")
+    assert epoch is not None
+    bodies = [os.urandom(5_000_000) for _ in range(4)]
+    tight = CodeLimits(store_bytes=41 << 20)  # a share has room for two
+    assert await codes.keep(_code(bodies[0]), bodies[0], tight) == "new"
+    assert await codes.keep(_code(bodies[1]), bodies[1], tight) == "new"
+    assert await codes.keep(_code(bodies[2]), bodies[2], tight) == "share"
+    assert await codes.keep(_code(bodies[2], "bob"), bodies[2], tight) == "new"
+    fourth = _code(bodies[3], "carol")
+    assert await codes.keep(fourth, bodies[3], CodeLimits(store_bytes=15_100_000)) == "full"
+    assert await codes.get(fourth.digest) is None
+    first, later = digest_of(bodies[0]), await world.ports.clock.now_ms() + 60_000
+    assert not await codes.forget(first, 1, epoch)  # it was used since
+    assert len(await codes.unused(later)) == 3
+    with pytest.raises(DeposedError):
+        await codes.forget(first, later, epoch + 1)
+    assert await codes.forget(first, later, epoch)
+    assert not await codes.use(first)
+    assert first not in await codes.unused(later)
+    assert await codes.keep(_code(bodies[2]), bodies[2], tight) == "known"
+    assert await codes.keep(_code(bodies[3]), bodies[3], tight) == "new"

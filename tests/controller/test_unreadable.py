@@ -1,6 +1,8 @@
 """A record that this version cannot read costs itself alone: the controller goes on placing jobs."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 from redis import Redis
@@ -9,6 +11,7 @@ from services.contract import redis_keys as keys
 from services.contract.ids import new_job_id
 from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import StopRequest
+from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decide import decide
 from services.controller.domain.events import (
     AnswerOverdue,
@@ -19,9 +22,9 @@ from services.controller.domain.events import (
 from services.controller.domain.gang import ANSWER_DUE_MS, RESENT_MOST, is_overdue
 from services.controller.domain.job import Job
 from tests.controller.agent_double import AgentDouble
-from tests.controller.conftest import job_body
+from tests.controller.conftest import job_body, open_house
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes
-from tests.controller.test_process import started
+from tests.controller.test_process import Controller, started, unready
 from tests.waiting import until
 
 TORN = '{"of_tomorrow": '
@@ -102,6 +105,198 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
         agent.join(slots=8)
         until(lambda: controller.client.get(f"/v1/nodes/{agent.node_id}").status_code == 200)
         assert controller.client.get(f"/v1/jobs/{first}").json()["attempt"] == 1
+
+
+UNAVAILABLE = {
+    keys.JOBS: {"/v1/jobs", "/metrics"},
+    keys.ACTIVE_JOBS: {"/v1/nodes", "/v1/queue", "/metrics"},
+    keys.DELETED_JOBS: set(),
+    keys.NODES: {"/v1/nodes", "/v1/queue"},
+    keys.DRAINING_NODES: set(),
+    keys.MEASURED_NODES: set(),
+    keys.PLANS: {"/v1/plans"},
+    keys.FACTS: set(),
+    keys.ARRIVED_FACTS: set(),
+    keys.TOKENS: {"/v1/tokens"},
+    keys.AUDIT: {"/v1/audit"},
+}
+"""What says 503, by the key that has another type."""
+OF_A_JOB = {
+    keys.job: 409,
+    keys.job_checkpoints: 409,
+    keys.job_events: 200,
+    keys.job_history: 200,
+    keys.job_ranks: 200,
+    keys.job_steps: 200,
+    keys.job_logs: 200,
+    keys.job_stacks: 200,
+}
+"""What all that is asked of the job says, by the key of it that has another type."""
+LISTS = ("/v1/jobs", "/v1/nodes", "/v1/queue", "/v1/plans", "/v1/tokens", "/v1/audit", "/metrics")
+PARTS = ("", "/events", "/logs", "/ranks", "/metrics", "/checkpoints", "/diagnosis")
+
+
+@contextlib.contextmanager
+def of_another_type(raw: Redis, key: str) -> Iterator[None]:
+    """The key is a text until the block ends."""
+    before = raw.dump(key)
+    raw.delete(key)
+    raw.set(key, "x")
+    try:
+        yield
+    finally:
+        raw.delete(key)
+        if before is not None:
+            raw.restore(key, 0, before)
+
+
+def named(controller: Controller) -> set[str]:
+    return {str(e["key"]) for e in controller.lines if e["event"] == "record_unreadable"}
+
+
+@pytest.mark.redis
+def test_a_key_of_another_type_costs_itself_alone_and_is_named(redis_url: str) -> None:
+    with (
+        started(redis_url) as controller,
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+        Redis.from_url(redis_url) as raw,
+    ):
+        ask = controller.client
+        agent = AgentDouble(redis)
+        agent.join()
+        first = ask.post("/v1/jobs", json=job_body()).json()["id"]
+        gang = agent.launches(first)
+        agent.trains(gang, [1, 2])
+        agent.ends(gang, 2, exit_code=1, error="E", traceback="", phase="FORWARD")
+        agent.launches(first, fence=2)
+        second = ask.post("/v1/jobs", json=job_body(resources={"ranks": 4})).json()["id"]
+        until(lambda: ask.get(f"/v1/jobs/{first}/diagnosis").status_code == 200)
+
+        def status(path: str) -> int:
+            answer = ask.get(path)
+            if answer.status_code == 503:
+                assert "rename" in answer.text or "another name" in answer.text
+            return answer.status_code
+
+        for key, out in UNAVAILABLE.items():
+            with of_another_type(raw, key):
+                found = {path: status(path) for path in LISTS}
+                assert found == {path: 503 if path in out else 200 for path in LISTS}, key
+                # What a change of a job does not need does not keep anybody from it.
+                patch = ask.patch(
+                    f"/v1/jobs/{second}",
+                    json={"labels": {"key": key}},
+                    headers={"If-Match": "*"},
+                )
+                assert patch.status_code == (503 if key == keys.ACTIVE_JOBS else 200), key
+                if key != keys.DELETED_JOBS:  # nothing asks for it here
+                    until(lambda key=key: key in named(controller))  # type: ignore[misc] # a default
+        for build, its in OF_A_JOB.items():
+            with of_another_type(raw, build(first)):
+                assert {status(f"/v1/jobs/{first}{part}") for part in PARTS} == {its}, build
+                assert [status(path) for path in LISTS] == [200] * len(LISTS)
+                assert status(f"/v1/jobs/{second}") == 200
+                patch = ask.patch(
+                    f"/v1/jobs/{first}",
+                    json={"labels": {"key": build.__name__}},
+                    headers={"If-Match": "*"},
+                )
+                is_written = build in {keys.job_ranks, keys.job_steps, keys.job_logs}
+                is_written |= build is keys.job_stacks
+                assert patch.status_code == (200 if is_written else 409)
+                if build is not keys.job_history:  # it is written alone
+                    assert "cannot be read" in ask.get("/readyz").json()["checks"]["records"]
+        assert not any(controller.said(word) for word in ("reign_failed", "no_longer_leading"))
+        assert not any(controller.said(word) for word in ("request_failed", "leader_died"))
+        # Once they are mended and were looked at, nothing of it is left.
+        body = {"labels": {"key": "mended"}}
+        ask.patch(f"/v1/jobs/{first}", json=body, headers={"If-Match": "*"})
+        for path in (*LISTS, *(f"/v1/jobs/{first}{part}" for part in PARTS)):
+            assert status(path) == 200
+        until(lambda: "records" not in ask.get("/readyz").json()["checks"])
+        assert ask.get(f"/v1/jobs/{first}").json()["state"] == "STARTING"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("key", [keys.LEADER, keys.EPOCH])
+def test_a_lead_that_cannot_be_read_is_waited_for_and_told(redis_url: str, key: str) -> None:
+    with started(redis_url) as controller, Redis.from_url(redis_url) as raw:
+        until(lambda: raw.exists(keys.EPOCH))
+        with of_another_type(raw, key):
+            raw.delete(key)
+            raw.hset(key, "a", "b")
+            if key == keys.EPOCH:
+                raw.delete(keys.LEADER)
+            answer = until(lambda: unready(controller))
+            assert "not of the type" in answer.json()["checks"]["redis"]
+        until(lambda: controller.client.get("/readyz").status_code == 200)
+        assert controller.process.poll() is None
+
+
+@pytest.mark.redis
+def test_a_job_whose_version_is_no_number_hides_no_other_and_is_deleted(redis_url: str) -> None:
+    with (
+        open_house(redis_url, AccessPolicy(), leads=False) as house,
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+    ):
+        ask = house.client
+        kept = house.submit()
+        for field, text in (("version", "many"), ("version", ""), ("version", "0")):
+            torn = house.submit()
+            redis.hset(keys.job(torn), field, text)
+            redis.zadd(keys.JOBS, {torn: "inf"})
+            items = ask.get("/v1/jobs").json()["items"]
+            assert [job["id"] for job in items] == [kept]
+            assert ask.get("/v1/queue").status_code == 200
+            assert ask.get(f"/v1/jobs/{torn}").json()["code"] == "record_unreadable"
+            assert "records" in ask.get("/readyz").json()["checks"]
+            assert ask.delete(f"/v1/jobs/{torn}").status_code == 204
+            assert "records" not in ask.get("/readyz").json()["checks"]
+        redis.delete(keys.job(kept))
+        redis.set(keys.job(kept), "x")
+        assert ask.delete(f"/v1/jobs/{kept}").status_code == 204
+        assert redis.exists(keys.job(kept)) == 0
+
+
+@pytest.mark.redis
+def test_an_entry_that_cannot_be_read_costs_itself_and_is_logged_once(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        open_house(redis_url, AccessPolicy(), leads=False) as house,
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+    ):
+        job_id = house.submit()
+        for stream in (keys.AUDIT, keys.job_logs(job_id), keys.job_steps(job_id)):
+            for number in range(100):
+                redis.xadd(stream, {keys.MESSAGE_FIELD: f'{{"of_tomorrow": {number}}}'})
+            redis.xadd(stream, {"other": "x"})
+        for _ in range(3):
+            trail = house.get("/v1/audit")["items"]
+            assert {e["path"] for e in trail} == {"(unreadable)"}
+            assert house.get(f"/v1/jobs/{job_id}/logs")["items"] == []
+            assert house.get(f"/v1/jobs/{job_id}/metrics")["items"] == []
+        assert "3 cannot be read" in house.get("/readyz")["checks"]["records"]
+    told = [line for line in caplog.messages if line == "record_unreadable"]
+    assert len(told) == 3
+
+
+@pytest.mark.redis
+def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: str) -> None:
+    with open_house(redis_url, AccessPolicy()) as house:
+        other = AgentDouble(house.redis, "loom-2")
+        house.agent.join(slots=1)
+        other.join(slots=1)
+        house.redis.set(keys.node_inbox("loom-2"), "mine")
+        job_id = house.submit()
+        # The command to the second node is a part of the commit that this is told with.
+        gang = house.agent.launches(job_id)
+        until(lambda: house.redis.llen(keys.ARRIVED_FACTS) == 0 == house.redis.xlen(keys.FACTS))
+        house.act(job_id, "kill")
+        house.agent.ends(gang, 0, exit_code=None, signal=9)
+        events = house.get(f"/v1/jobs/{job_id}/events")["items"]
+        assert "job.placing" in [event["kind"] for event in events]
+        assert house.client.post("/v1/plans?fresh=true", json=job_body(plan="auto")).is_success
 
 
 def overdue(job: Job) -> tuple[Job, int]:

@@ -102,8 +102,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
-def running_stack(home: Path, **changes: str) -> Iterator[Stack]:
-    """A stack on a home of its own until the block ends; ``changes`` are of its environment."""
+def running_stack(home: Path, *before: str, **changes: str) -> Iterator[Stack]:
+    """A stack on a home of its own until the block ends.
+
+    Args:
+        home: Where it lives.
+        before: A command that becomes the one behind it.
+        changes: Of its environment.
+    """
     port = free_port()
     environment = {
         name: value
@@ -119,7 +125,7 @@ def running_stack(home: Path, **changes: str) -> Iterator[Stack]:
     }
     with (home / "stack.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.local", "up"],
+            [*before, sys.executable, "-m", "services.local", "up"],
             env=environment,
             stdout=log,
             stderr=log,

@@ -23,12 +23,47 @@ from tests.waiting import until
 USER = pwd.getpwnam("nobody")
 
 
+CODE = Path(__file__).parents[2]
+# A view of the file system in which a folder that only root enters holds nothing but what is kept,
+# and others may enter it.
+OPENED = """
+set -e
+shut=$1 count=$2
+shift 2
+mount --make-rprivate /
+kept=("${@:1:count}") held=()
+for path in "${kept[@]}"; do
+    held+=("$(mktemp -d)")
+    mount --bind "$path" "${held[-1]}"
+done
+mount -t tmpfs -o mode=755 tmpfs "$shut"
+for place in "${!kept[@]}"; do
+    mkdir -p "${kept[place]}"
+    mount --move "${held[place]}" "${kept[place]}"
+    rmdir "${held[place]}"
+done
+exec "${@:count + 1}"
+"""
+
+
+def opened() -> list[str]:
+    """A command that becomes the one behind it, where other users can read this interpreter."""
+    paths = dict.fromkeys((Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), CODE))
+    above = sorted({folder for path in paths for folder in (path, *path.parents)})
+    shut = next((folder for folder in above if not folder.stat().st_mode & 0o001), None)
+    kept = [str(path) for path in paths if shut in path.parents]
+    if shut is None or not kept:
+        return []
+    return ["unshare", "--mount", "bash", "-c", OPENED, "bash", str(shut), str(len(kept)), *kept]
+
+
 def cannot_be_tried() -> str | None:
     if os.getuid() != 0:
         return "only root can run ranks as another user"
-    tried = [sys.executable, "-c", "import pydantic, services.contract.ids"]
+    become = ["setpriv", f"--reuid={USER.pw_uid}", f"--regid={USER.pw_gid}", "--clear-groups"]
+    tried = [*opened(), *become, sys.executable, "-c", "import pydantic, services.contract.ids"]
     try:
-        subprocess.run(tried, user=USER.pw_uid, capture_output=True, check=True)
+        subprocess.run(tried, capture_output=True, check=True, cwd=CODE)
     except (OSError, subprocess.CalledProcessError):
         return "this interpreter lies where other users cannot read it"
     return None
@@ -48,7 +83,7 @@ def home() -> Iterator[Path]:
 def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
     home: Path,
 ) -> None:
-    with running_stack(home, MESHLOOM_RANK_USER=USER.pw_name) as stack:
+    with running_stack(home, *opened(), MESHLOOM_RANK_USER=USER.pw_name) as stack:
         agent = stack.part("services.worker.agent")
         redis = home / "redis"
         private = [f"/proc/{agent.pid}/environ", "/proc/parent/environ"]

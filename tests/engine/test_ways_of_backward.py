@@ -406,6 +406,40 @@ def unit_hides_its_output(run: Run) -> None:
 
 
 @way_beyond_the_reference
+def units_that_reshard_hide_their_outputs(run: Run) -> None:
+    model = run.net()
+    if run.shard is not None:
+        model.set_reshard_after_forward(True)
+    model.returns = Opaque
+    for step in range(3):
+        run.backward(model(run.x(step)).tensor)
+        run.step()
+
+
+@way_beyond_the_reference
+def layer_of_the_root_per_chunk(run: Run) -> None:
+    model = run.net("first second")
+    model.with_head = False
+    for step in range(2):
+        hidden = model(run.x(step))
+        for chunk in chunks_of(hidden):
+            run.backward(model.head(chunk))
+        run.backward(hidden)
+        run.step()
+
+
+@way_beyond_the_reference
+def layer_of_the_root_whose_other_backward_never_comes(run: Run) -> None:
+    model = run.net("first second")
+    model.with_head = False
+    for step in range(2):
+        for chunk in chunks_of(model(run.x(step))):
+            run.backward(model.head(chunk))
+        run.step()
+    run.backward(model(run.x(2)))
+
+
+@way_beyond_the_reference
 def loss_of_an_attribute(run: Run) -> None:
     model = run.net("")
     model.register_forward_pre_hook(lambda m, _: setattr(m, "aux", m.scale.sum()))
@@ -746,16 +780,26 @@ def assert_same(mine: list[Grads], other: list[Grads], *, rtol: float, atol: flo
             assert_same_tensor(f"backward {number}: {name}", grad, two[name], rtol, atol)
 
 
-def test_a_second_derivative_is_refused(gangs: Gangs) -> None:
-    gangs(2).run(check_second_derivative)
+def test_a_backward_that_would_read_freed_parameters_is_refused(gangs: Gangs) -> None:
+    gangs(2).run(check_freed)
 
 
-def check_second_derivative(ctx: RankContext) -> None:
-    model = Run(ctx, ours().shard).net()
+def check_freed(ctx: RankContext) -> None:
+    refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
     x = ctx.batch(0, 4, WIDTH).requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+
+    second_derivative = Run(ctx, ours().shard).net()
+    (slope,) = torch.autograd.grad(second_derivative(x).square().sum(), x, create_graph=True)
+    with refused:
         backward(slope.square().sum())
+
+    hides_beside_its_output: Any = Run(ctx, ours().shard).net("first second")
+    hides_beside_its_output.set_reshard_after_forward(True)
+    hidden = []
+    hides_beside_its_output.norm.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    hides_beside_its_output(x)
+    with refused:
+        backward(hidden[0].sum())
 
 
 def test_a_failed_backward_does_not_mix_with_one_that_comes_unannounced(gangs: Gangs) -> None:

@@ -248,6 +248,7 @@ class Ranks:
                     store_host="127.0.0.1",
                     store_port=listener.getsockname()[1],
                     threads=1,
+                    hears_metrics=True,
                     data_roots=(str(spec.data.args.get("library", self.root)),),
                 )
                 end, theirs = socket.socketpair()

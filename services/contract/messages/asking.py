@@ -22,6 +22,7 @@ class ProbeSeat(Message):
         memory_bytes: How much private memory it may take beyond what PyTorch itself does.
         secrets: Those that the spec refers to, by name; they are nowhere else.
         data_roots: Below which built-in data sources read.
+        code_folder: Holds the code that was uploaded for the job.
     """
 
     node_id: NodeId
@@ -29,6 +30,7 @@ class ProbeSeat(Message):
     memory_bytes: int = Field(gt=0)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    code_folder: str | None = None
 
 
 class SelfTestSeat(Message):

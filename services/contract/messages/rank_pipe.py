@@ -4,6 +4,7 @@ A rank runs the user's code, so every message of it is bounded, at both ends of 
 people read is cut with a mark, what must be exact is refused.
 """
 
+import itertools
 import math
 from typing import Annotated, Final, Literal
 
@@ -23,6 +24,9 @@ ERROR_CHARACTERS: Final = 4_096
 TRACEBACK_CHARACTERS: Final = 32_768
 NAME_CHARACTERS: Final = 256
 BASELINES_KEPT: Final = 8
+METRIC_NAMES_KEPT: Final = 64
+"""So many names of a user's metrics are kept of a job."""
+METRIC_NAME_CHARACTERS: Final = 64
 _ERROR_TYPES_KEPT: Final = 32
 _MOST_UNITS: Final = 4_096
 _MOST: Final = (1 << 63) - 1
@@ -47,10 +51,34 @@ def few_baselines(baselines: object) -> object:
     finite = [
         (shortened(str(name), NAME_CHARACTERS), float(value))
         for name, value in baselines.items()
-        if (isinstance(value, float) and math.isfinite(value))
-        or (isinstance(value, int) and abs(value) <= _MOST)
+        if _is_finite(value)
     ]
     return dict(finite[:BASELINES_KEPT])
+
+
+def few_metrics(values: object) -> object:
+    """The first 64 of them; names cut, and without what would break a line or a list of names.
+
+    None in place of what is no finite number.
+    """
+    if not isinstance(values, dict):
+        return values
+    return {
+        metric_name(str(name)): float(value) if _is_finite(value) else None
+        for name, value in itertools.islice(values.items(), METRIC_NAMES_KEPT)
+    }
+
+
+def metric_name(name: str) -> str:
+    """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
+    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
+    return shortened(plain, METRIC_NAME_CHARACTERS) or "_"
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and abs(value) <= _MOST
 
 
 def _cut_to(limit: int) -> BeforeValidator:
@@ -69,13 +97,16 @@ _Name = Annotated[str, _cut_to(NAME_CHARACTERS)]
 _GroupName = Annotated[str, StringConstraints(max_length=64)]
 _Digest = Annotated[str, StringConstraints(max_length=1_024)]
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+MetricValues = Annotated[dict[str, float | None], BeforeValidator(few_metrics)]
+"""Values by name, at most 64; None: no finite number."""
 
 
 class RankSeat(Message):
     """What a rank is told when it is forked: all that it needs, and no credential of ours.
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
-    sources read below ``data_roots`` alone.
+    sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
+    ``hears_metrics``: the agent knows ``RankMetrics``.
     """
 
     job_id: JobId
@@ -94,6 +125,8 @@ class RankSeat(Message):
     threads: int = Field(ge=1)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    code_folder: str | None = None
+    hears_metrics: bool = False
 
 
 class RankReady(Message):
@@ -169,6 +202,26 @@ class RankEvaluated(Message):
     )
 
 
+class MetricPoint(Message):
+    """The user's metrics at a step; those of a validation pass have names in ``validation/``."""
+
+    step: _Step
+    values: MetricValues
+
+
+class RankMetrics(Message):
+    """Rank 0 to agent: what the user's code measures, oldest first. Telemetry, so never a fact.
+
+    Sent only to an agent whose seat ``hears_metrics``: an older one takes it for a fault.
+    """
+
+    kind: Literal["rank_metrics"] = "rank_metrics"
+    points: tuple[MetricPoint, ...] = Field(max_length=64)
+    left_out: int = Field(
+        default=0, ge=0, le=_MOST, description="further names, of which nothing is told"
+    )
+
+
 class RankFailed(Message):
     """Rank to agent: an exception ends this rank.
 
@@ -198,6 +251,7 @@ RankMessage = Annotated[
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated
+    | RankMetrics
     | RankFailed
     | RankFinished,
     Field(discriminator="kind"),

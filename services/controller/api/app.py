@@ -13,6 +13,7 @@ from services.controller.api.guard import AccessPolicy, Guard
 from services.controller.api.routes import (
     audit,
     checkpoints,
+    code,
     inspect,
     jobs,
     plans,
@@ -25,7 +26,7 @@ from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
-    *(plans.router, checkpoints.router, tokens.router, audit.router),
+    *(plans.router, checkpoints.router, code.router, tokens.router, audit.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

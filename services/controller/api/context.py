@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from services.contract.entry_points import EntryPoints
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.api.uploads import Uploads
 from services.controller.domain.token import Principal
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
@@ -23,7 +24,7 @@ class Context:
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
-    ``trouble``: why Redis takes no writes now, None while it does.
+    ``trouble``: why Redis takes no writes now, None while it does. ``uploads``: how code is taken.
     """
 
     ports: Ports
@@ -34,6 +35,7 @@ class Context:
     streams: StreamSlots = field(default_factory=StreamSlots)
     drawing: Drawing = field(default_factory=Drawing)
     trouble: Callable[[], str | None] = lambda: None
+    uploads: Uploads = field(default_factory=Uploads)
 
 
 def _context(request: Request) -> Context:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
+from services.controller.api.uploads import is_code
 
 MAX_BODY_BYTES: Final = 1 << 18
 """Four times the largest spec: JSON may be indented, and may escape letters."""
@@ -89,7 +90,7 @@ class Framing:
 
 
 class BodyLimit:
-    """ASGI middleware: refuses bodies above 256 KiB, announced or not.
+    """ASGI middleware: refuses bodies above 256 KiB, announced or not, other than of code.
 
     Large ones take turns, 20 a second. To parse and judge one takes up to a tenth of a second, and the
     loop that does so also renews the lead: many that come together must not keep it from that.
@@ -101,7 +102,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body up to the limit and pass it on, or refuse it."""
-        if scope["type"] != "http" or scope["method"] in _SAFE_METHODS:
+        if scope["type"] != "http" or scope["method"] in _SAFE_METHODS or is_code(scope):
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "0")

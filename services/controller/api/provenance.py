@@ -2,8 +2,8 @@
 
 A controller on loopback without a token is still reachable by any page in a browser on the same
 machine. So it answers to its own names alone (a page that rebinds its name to 127.0.0.1 still sends
-that name), takes changes from pages of its own origin alone, and takes bodies as JSON alone, which no
-form can send and no script of another origin without asking first.
+that name), takes changes from pages of its own origin alone, and takes bodies as JSON alone (and code as
+a gzipped archive), which no form can send and no script of another origin without asking first.
 """
 
 from collections.abc import Set as AbstractSet
@@ -16,10 +16,12 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from services.controller.api.problems import problem_response
+from services.controller.api.uploads import MEDIA_TYPE, is_code
 
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _JSON: Final = frozenset({"application/json", "application/merge-patch+json"})
+_ARCHIVE: Final = frozenset({MEDIA_TYPE})
 
 
 def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) -> Response | None:
@@ -49,21 +51,22 @@ def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) ->
             code="cross_origin",
             scope=scope,
         )
-    if not _is_json(headers):
+    taken = _ARCHIVE if is_code(scope) else _JSON
+    if not _is_one_of(taken, headers):
         return problem_response(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            "send the body as `Content-Type: application/json`",
-            headers={"Accept": ", ".join(sorted(_JSON))},
+            f"send the body as `Content-Type: {min(taken)}`",
+            headers={"Accept": ", ".join(sorted(taken))},
             scope=scope,
         )
     return None
 
 
-def _is_json(headers: Headers) -> bool:
+def _is_one_of(media_types: AbstractSet[str], headers: Headers) -> bool:
     media_type = headers.get("content-type")
     if media_type is None:
         return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-    return media_type.partition(";")[0].strip().lower() in _JSON
+    return media_type.partition(";")[0].strip().lower() in media_types
 
 
 def _is_foreign(headers: Headers, host: str, names: AbstractSet[str]) -> bool:

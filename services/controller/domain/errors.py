@@ -12,6 +12,8 @@
     ├── PreconditionRequiredError 428  a change of a job says which revision it is made on
     ├── PreconditionFailedError  412  the job is not as the client saw it
     ├── CursorExpiredError       410  the stream was trimmed behind the cursor
+    ├── BodyTooLargeError        413  an archive of code is larger than may be
+    ├── TooManyUploadsError      503  as many archives are being sent as may
     ├── TooManyStreamsError      503  as many follow logs and events as may
     ├── TooManyOwnStreamsError   429  one subject follows as many as it may
     ├── StoreUnavailableError    503  Redis does not answer
@@ -137,6 +139,23 @@ class CursorExpiredError(MeshloomError):
     status = 410
     code = "cursor_expired"
     title = "The stream was trimmed"
+
+
+class BodyTooLargeError(MeshloomError):
+    """The body is larger than this request's may be."""
+
+    status = 413
+    code = "body_too_large"
+    title = "Too large"
+
+
+class TooManyUploadsError(MeshloomError):
+    """As many archives are being sent as this controller holds in memory."""
+
+    status = 503
+    code = "too_many_uploads"
+    title = "Too many uploads"
+    retry_after_s = 1
 
 
 class TooManyStreamsError(MeshloomError):

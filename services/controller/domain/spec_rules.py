@@ -10,8 +10,15 @@ from services.contract.specs import JobSpec
 def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
     """Every place that names an entry point which is not allowed, or spells a credential out."""
     faults: list[Fault] = []
+    if spec.code is not None and not allowed.take_uploads:
+        detail = (
+            "code: uploaded code is not taken here, for the entry points that jobs may name are "
+            "restricted (MESHLOOM_FACTORY_PREFIXES); MESHLOOM_UPLOADED_CODE=true of the controller "
+            "and the agents takes it"
+        )
+        faults.append(Fault(pointer="/code", detail=detail, code="code_not_allowed"))
     for field, used in factories_of(spec):
-        if not allowed.allows(used.factory):
+        if not allowed.allows_of(spec, used.factory):
             listed = ", ".join(allowed.prefixes or ()) or "nothing but built-ins"
             detail = (
                 f"{field}.factory: {used.factory} is not allowed here; allowed is {listed} "
@@ -21,19 +28,17 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
             faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
         faults += written_out(used.args, f"/{field}/args")
     if spec.entrypoint is not None:
-        faults += _of_script(spec.entrypoint, allowed)
+        faults += written_out(list(spec.entrypoint.args), "/entrypoint/args")
+        if not allowed.allows_script_of(spec):
+            faults.append(_not_allowed(spec.entrypoint, allowed))
     return [*faults, *written_out(spec.labels, "/labels")]
 
 
-def _of_script(entrypoint: EntryPoint, allowed: EntryPoints) -> list[Fault]:
+def _not_allowed(entrypoint: EntryPoint, allowed: EntryPoints) -> Fault:
     where = "script" if entrypoint.script is not None else "module"
-    faults = list(written_out(list(entrypoint.args), "/entrypoint/args"))
-    if not allowed.allows_script(entrypoint):
-        listed = ", ".join(allowed.prefixes or ()) or "no script"
-        detail = (
-            f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed is {listed} "
-            "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
-        )
-        pointer = f"/entrypoint/{where}"
-        faults = [Fault(pointer=pointer, detail=detail, code="script_not_allowed"), *faults]
-    return faults
+    listed = ", ".join(allowed.prefixes or ()) or "no script"
+    detail = (
+        f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed is {listed} "
+        "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
+    )
+    return Fault(pointer=f"/entrypoint/{where}", detail=detail, code="script_not_allowed")

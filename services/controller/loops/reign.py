@@ -5,6 +5,7 @@ from typing import Final
 
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.resizing import Patience
+from services.controller.loops.code import forget_code
 from services.controller.loops.facts import FactLoop
 from services.controller.loops.planning import plan_jobs
 from services.controller.loops.reconciler import reconcile
@@ -17,7 +18,7 @@ _PATIENCE: Final = Patience()
 async def reign(
     ports: Ports, epoch: int, drawing: Drawing, *, patience: Patience = _PATIENCE
 ) -> None:
-    """Heed facts, reconcile, and choose layouts that jobs leave open, for ever.
+    """Heed facts, reconcile, choose layouts that jobs leave open, and forget unused code, for ever.
 
     Args:
         ports: The world.
@@ -33,5 +34,6 @@ async def reign(
             group.create_task(FactLoop(ports, epoch).run())
             group.create_task(reconcile(ports, epoch, patience))
             group.create_task(plan_jobs(ports, epoch, drawing))
+            group.create_task(forget_code(ports, epoch))
     except* DeposedError as deposed:
         raise DeposedError("another controller leads now") from deposed

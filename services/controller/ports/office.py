@@ -5,7 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import ValidationError
+
 from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
+from services.controller.ports.code import CodeStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
@@ -47,13 +50,15 @@ class Waker(Protocol):
 class Ports:
     """Everything that the controller needs of the world.
 
-    ``unreadable`` names the records that were met and cannot be read by this version.
+    ``unreadable`` names the records that were met and cannot be read by this version;
+    ``note_unreadable`` adds some that were met above the ports, by the name of what they are of.
     """
 
     jobs: JobStore
     nodes: NodeStore
     facts: FactQueue
     plans: PlanStore
+    codes: CodeStore
     telemetry: Telemetry
     leadership: Leadership
     clock: Clock
@@ -63,3 +68,4 @@ class Ports:
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]
     unreadable: Callable[[], Sequence[str]] = tuple
+    note_unreadable: Callable[[str, ValidationError], None] = lambda _name, _error: None

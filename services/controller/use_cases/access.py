@@ -127,7 +127,7 @@ async def revoke_token(ports: Ports, token_id: str) -> None:
 async def page_of_audit(ports: Ports, before: str | None, limit: int) -> AuditPage:
     """The audit trail, newest first."""
     entries = await ports.audit.newest(before, limit + 1)
-    items = tuple(_audit_view(entry) for entry in entries[:limit])
+    items = tuple(_audit_view(ports, entry) for entry in entries[:limit])
     return AuditPage(items=items, next_cursor=items[-1].id if len(entries) > limit else None)
 
 
@@ -144,10 +144,11 @@ def _view(token: Token, now_ms: int) -> TokenView:
     )
 
 
-def _audit_view(entry: Entry) -> AuditEntryView:
+def _audit_view(ports: Ports, entry: Entry) -> AuditEntryView:
     try:
         record = AuditRecord.model_validate_json(entry.body)
-    except ValidationError:
+    except ValidationError as error:
+        ports.note_unreadable("audit", error)
         # One that this version cannot read is shown as such: an audit trail has no gaps.
         record = AuditRecord(
             actor=None, scope=None, request_id="", method="?", path="(unreadable)", status=0

@@ -46,6 +46,7 @@ from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
+from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.present import moment
 
 _log = structlog.get_logger()
@@ -87,7 +88,7 @@ async def make_plan(
         InvalidRequestError: The spec can never run; all faults at once.
         StateConflictError: No node is there that could profile the model.
     """
-    _refuse_faulty(wanted.spec, allowed)
+    await _refuse_faulty(ports, wanted.spec, allowed)
     standings = await standings_now(ports)
     plan = await begin_plan(ports, wanted, actor.name, drawing, standings)
     return plan_view(await _patiently(ports, plan, drawing))
@@ -210,8 +211,9 @@ def plan_view(plan: Plan) -> PlanView:
 _DEVICES: Final = {"cpu": "CPU slots", "cuda": "GPUs"}
 
 
-def _refuse_faulty(spec: JobSpec, allowed: EntryPoints) -> None:
+async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> None:
     faults = against_the_rules(spec, allowed) + unsupported(spec)
+    faults += await code_faults(ports, spec, allowed)
     try:
         planner.shard(spec)
     except InvalidRequestError as error:

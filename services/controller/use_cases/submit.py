@@ -18,6 +18,7 @@ from services.controller.domain.spec_rules import against_the_rules
 from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
+from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
 
@@ -104,6 +105,7 @@ def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
 async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
     faults = against_the_rules(spec, allowed) + unsupported(spec)
+    faults += await code_faults(ports, spec, allowed)
     try:
         planner.shard(spec)
     except InvalidRequestError as error:

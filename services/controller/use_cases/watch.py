@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
 
-import structlog
 from pydantic import ValidationError
 
 from services.contract.messages.telemetry import LogLine
@@ -18,7 +17,6 @@ from services.controller.use_cases.present import moment
 
 Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
-_log = structlog.get_logger()
 _CHUNK: Final = 500
 _LOOK_EVERY_S: Final = 1.0
 
@@ -62,7 +60,7 @@ async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: in
     """
     await ports.jobs.load(job_id)
     entries = await ports.telemetry.read(job_id, Log.EVENTS, after, limit + 1)
-    told = (_event(job_id, entry) for entry in entries[:limit])
+    told = (_event(ports, job_id, entry) for entry in entries[:limit])
     cursor = entries[limit - 1].id if len(entries) > limit else None
     return EventPage(items=tuple(e for e in told if e is not None), next_cursor=cursor)
 
@@ -80,7 +78,7 @@ async def page_of_lines(
     found: list[LogView] = []
     while len(found) <= limit:
         entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
-        lines = (_line(job_id, entry) for entry in entries)
+        lines = (_line(ports, job_id, entry) for entry in entries)
         found += [line for line in lines if line is not None and wanted.matches(line)]
         if len(entries) < _CHUNK:
             break
@@ -107,11 +105,11 @@ async def follow(
         entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
         for entry in entries:
             if selection is None:
-                event = _event(job_id, entry)
+                event = _event(ports, job_id, entry)
                 if event is not None:
                     yield event
             else:
-                line = _line(job_id, entry)
+                line = _line(ports, job_id, entry)
                 if line is not None and selection.matches(line):
                     yield line
         if entries:
@@ -130,12 +128,12 @@ async def _lives(ports: Ports, job_id: str) -> bool:
         return False
 
 
-def _event(job_id: str, entry: Entry) -> EventView | None:
+def _event(ports: Ports, job_id: str, entry: Entry) -> EventView | None:
     """The event of an entry; None for one that this version cannot read."""
     try:
         record = EventRecord.model_validate_json(entry.body)
     except ValidationError as error:
-        _log.warning("event_unreadable", job_id=job_id, entry=entry.id, error=str(error))
+        ports.note_unreadable(f"{job_id}:{Log.EVENTS}", error)
         return None
     return EventView(
         id=entry.id,
@@ -149,11 +147,11 @@ def _event(job_id: str, entry: Entry) -> EventView | None:
     )
 
 
-def _line(job_id: str, entry: Entry) -> LogView | None:
+def _line(ports: Ports, job_id: str, entry: Entry) -> LogView | None:
     """The line of an entry; None for one that this version cannot read."""
     try:
         line = LogLine.model_validate_json(entry.body)
         return LogView(id=entry.id, **line.model_dump())
     except ValidationError as error:
-        _log.warning("line_unreadable", job_id=job_id, entry=entry.id, error=str(error))
+        ports.note_unreadable(f"{job_id}:{Log.OUTPUT}", error)
         return None

@@ -37,20 +37,24 @@ class Admission:
         """The secrets that the job refers to, by name.
 
         Raises:
-            NotAdmittedError: It names what it may not, or a secret that is not here.
+            NotAdmittedError: It names or brings what it may not, or a secret is not here.
         """
         names: set[str] = set()
+        if spec.code is not None and not self.factories.take_uploads:
+            raise NotAdmittedError(
+                "code: uploaded code is not taken by this node (MESHLOOM_UPLOADED_CODE)"
+            )
         for field, used in factories_of(spec):
-            if not self.factories.allows(used.factory):
+            if not self.factories.allows_of(spec, used.factory):
                 raise NotAdmittedError(
                     f"{field}.factory: {used.factory} is not among MESHLOOM_FACTORY_PREFIXES of "
                     "this node"
                 )
             names.update(references(used.args))
-        script = spec.entrypoint
-        if script is not None and not self.factories.allows_script(script):
+        if spec.entrypoint is not None and not self.factories.allows_script_of(spec):
             raise NotAdmittedError(
-                f"entrypoint: {script.what} is not among MESHLOOM_FACTORY_PREFIXES of this node"
+                f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
+                "node"
             )
         return {name: self._secret(name) for name in sorted(names)}
 

@@ -12,6 +12,7 @@ from services.contract.messages.facts import Inventory
 from services.contract.warm_channel import NODE_MARK
 from services.worker.agent.answers import Answers
 from services.worker.agent.asking import Asker
+from services.worker.agent.code_cache import CodeCache, forget_drafts
 from services.worker.agent.devices import take_inventory
 from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
@@ -23,6 +24,7 @@ from services.worker.agent.outbox import Outbox
 from services.worker.agent.prober import Prober
 from services.worker.agent.processes import sweep
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
+from services.worker.agent.reserve import take_reserve
 from services.worker.agent.self_test import SelfTest
 from services.worker.agent.sentinel_keeper import SentinelKeeper
 from services.worker.agent.session import LeaseTakenError, Session
@@ -46,11 +48,13 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         NodeBusyError: Another agent works in the node's folder.
         LeaseTakenError: Another agent elsewhere has the node id.
     """
+    take_reserve()
     folder = NodeFolder(settings.home, settings.node_id)
     with folder.locked():
         if settings.ranks_are is not None:  # checkpoints may lie below; nothing else can be read
             settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
+        await asyncio.to_thread(forget_drafts, folder.code)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
@@ -97,11 +101,12 @@ class Agent:
         self._warm = WarmKeeper(imported, mark, folder)
         storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
         asker = Asker(imported, folder.path)
+        codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
         answers = Answers(
             node_id,
             storage,
             Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
-            Prober(node_id, settings.admission, asker),
+            Prober(node_id, settings.admission, asker, codes),
             SelfTest(folder, node_id, self._incarnation, inventory, asker, self._warm.settled),
         )
         self._supervisor = Supervisor(
@@ -115,6 +120,7 @@ class Agent:
                 settings.checkpoint_root,
                 self._warm,
                 settings.admission,
+                codes,
             ),
             self._outbox.tell,
         )
@@ -156,7 +162,7 @@ class Agent:
                 background += [
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
-                    group.create_task(self._supervisor.run()),
+                    group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
                 reading = group.create_task(self._inbox.run())

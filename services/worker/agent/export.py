@@ -4,7 +4,9 @@
 so that what it copies does not hold up the agent. It needs neither torch nor the job's code: shard
 files say which box of which tensor each of their arrays is. They are verified before they are read.
 
-It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``; a model that is larger than one file
+It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, and beside it the files that the
+model brought, such as ``config.json``: of a model of ``transformers`` that makes a folder which
+``from_pretrained`` loads. A model that is larger than one file
 should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Its last
 line on stdout is the outcome as JSON.
 """
@@ -16,7 +18,7 @@ import json
 import math
 import mmap
 import os
-import shutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,9 +32,14 @@ from services.contract.commit_chain import ChainError, CommitChain
 from services.contract.durable import make_folders, sync_folder
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.own_process import set_up_process
+from services.worker.agent.removal import remove_what_can_be
 
 FILE_BYTES: Final = 5_000_000_000
 _MODEL: Final = "model."
+_FILE: Final = "file."
+# A rank named it: nothing that leads elsewhere, or takes the place of what is written here.
+_PLAIN_NAME: Final = re.compile(r"(?!model)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII)
+_MOST_FILES: Final = 32
 _ABOUT: Final = "meshloom"
 _ALIGNMENT: Final = 8
 _PIECE_BYTES: Final = 1 << 24
@@ -100,18 +107,18 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     manifest = chain.find(checkpoint_id)
     folder = root / job_id / "exports" / checkpoint_id
     partial = folder.with_name(f".{checkpoint_id}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_what_can_be(partial)
     make_folders(partial, root)
     try:
         with ExitStack() as stack:
-            tensors = _tensors(chain.shard_folder(checkpoint_id), manifest, stack)
-            names = _write(partial, tensors, file_bytes)
+            tensors, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
+            names = (*_write(partial, tensors, file_bytes), *_write_beside(partial, beside))
         sync_folder(partial)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_what_can_be(folder)
         partial.replace(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_what_can_be(partial)
     size = sum((folder / name).stat().st_size for name in names)
     return ExportOutcome(files=names, bytes=size)
 
@@ -140,8 +147,12 @@ def _split_axis(whole: Sequence[int], shape: Sequence[int]) -> int:
     return max(axis, 0)
 
 
-def _tensors(folder: Path, manifest: Manifest, stack: ExitStack) -> dict[str, Whole]:
+def _contents(
+    folder: Path, manifest: Manifest, stack: ExitStack
+) -> tuple[dict[str, Whole], dict[str, memoryview]]:
+    """The model's tensors, and the files that belong beside them."""
     tensors: dict[str, Whole] = {}
+    beside: dict[str, memoryview] = {}
     for shard in manifest.shards:
         content = _verified(folder, shard, stack)
         header_bytes = int.from_bytes(content[:8], "little")
@@ -149,6 +160,10 @@ def _tensors(folder: Path, manifest: Manifest, stack: ExitStack) -> dict[str, Wh
         about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
         if not isinstance(about, dict) or about.get("version") != 1:
             raise IncompleteError(f"{shard.name} was not written by version 1 of this format")
+        for name, entry in header.items():
+            if name.startswith(_FILE) and len(beside) < _MOST_FILES:
+                start, end = (8 + header_bytes + place for place in entry["data_offsets"])
+                beside[name.removeprefix(_FILE)] = content[start:end]
         for name, box in about["boxes"].items():
             if name.startswith(_MODEL):
                 entry = header[name]
@@ -165,7 +180,17 @@ def _tensors(folder: Path, manifest: Manifest, stack: ExitStack) -> dict[str, Wh
             raise IncompleteError(f"{name}: the shards hold {held} of {math.prod(tensor.shape)}")
     if not tensors:
         raise IncompleteError("the shards hold no tensor of a model")
-    return tensors
+    return tensors, beside
+
+
+def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, ...]:
+    names = tuple(sorted(name for name in beside if _PLAIN_NAME.fullmatch(name)))
+    for name in names:
+        with (folder / name).open("xb") as file:
+            file.write(beside[name])
+            file.flush()
+            os.fsync(file.fileno())
+    return names
 
 
 def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:

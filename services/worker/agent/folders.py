@@ -7,6 +7,7 @@
     <home>/nodes/<node id>/warm.log
     <home>/nodes/<node id>/sentinel.log
     <home>/nodes/<node id>/measured-<device type>.json
+    <home>/nodes/<node id>/code/    see ``code_cache``
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
@@ -18,7 +19,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,9 +26,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from services.contract.durable import read_plain
+from services.contract.durable import append_plain, read_plain, replace_plain
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
+from services.worker.agent.removal import remove_what_can_be
 
 ATTEMPTS_KEPT: Final = 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 private: made with mode 700, owner checked
@@ -88,12 +89,7 @@ class AttemptFolder:
     def close(self, fact: GangEnded | LaunchRefused) -> None:
         """Record how the attempt ended here, or that it never began."""
         self.path.mkdir(parents=True, exist_ok=True)
-        draft = self.path / "ended.json.draft"
-        # Made anew: a rank may have put a pipe there, or a link that leads elsewhere.
-        draft.unlink(missing_ok=True)
-        with draft.open("x") as file:
-            file.write(fact.model_dump_json(indent=1))
-        draft.replace(self.path / "ended.json")
+        replace_plain(self.path / "ended.json", fact.model_dump_json(indent=1).encode())
 
     def ended(self) -> GangEnded | LaunchRefused | None:
         """How the attempt ended here; None while that is not recorded."""
@@ -104,7 +100,7 @@ class AttemptFolder:
 
     def remove_boards(self) -> None:
         """Free the boards' memory."""
-        shutil.rmtree(self.boards, ignore_errors=True)
+        remove_what_can_be(self.boards)
 
 
 class NodeFolder:
@@ -137,6 +133,11 @@ class NodeFolder:
         """What the sentinel writes: nothing, unless it fails."""
         return self.path / "sentinel.log"
 
+    @property
+    def code(self) -> Path:
+        """Where uploaded code lies."""
+        return self.path / "code"
+
     def measured(self, device_type: str) -> Path:
         """What the node's devices of a type do in a second."""
         return self.path / f"measured-{device_type}.json"
@@ -149,7 +150,7 @@ class NodeFolder:
             NodeBusyError: Another one is.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "agent.lock").open("a+b") as file:
+        with os.fdopen(append_plain(self.path / "agent.lock"), "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -160,10 +161,10 @@ class NodeFolder:
             yield
 
     def previous_incarnation(self) -> str | None:
-        """The incarnation of the agent that worked here last."""
+        """The incarnation of the agent that worked here last; None where nothing plain says it."""
         try:
-            return (self.path / "incarnation").read_text()
-        except FileNotFoundError:
+            return read_plain(self.path / "incarnation").decode(errors="replace")
+        except OSError:
             return None
 
     def record_incarnation(self, incarnation: str) -> None:
@@ -172,9 +173,7 @@ class NodeFolder:
         Raises:
             OSError: The disk refuses; what was recorded before stays.
         """
-        draft = self.path / "incarnation.draft"
-        draft.write_text(incarnation)
-        draft.replace(self.path / "incarnation")
+        replace_plain(self.path / "incarnation", incarnation.encode())
 
     def attempt(self, job_id: str, fence: int) -> AttemptFolder:
         """The folder of an attempt, there or not."""
@@ -205,7 +204,7 @@ class NodeFolder:
             attempts = self._attempts(job)
             for attempt in attempts[: max(len(attempts) - kept, 0)]:
                 if attempt.ended() is not None:
-                    shutil.rmtree(attempt.path, ignore_errors=True)
+                    remove_what_can_be(attempt.path)
                     removed.append(attempt.path)
             with contextlib.suppress(OSError):  # something is in it yet
                 job.rmdir()
@@ -220,7 +219,7 @@ class NodeFolder:
         """Remove whatever boards an earlier agent of this folder left."""
         boards = self._board_root()
         if boards is not None:
-            shutil.rmtree(boards, ignore_errors=True)
+            remove_what_can_be(boards)
 
     def remove_board_root(self) -> None:
         """Leave nothing on the tmpfs, unless boards are there that nobody has told about."""

@@ -22,6 +22,7 @@ from services.contract.messages.rank_pipe import (
     RankFailed,
     RankFinished,
     RankMessage,
+    RankMetrics,
     RankOrder,
     RankReady,
     RankVote,
@@ -324,6 +325,8 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
     match message:
         case RankReady():
             return _ready(_with(state, replace(rank, ready=message)))
+        case RankMetrics():
+            return state, ()  # telemetry: nothing is decided upon it
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():

@@ -73,6 +73,7 @@ class GangRuntime:
         seat = next(iter(seats.values()))
         self.job_id = seat.job_id
         self.fence = seat.fence
+        self.code = seat.spec.code
         self.fenced = False
         self._node_id = node_id
         self._folder = folder
@@ -164,12 +165,16 @@ class GangRuntime:
                     self._looking.add(task)
                     task.add_done_callback(self._looking.discard)
 
-    def tick(self) -> None:
-        """Look at the boards and the clock; to be called about ten times a second."""
+    def tick(self, *, pauses: bool = False) -> None:
+        """Look at the boards and the clock; to be called about ten times a second.
+
+        Args:
+            pauses: Whether to read no pipes for now. Ranks that wait for that do not hang.
+        """
         with self._surviving():
             self._watch()
             for link in self._links.values():
-                link.look()
+                link.look(pauses=pauses)
             for rank, what in self._telemetry.faults.items():
                 if not self._state.ranks[rank].misbehaved:
                     self._misbehaved(rank, what)
@@ -177,7 +182,8 @@ class GangRuntime:
                 for one in self._state.ranks.values():
                     if not one.ended and is_dying(one.pid):
                         self.reaped(one.pid, None, _SIGKILL)
-            self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
+            if not pauses:
+                self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
             self.happen(Ticked())
 
     def silent(self) -> bool:

@@ -15,6 +15,7 @@ from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.plans import RankPlacement
 from services.worker.agent.admission import Admission, NotAdmittedError
+from services.worker.agent.code_cache import CodeCache, NoCodeError
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.processes import kill_group
 from services.worker.agent.template_link import WarmGoneError
@@ -48,6 +49,7 @@ class Launcher:
         storage_root: Where ranks keep checkpoints.
         warm: What forks.
         admission: What jobs may have here.
+        codes: The code that was uploaded for jobs; whoever sees a gang to its end gives it back.
     """
 
     def __init__(
@@ -57,12 +59,19 @@ class Launcher:
         storage_root: Path,
         warm: WarmKeeper,
         admission: Admission,
+        codes: CodeCache,
     ) -> None:
+        self._codes = codes
         self._admission = admission
         self._node_id = node_id
         self._address = address
         self._storage_root = storage_root
         self._warm = warm
+
+    def give_code_back(self, digest: str | None) -> None:
+        """A gang whose ranks imported from it has ended."""
+        if digest is not None:
+            self._codes.give_back(digest)
 
     async def launch(self, command: LaunchGang, folder: AttemptFolder) -> Crew:
         """Fork all ranks that the plan places here, or none.
@@ -74,9 +83,29 @@ class Launcher:
         placements = self._placements_here(command)
         try:
             secrets = self._admission.admit(command.spec)
-            warm = await self._warm.ready()
-        except NotAdmittedError as error:
+            code = await self._code_of(command)
+        except (NotAdmittedError, NoCodeError) as error:
             raise LaunchError(str(error)) from error
+        granted = {"secrets": secrets, "code_folder": None if code is None else str(code)}
+        try:
+            return await self._launch(command, folder, placements, granted)
+        except BaseException:
+            self.give_code_back(command.spec.code)
+            raise
+
+    async def _code_of(self, command: LaunchGang) -> Path | None:
+        digest = command.spec.code
+        return None if digest is None else await self._codes.lend(digest, command.job_id)
+
+    async def _launch(
+        self,
+        command: LaunchGang,
+        folder: AttemptFolder,
+        placements: tuple[RankPlacement, ...],
+        granted: Mapping[str, object],
+    ) -> Crew:
+        try:
+            warm = await self._warm.ready()
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
         if not folder.open(placements):
@@ -91,7 +120,7 @@ class Launcher:
             seats = {
                 placement.rank: self._seat(
                     command, placement, folder, store, len(placements)
-                ).model_copy(update={"secrets": secrets})
+                ).model_copy(update=granted)
                 for placement in placements
             }
             crew = await _fork_all(warm, seats, listening)

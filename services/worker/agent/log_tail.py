@@ -103,7 +103,8 @@ class LogTail:
                 last = file.read(PREVIOUS_BYTES)
                 previous = self._path.with_name(f"{self._path.name}.1")
                 previous.unlink(missing_ok=True)
-                previous.write_bytes(last)
+                with previous.open("xb") as kept:  # a pipe that a rank puts there is not waited for
+                    kept.write(last)
                 unread = last[-min(size - self._offset, BACKLOG_BYTES) :]
                 os.ftruncate(descriptor, 0)
                 words = f"… {size} bytes until here; the last of them are in {previous.name}\n"

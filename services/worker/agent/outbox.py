@@ -15,6 +15,8 @@ from services.contract.messages.facts import Fact
 from services.worker.agent.redis_clients import REDIS_AWAY
 
 _AT_ONCE: Final = 500
+MOST_WAITING: Final = 50_000
+"""With so many facts on their way no more are taken from ranks: they would fill the memory."""
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.0
 _log = structlog.get_logger()
@@ -42,6 +44,10 @@ class Outbox:
         self._filled = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+
+    def is_full(self) -> bool:
+        """Whether so much waits that ranks should not be heard for a while."""
+        return len(self._waiting) >= MOST_WAITING
 
     def tell(self, fact: Fact) -> None:
         """Append a fact, as soon as Redis takes it."""

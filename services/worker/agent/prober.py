@@ -1,11 +1,12 @@
 """Has models profiled on this node, and tells why where there is no profile.
 
-Every question is answered anew: what the user wrote may have changed since, and its code has no
-digest. Whoever asks keeps the answers.
+Every question is answered anew: what the user wrote may have changed since, and code that was not
+uploaded has no digest. Whoever asks keeps the answers.
 """
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -17,6 +18,7 @@ from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.asking import MOST_ANSWERED, Asker, Asking, Ended
+from services.worker.agent.code_cache import CodeCache, NoCodeError
 
 # Below ranks, so that a step waits little for a probe; not far below, or on a node whose ranks take
 # all processors a probe would not end in time.
@@ -32,12 +34,14 @@ class Prober:
         node_id: Who answers.
         admission: What jobs may have here.
         asker: Runs the probe's process.
+        codes: The code that was uploaded for jobs.
     """
 
-    def __init__(self, node_id: str, admission: Admission, asker: Asker) -> None:
+    def __init__(self, node_id: str, admission: Admission, asker: Asker, codes: CodeCache) -> None:
         self._node_id = node_id
         self._admission = admission
         self._asker = asker
+        self._codes = codes
 
     async def probe(self, command: ProbeModel) -> ModelProbed:
         """Run the probe to its end."""
@@ -47,7 +51,7 @@ class Prober:
         except NotAdmittedError as error:
             answer = self._failed(command, ProbeFailure(code="refused", reason=str(error)))
         else:
-            answer = await self._ask(command, secrets)
+            answer = await self._ask_with_code(command, secrets)
         if answer.failure is not None:
             _log.warning("probe_failed", probe=command.probe_id, code=answer.failure.code)
         return answer.model_copy(
@@ -58,13 +62,23 @@ class Prober:
             }
         )
 
-    async def _ask(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
+    async def _ask_with_code(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
+        try:
+            async with self._codes.lent(command.spec.code) as folder:
+                return await self._ask(command, secrets, folder)
+        except (NoCodeError, OSError) as error:
+            return self._failed(command, ProbeFailure(code="refused", reason=str(error)))
+
+    async def _ask(
+        self, command: ProbeModel, secrets: Mapping[str, str], code: Path | None
+    ) -> ModelProbed:
         seat = ProbeSeat(
             node_id=self._node_id,
             question=command,
             memory_bytes=command.memory_bytes or psutil.virtual_memory().available // 2,
             secrets=dict(secrets),
             data_roots=tuple(map(str, self._admission.data_roots)),
+            code_folder=None if code is None else str(code),
         )
         mask = Mask(secrets)
         asking = Asking(

@@ -13,6 +13,8 @@ import psutil
 
 from services.contract.warm_channel import NODE_MARK
 
+STOPPED: Final = ("T", "t")
+"""What ``process_state`` answers for a process that a signal or a tracer has stopped."""
 _DIES_WITHIN_S: Final = 5.0
 _PF_EXITING: Final = 0x4
 _FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis

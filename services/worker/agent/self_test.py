@@ -10,6 +10,7 @@ from typing import Final
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from services.contract.durable import read_plain, replace_plain
 from services.contract.messages.asking import SELF_TEST_VERSION, SelfTestResult, SelfTestSeat
 from services.contract.messages.facts import Inventory
 from services.contract.messages.probing import DeviceType, MeasureNode, NodeMeasured
@@ -132,18 +133,17 @@ class SelfTest:
 
     def _known(self, device_type: DeviceType) -> SelfTestResult | None:
         try:
-            kept = _Kept.model_validate_json(self._folder.measured(device_type).read_bytes())
+            kept = _Kept.model_validate_json(read_plain(self._folder.measured(device_type)))
         except (OSError, ValidationError):
             return None
         return kept.result if kept.fingerprint == self._fingerprint() else None
 
     def _keep(self, device_type: DeviceType, result: SelfTestResult) -> None:
-        path = self._folder.measured(device_type)
         kept = _Kept(fingerprint=self._fingerprint(), result=result)
-        draft = path.with_suffix(".draft")
         try:
-            draft.write_text(kept.model_dump_json(indent=1))
-            draft.replace(path)
+            replace_plain(
+                self._folder.measured(device_type), kept.model_dump_json(indent=1).encode()
+            )
         except OSError as error:  # the next one who asks waits a little longer
             _log.warning("figures_not_kept", why=str(error))
 

@@ -11,6 +11,8 @@ from typing import Final
 
 import structlog
 
+from services.contract.durable import append_plain
+
 _PAUSE_S: Final = 0.5
 _LEAVES_WITHIN_S: Final = 5.0
 _log = structlog.get_logger()
@@ -66,7 +68,8 @@ class SentinelKeeper:
                 _log.error("sentinel_not_started", why=str(error))
 
     async def _start(self, reading: int) -> Process:
-        with self._log_path.open("ab") as log:
+        log = append_plain(self._log_path)
+        try:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-P", "-m", "services.worker.agent.sentinel"),
@@ -78,3 +81,5 @@ class SentinelKeeper:
                 pass_fds=(reading,),
                 start_new_session=True,  # what ends a terminal's processes must not end it
             )
+        finally:
+            os.close(log)

@@ -52,7 +52,8 @@ class AgentSettings(BaseSettings):
     ``address`` is where other nodes reach this one; by default the one from which it reaches Redis.
     ``redis_ca``, ``redis_cert`` and ``redis_key`` are files for a ``redis_url`` of ``rediss://``.
     ``factory_prefixes`` (by commas) are the entry points that jobs may name; unset, all that can be
-    imported. ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
+    imported. ``uploaded_code`` says whether jobs may run uploaded code; unset, where all may be named.
+    ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
     (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
     commas) names variables that ranks get beside those that computing needs. ``template_linger_s`` is
     how long the process that has imported torch waits for the next agent, should this one be killed.
@@ -72,6 +73,7 @@ class AgentSettings(BaseSettings):
     address: str | None = None
     user_path: Annotated[tuple[Path, ...], NoDecode] = (Path(),)
     factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
+    uploaded_code: bool | None = None
     secrets_dir: Path | None = None
     data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
     rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
@@ -124,7 +126,9 @@ class AgentSettings(BaseSettings):
     def admission(self) -> Admission:
         """What jobs may have on this node."""
         return Admission(
-            factories=entry_points(self.factory_prefixes, otherwise_any=True),
+            factories=entry_points(
+                self.factory_prefixes, otherwise_any=True, uploads=self.uploaded_code
+            ),
             secrets=self.secrets_dir,
             data_roots=self.data_roots or self.user_path,
         )

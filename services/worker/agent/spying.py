@@ -10,11 +10,13 @@ import contextlib
 import re
 import shutil
 import sys
+from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Final
 
 _WITHIN_S: Final = 4.0
 _TEXT_KEPT: Final = 24_000
+_MOST_SAID: Final = 8 << 20
 _FRAME: Final = re.compile(r"^ +(?P<name>\S.*) \((?P<path>.*):(?P<line>\d+)\)$")
 
 
@@ -26,21 +28,39 @@ async def spy(pid: int) -> str | None:
     if program is None:
         return None
     # It may not stop the process: what is frozen would be set going again afterwards.
-    dump = await asyncio.create_subprocess_exec(
-        *(program, "dump", "--nonblocking", "--pid", str(pid)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    try:
+        dump = await asyncio.create_subprocess_exec(
+            *(program, "dump", "--nonblocking", "--pid", str(pid)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError:  # no more processes or descriptors are to be had
+        return None
     try:
         async with asyncio.timeout(_WITHIN_S):
-            said, _ = await dump.communicate()
+            said = await _beginning(dump)
     except TimeoutError:
+        said = None
+    if said is None:
         with contextlib.suppress(ProcessLookupError):
             dump.kill()
         await dump.wait()
         return None
+    await dump.wait()
     return said.decode(errors="replace")[:_TEXT_KEPT] if dump.returncode == 0 else None
+
+
+async def _beginning(dump: Process) -> bytes | None:
+    """What it says; None where that is more than any stacks: a rank can lie about its memory."""
+    if dump.stdout is None:
+        return b""
+    said = b""
+    while part := await dump.stdout.read(_MOST_SAID):
+        said += part
+        if len(said) > _MOST_SAID:
+            return None
+    return said
 
 
 def spied_frames(text: str, pid: int) -> tuple[tuple[str, int, str], ...]:

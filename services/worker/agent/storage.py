@@ -3,7 +3,6 @@
 import hashlib
 import os
 import secrets
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +43,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.rank_user import RankUser
 from services.contract.states import JobState
+from services.worker.agent.removal import remove_tree
 
 _READ_BYTES: Final = 1 << 20
 _log = structlog.get_logger()
@@ -101,7 +101,7 @@ class Storage:
             write_card(self.root, card)
         for folder in chain.abandoned():
             try:
-                shutil.rmtree(folder)
+                remove_tree(folder)
             except OSError as error:  # a rank of an older attempt may still write there
                 _log.warning("not_removed", folder=str(folder), why=str(error))
             else:
@@ -194,7 +194,7 @@ class Storage:
         )
         folder = chain.shard_folder(command.checkpoint_id)
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_tree(folder)
         return CheckpointRetired(
             job_id=command.job_id,
             fence=command.fence,
@@ -292,8 +292,10 @@ def fault_of(
         size = os.fstat(descriptor).st_size
         if size != shard.bytes:
             return f"it has {size} bytes, not the {shard.bytes} that the rank voted for"
-        while not is_over() and (part := file.read(_READ_BYTES)):
+        left = size  # and no more: somebody may go on to write there
+        while not is_over() and left and (part := file.read(min(left, _READ_BYTES))):
             digest.update(part)
+            left -= len(part)
     if digest.hexdigest() == shard.sha256:
         return None
     return f"its sha256 is {digest.hexdigest()}, the rank voted for {shard.sha256}"
@@ -315,7 +317,7 @@ def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
             folder.rename(storage.root / f".purged-{command.job_id}-{secrets.token_hex(8)}")
             sync_folder(storage.root)
         for left in storage.root.glob(f".purged-{command.job_id}-*"):
-            shutil.rmtree(left)
+            remove_tree(left)
     except (ChainError, OSError) as failure:
         error = str(failure)
         _log.warning("purge_failed", job=command.job_id, why=error)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from services.contract.messages.facts import Fact, RunningGang
 from services.contract.states import TERMINAL_STATES, JobState
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.redis_clients import REDIS_AWAY
+from services.worker.agent.removal import remove_tree
 from services.worker.agent.storage import Storage
 
 EVERY_S: Final = 60.0
@@ -97,6 +97,8 @@ class StorageRounds:
                 _log.warning("round_given_up", why=str(error))
             except OSError as error:
                 _log.warning("storage_does_not_answer", why=str(error))
+            except Exception:  # noqa: BLE001 whatever lies there, gangs train on
+                _log.exception("round_failed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest_s):
                     await asked.wait()
@@ -170,10 +172,9 @@ class StorageRounds:
 
 def _remove(path: Path) -> None:
     try:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove_tree(path)
+    except FileNotFoundError:
+        return
     except OSError as error:  # the next round tries again
         _log.warning("not_removed", path=str(path), why=str(error))
     else:

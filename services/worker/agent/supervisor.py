@@ -123,15 +123,23 @@ class Supervisor:
         if fact is not None:
             self._tell(fact)
 
-    async def run(self) -> None:
-        """Watch all gangs until cancelled."""
+    async def run(self, is_full: Callable[[], bool]) -> None:
+        """Watch all gangs until cancelled.
+
+        Args:
+            is_full: Whether so many facts wait for Redis that ranks must wait, too.
+        """
         while True:
             for key, gang in list(self._gangs.items()):
                 if key not in self._gangs:  # concluded by a beat, while another one was swept
                     continue
-                gang.tick()
+                gang.tick(pauses=is_full())
                 if key not in self._silent and gang.silent():
-                    await gang.sweep(self._folder.mark)
+                    try:
+                        await gang.sweep(self._folder.mark)
+                    except OSError as error:  # no descriptor is left; the next look tries again
+                        _log.warning("not_swept", job=key[0], fence=key[1], why=str(error))
+                        continue
                     self._silent.add(key)
                     self.urgent.set()
             self._settle(only_fenced=True)
@@ -233,6 +241,12 @@ class Supervisor:
             condition = node_condition(error, self._node_id, disk)
             self._tell(self._refuse(key, str(error), condition))
             return
+        except Exception as error:  # noqa: BLE001 whoever waits for an answer gets one
+            _log.exception("launch_failed", job=command.job_id, fence=command.fence)
+            self._tell(
+                self._refuse(key, f"its agent failed at it: {type(error).__name__}: {error}")
+            )
+            return
         gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
@@ -294,6 +308,7 @@ class Supervisor:
             gang = self._gangs[key]
             if gang.drained() and (gang.fenced or not only_fenced):
                 self._conclude(key, gang)
+                self._launcher.give_code_back(gang.code)
                 self._silent.discard(key)
                 del self._gangs[key]
         if not self._gangs:

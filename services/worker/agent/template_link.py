@@ -17,6 +17,7 @@ from typing import Final, Self
 import structlog
 from pydantic import ValidationError
 
+from services.contract.durable import append_plain, open_plain
 from services.contract.warm_channel import (
     BLANK_MARK,
     NODE_MARK,
@@ -27,10 +28,12 @@ from services.contract.warm_channel import (
     WarmRefused,
 )
 from services.worker.agent.folders import NodeFolder
-from services.worker.agent.processes import ProcessHandle
+from services.worker.agent.processes import STOPPED, ProcessHandle, process_state
 
 _ADOPTED_WITHIN_S: Final = 30.0  # it may still be importing
 _CONNECTED_WITHIN_S: Final = 1.0
+FORKS_WITHIN_LOOKS: Final = 20
+_LOOK_EVERY_S: Final = 1.0
 _LOG_TAIL_BYTES: Final = 4_000
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _CODE: Final = Path(__file__).resolve().parents[3]
@@ -111,7 +114,7 @@ class TemplateLink:
             OSError: It cannot be started.
         """
         ours, theirs = socket.socketpair()
-        with theirs, folder.warm_log.open("ab") as log:
+        with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:
             process = subprocess.Popen(  # noqa: S603 our own module in our own interpreter
                 [
                     *(sys.executable, "-P", "-m", "services.worker.rank.process.template"),
@@ -168,7 +171,7 @@ class TemplateLink:
             descriptors: The warm process's channel and lifeline, which stay the caller's to close.
 
         Raises:
-            WarmGoneError: The template died, or refused.
+            WarmGoneError: The template died, refused, or did not answer and was killed.
         """
         if self.gone.is_set():
             raise WarmGoneError(self.last_words())
@@ -176,7 +179,12 @@ class TemplateLink:
         self._forks.append(answer)
         with contextlib.suppress(OSError):  # its end is seen by the reader, which says why
             self._channel.send(ForkWarm(mark=mark, agent=os.getpid()), descriptors)
-        return await answer
+        if not await in_time(answer):
+            answer.cancel()
+            words = unanswered(self.pid)
+            self.give_up()
+            raise WarmGoneError(f"the template {words}")
+        return answer.result()
 
     def last_words(self) -> str:
         """The end of what it and its forks wrote."""
@@ -219,10 +227,25 @@ class TemplateLink:
 
 def last_words(log_path: Path) -> str:
     """The end of a file."""
-    with contextlib.suppress(OSError), log_path.open("rb") as log:
-        log.seek(max(0, log_path.stat().st_size - _LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace").strip()
+    with contextlib.suppress(OSError), open(open_plain(log_path), "rb") as log:  # noqa: PTH123 a descriptor
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+        return log.read(_LOG_TAIL_BYTES).decode(errors="replace").strip()
     return ""
+
+
+async def in_time(answer: asyncio.Future[int]) -> bool:
+    """Whether an answer comes before so many looks; while the agent is stopped, none passes."""
+    for _ in range(FORKS_WITHIN_LOOKS):
+        if (await asyncio.wait({answer}, timeout=_LOOK_EVERY_S))[0]:
+            return True
+    return False
+
+
+def unanswered(pid: int) -> str:
+    """What is said of a process that does not answer, before it is killed for that."""
+    state = " (it was stopped)" if process_state(pid) in STOPPED else ""
+    within_s = FORKS_WITHIN_LOOKS * _LOOK_EVERY_S
+    return f"(pid {pid}) did not answer within {within_s:g} s{state} and was killed"
 
 
 def resolve(future: asyncio.Future[int], value: int) -> None:

@@ -66,7 +66,13 @@ class VoteCheck:
                 name=f"votes of {self._job_id}",
                 daemon=True,
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # ranks may have taken all that the system has
+                if not self._threads:
+                    self._votes.get_nowait()
+                    self._done(rank, vote, f"it cannot be read: {error}")
+                return
             self._threads.append(thread)
 
     def end(self) -> None:

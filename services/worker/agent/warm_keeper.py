@@ -6,19 +6,22 @@ It is a fork of a template, which is kept alive, too, and has the import of torc
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import structlog
 
 from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.folders import NodeFolder
+from services.worker.agent.processes import STOPPED, process_state
 from services.worker.agent.template_link import Imported, TemplateLink, WarmGoneError
 from services.worker.agent.warm_link import WarmLink
 
 READY_WITHIN_S: Final = 120.0
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
+STOPPED_LOOKS: Final = 10
+_LOOK_EVERY_S: Final = 1.0
 _log = structlog.get_logger()
 
 
@@ -62,19 +65,23 @@ class WarmKeeper:
         """
         try:
             async with asyncio.timeout(READY_WITHIN_S), self._changed:
-                await self._changed.wait_for(lambda: self._link or self._failure)
+                await self._changed.wait_for(lambda: self._living() or self._failure)
         except TimeoutError:
             raise WarmGoneError(
                 f"the warm process was not ready within {READY_WITHIN_S:.0f} s"
             ) from None
-        if self._link is None:
+        link = self._living()
+        if link is None:
             raise WarmGoneError(self._failure)
-        return self._link
+        return link
 
     async def settled(self) -> None:
         """Return once it has imported everything, or does not begin to."""
         with contextlib.suppress(WarmGoneError):
             await self.ready()
+
+    def _living(self) -> WarmLink | None:
+        return self._link if self._link is not None and not self._link.gone.is_set() else None
 
     async def _keep_template(self) -> None:
         pause = _FIRST_PAUSE_S
@@ -82,7 +89,8 @@ class WarmKeeper:
         while True:
             try:
                 template = template or TemplateLink.start(self._imported, self._folder)
-                pause = await self._live_template(template, pause)
+                async with _ending_if_stopped(template, "template"):
+                    pause = await self._live_template(template, pause)
             except OSError as error:
                 await self._fail(f"the template cannot be started: {error}")
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -136,7 +144,8 @@ class WarmKeeper:
     async def _live(self, link: WarmLink, on_gone: Callable[[str], None]) -> None:
         _log.info("warm_process_ready", pid=link.pid)
         await self._change(link)
-        await link.gone.wait()
+        async with _ending_if_stopped(link, "warm process"):
+            await link.gone.wait()
         reason = f"the warm process (pid {link.pid}) of the node died"
         _log.error("warm_process_gone", reason=link.last_words())
         await self._change(None)
@@ -152,3 +161,25 @@ class WarmKeeper:
         async with self._changed:
             self._failure = why
             self._changed.notify_all()
+
+
+@contextlib.asynccontextmanager
+async def _ending_if_stopped(link: TemplateLink | WarmLink, what: str) -> AsyncIterator[None]:
+    """Within, a process that somebody stops and does not continue is killed.
+
+    Stopped, it would hold up launches, and never tell that a rank is dead.
+    """
+    watching = asyncio.create_task(_end_if_stopped(link, what))
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+async def _end_if_stopped(link: TemplateLink | WarmLink, what: str) -> None:
+    looks = 0
+    while looks < STOPPED_LOOKS:  # while the agent is stopped itself, none passes
+        await asyncio.sleep(_LOOK_EVERY_S)
+        looks = looks + 1 if process_state(link.pid) in STOPPED else 0
+    _log.error("stopped_process_killed", what=what, pid=link.pid)
+    link.kill()

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import errno
+import json
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
+
+import structlog
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.warm_channel import (
@@ -22,10 +26,15 @@ from services.worker.agent.processes import ProcessHandle
 from services.worker.agent.template_link import (
     TemplateLink,
     WarmGoneError,
+    in_time,
     last_words,
     reject,
     resolve,
+    unanswered,
 )
+
+_GONE: Final = (errno.EPIPE, errno.ECONNRESET)
+_log = structlog.get_logger()
 
 
 class ForkRefusedError(Exception):
@@ -93,18 +102,21 @@ class WarmLink:
         """Fork a rank and answer its process id. ``descriptors`` stay the caller's to close.
 
         Raises:
-            WarmGoneError: The warm process died before it answered.
+            WarmGoneError: The warm process died before it answered, or did not and was killed.
             ForkRefusedError: The fork failed.
         """
         if self.gone.is_set():
             raise WarmGoneError(self.last_words())
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        message = ForkRank(seat=seat, descriptors=len(descriptors))
-        async with self._sending:
-            self._forks.append(answer)
-            with contextlib.suppress(OSError):  # its end is seen by the reader, which says why
-                await asyncio.to_thread(self._channel.send, message, descriptors)
-        return await answer
+        with contextlib.ExitStack() as files:
+            if seat.secrets:
+                descriptors = (*descriptors, files.enter_context(_secrets_of(seat)))
+            message = ForkRank(
+                seat=seat.model_copy(update={"secrets": {}}),
+                descriptors=len(descriptors),
+                has_secrets=bool(seat.secrets),
+            )
+            return await self._forked(message, descriptors, answer)
 
     def last_words(self) -> str:
         """The end of what it and the template wrote."""
@@ -113,6 +125,39 @@ class WarmLink:
     def kill(self) -> None:
         """End the warm process and with it all of its ranks; ``gone`` is set soon after."""
         self._process.kill()
+
+    async def _forked(
+        self, message: ForkRank, descriptors: tuple[int, ...], answer: asyncio.Future[int]
+    ) -> int:
+        asking = asyncio.create_task(self._ask(message, descriptors, answer))
+        try:
+            if not await in_time(answer):
+                answer.cancel()
+                words = unanswered(self.pid)
+                _log.error("warm_process_killed", why=words)
+                self.kill()
+                await self.gone.wait()
+                raise WarmGoneError(f"the warm process {words}")
+            return answer.result()
+        finally:
+            await asking  # the descriptors are the caller's again
+
+    async def _ask(
+        self, message: ForkRank, descriptors: tuple[int, ...], answer: asyncio.Future[int]
+    ) -> None:
+        async with self._sending:
+            if self.gone.is_set():
+                reject(answer, WarmGoneError(self.last_words()))
+                return
+            self._forks.append(answer)
+            try:
+                await asyncio.to_thread(self._channel.send, message, descriptors)
+            except OSError as error:
+                if self.gone.is_set() or error.errno in _GONE:  # the reader says why
+                    return
+                # Nothing was sent: what the kernel refuses, it refuses before the first byte.
+                self._forks.remove(answer)
+                reject(answer, ForkRefusedError(f"the request to fork was not sent: {error}"))
 
     def _receive(self) -> None:
         try:
@@ -142,3 +187,15 @@ class WarmLink:
         while self._forks:
             reject(self._forks.popleft(), error)
         self.gone.set()
+
+
+@contextlib.contextmanager
+def _secrets_of(seat: RankSeat) -> Iterator[int]:
+    """The descriptor of a file without a name that holds them."""
+    descriptor = os.memfd_create("secrets", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(json.dumps(seat.secrets).encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)

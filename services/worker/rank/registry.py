@@ -14,6 +14,10 @@ from services.contract.secret_references import resolved
 from services.contract.specs import Factory
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
+from services.worker.rank.models.hugging_face import (
+    hf_causal_lm,
+    hf_sequence_classification,
+)
 from services.worker.rank.models.loss import bce_with_logits, cross_entropy, mse, next_token
 from services.worker.rank.optim.optimizers import adamw, sgd
 from services.worker.rank.optim.schedules import constant, warmup_cosine
@@ -21,7 +25,11 @@ from services.worker.rank.process.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
-        "model": {"decoder": Decoder},
+        "model": {
+            "decoder": Decoder,
+            "hf_causal_lm": hf_causal_lm,
+            "hf_sequence_classification": hf_sequence_classification,
+        },
         "data": {"stdlib_bytes": stdlib_bytes},
         "loss": {
             "bce_with_logits": bce_with_logits,

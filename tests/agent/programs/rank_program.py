@@ -56,6 +56,8 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
             peak_bytes=1024,
             now_ns=time.monotonic_ns(),
         )
+        if wishes.get("evaluates") and seat.rank == 0:
+            pipe.send(RankEvaluated(step=step, loss=1 / step, tokens=10))
         orders = pipe.poll_orders()
         if step == steps or any(order.checkpoint for order in orders):
             _checkpoint(seat, pipe, step, wishes.get("digest_of"))

@@ -4,6 +4,7 @@ import functools
 import os
 
 from services.controller.adapters.memory.access import MemoryAudit, MemoryLimiter, MemoryTokens
+from services.controller.adapters.memory.code import MemoryCode
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
 from services.controller.adapters.memory.office import MemoryClock, MemoryLeadership, listening
@@ -19,6 +20,7 @@ def memory_ports(server: MemoryServer) -> Ports:
         nodes=MemoryNodes(server),
         facts=MemoryFacts(server),
         plans=MemoryPlans(server),
+        codes=MemoryCode(server),
         telemetry=MemoryTelemetry(server),
         leadership=MemoryLeadership(server),
         clock=MemoryClock(server),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.contract.messages.commands import COMMAND, Command
 from services.contract.messages.probing import DeviceType, ModelProbed
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.controller.domain.code import UploadedCode
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.node import Drain, Lease, Measurement, Node
@@ -48,6 +49,8 @@ class MemoryServer:
     answers: dict[str, tuple[int, ModelProbed]] = field(default_factory=dict)
     paces: dict[str, list[Pace]] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
+    code: dict[str, tuple[UploadedCode, bytes]] = field(default_factory=dict)
+    code_used_ms: dict[str, int] = field(default_factory=dict)
     leader: str | None = None
     epoch: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)

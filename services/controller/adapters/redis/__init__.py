@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from services.contract.redis_keys import TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
+from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes, RedisTelemetry
@@ -26,6 +27,7 @@ async def redis_ports(
             nodes=RedisNodes(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
+            codes=RedisCode(clients),
             telemetry=RedisTelemetry(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),
@@ -35,4 +37,5 @@ async def redis_ports(
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
             unreadable=lambda: clients.unreadable.names,
+            note_unreadable=clients.unreadable.note_some_of,
         )

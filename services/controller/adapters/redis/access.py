@@ -2,17 +2,12 @@
 
 from typing import Any, Final
 
-import structlog
-from pydantic import ValidationError
-
 from services.contract import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
 from services.controller.domain.rate import Rate
 from services.controller.domain.token import Token
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.machines import Entry
-
-_log = structlog.get_logger()
 
 # As ``domain.rate.take``, by Redis's clock, so that all controllers draw from one bucket.
 _TAKE: Final = """
@@ -21,8 +16,8 @@ local rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local known = redis.call('HMGET', KEYS[1], 'left', 'at')
-local left = tonumber(known[1] or burst)
-local gained = math.max(0, now - tonumber(known[2] or now)) * rate / 1000
+local left = tonumber(known[1] or '') or burst
+local gained = math.max(0, now - (tonumber(known[2] or '') or now)) * rate / 1000
 left = math.min(burst, left + gained)
 local wait = 0
 if left >= 1 then left = left - 1 else wait = math.ceil((1 - left) * 1000 / rate) end
@@ -40,26 +35,32 @@ class RedisTokens:
 
     async def put(self, token: Token) -> None:
         """See ``TokenStore.put``."""
-        with answering():
+        with self._clients.answering(keys.TOKENS):
             await self._clients.writes.hset(keys.TOKENS, token.id, token.model_dump_json())
 
     async def get(self, token_id: str) -> Token | None:
         """See ``TokenStore.get``."""
-        with answering():
+        with self._clients.answering(keys.TOKENS):
             text = await self._clients.reads.hget(keys.TOKENS, token_id)
-        return None if text is None else _token(token_id, str(text))
+        return None if text is None else self._token(token_id, str(text))
 
     async def every(self) -> list[Token]:
         """See ``TokenStore.every``."""
-        with answering():
+        with self._clients.answering(keys.TOKENS):
             records: Any = await self._clients.reads.hgetall(keys.TOKENS)
-        read = (_token(name, records[name]) for name in sorted(records))
+        read = (self._token(name, records[name]) for name in sorted(records))
         return [token for token in read if token is not None]
 
     async def remove(self, token_id: str) -> bool:
         """See ``TokenStore.remove``."""
-        with answering():
-            return bool(await self._clients.writes.hdel(keys.TOKENS, token_id))
+        with self._clients.answering(keys.TOKENS):
+            is_gone = bool(await self._clients.writes.hdel(keys.TOKENS, token_id))
+        self._clients.unreadable.forget(_named(token_id))
+        return is_gone
+
+    def _token(self, token_id: str, text: str) -> Token | None:
+        # One that cannot be read opens nothing; the rest of the list must not be lost with it.
+        return self._clients.unreadable.read(_named(token_id), Token.model_validate_json, text)
 
 
 class RedisLimiter:
@@ -85,7 +86,7 @@ class RedisAudit:
 
     async def append(self, record: AuditRecord) -> None:
         """See ``AuditLog.append``."""
-        with answering():
+        with self._clients.answering(keys.AUDIT):
             await self._clients.writes.xadd(
                 keys.AUDIT,
                 {keys.MESSAGE_FIELD: record.model_dump_json()},
@@ -96,15 +97,10 @@ class RedisAudit:
     async def newest(self, before: str | None, limit: int) -> list[Entry]:
         """See ``AuditLog.newest``."""
         start = "+" if before is None else f"({before}"
-        with answering():
+        with self._clients.answering(keys.AUDIT):
             rows: Any = await self._clients.reads.xrevrange(keys.AUDIT, start, "-", count=limit)
-        return [Entry(name, fields[keys.MESSAGE_FIELD]) for name, fields in rows]
+        return [Entry(name, fields.get(keys.MESSAGE_FIELD, "")) for name, fields in rows]
 
 
-def _token(token_id: str, text: str) -> Token | None:
-    try:
-        return Token.model_validate_json(text)
-    except ValidationError as error:
-        # It opens nothing; the rest of the list must not be lost with it.
-        _log.error("token_unreadable", token_id=token_id, error=str(error))
-        return None
+def _named(token_id: str) -> str:
+    return f"{keys.TOKENS} {token_id}"

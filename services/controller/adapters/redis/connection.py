@@ -36,6 +36,7 @@ _READ_BACKOFF_S: Final = 0.05
 _MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
 _REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
 _ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
+_TYPE: Final = "a key is not of the type that it should be: give it another name, or delete it"
 _WAIT: Final = "it is busy: it answers again by itself"
 _REFUSALS: Final[Mapping[type[ResponseError], str]] = {
     OutOfMemoryError: _MEMORY,
@@ -55,7 +56,13 @@ _REFUSAL_CODES: Final = {
     "UNBLOCKED": _WAIT,
 }
 _REFUSAL_CODE: Final = re.compile(rf"(?:^|caused error: )({'|'.join(_REFUSAL_CODES)})\b")
+# Of another type, or no number where one is counted.
+_MISTYPED: Final = re.compile(
+    r"(?:^|caused error: )(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)"
+)
 _UNREADABLE_KEPT: Final = 1_000
+_LONGEST_WORD: Final = 2_000
+_LAST_MS: Final = 1 << 53  # as a score holds whole numbers
 _log = structlog.get_logger()
 T = TypeVar("T")
 
@@ -83,32 +90,63 @@ class Unreadable:
 
     def note(self, name: str, content: object, error: BaseException | None) -> None:
         """It cannot be read; said once for the same ``content``, for loops come by each second."""
-        if self._known.get(name) != content:
-            _log.error("record_unreadable", key=name, error=str(error))
+        if name not in self._known or self._known[name] != content:
+            _log.error("record_unreadable", key=name, error=str(error)[:_LONGEST_WORD])
         self._known.pop(name, None)
         self._known[name] = content
         if len(self._known) > _UNREADABLE_KEPT:
             del self._known[next(iter(self._known))]
 
+    def read_all(self, key: str, parse: Callable[[str], T], texts: Iterable[str]) -> list[T]:
+        """What can be read of the records in one key.
+
+        Those that cannot are named together, and logged once: there may be hundreds of thousands.
+        """
+        found: list[T] = []
+        fault: ValidationError | None = None
+        for text in texts:
+            try:
+                found.append(parse(text))
+            except ValidationError as error:
+                fault = fault or error
+        if fault is not None:
+            self.note_some_of(key, fault)
+        return found
+
+    def note_some_of(self, key: str, error: ValidationError) -> None:
+        """Some records in one key cannot be read, the others can."""
+        self.note(f"{key} (some records)", None, error)
+
+    def note_type(self, key: str) -> None:
+        """The key is not of the type that it should be."""
+        self.note(key, _TYPE, TypeError(f"{key}: {_TYPE}"))
+
     def of_their_type(self, names: Iterable[str], rows: Iterable[Any]) -> list[Any]:
-        """The answers for keys that agents write; None for one that they gave another type.
+        """The answers of a pipeline, one a key; None for a key of another type than it should be.
 
         Raises:
             ResponseError: Redis refused for another reason.
         """
         found = []
         for name, row in zip(names, rows, strict=True):
-            is_other = isinstance(row, ResponseError) and str(row).startswith("WRONGTYPE")
+            is_other = is_mistyped(row)
             if is_other:
-                self.note(name, str(row), row)
+                self.note_type(name)
             elif isinstance(row, Exception):
                 raise row
+            else:
+                self.forget(name)
             found.append(None if is_other else row)
         return found
 
     def forget(self, name: str) -> None:
         """It was read, or is there no more."""
         self._known.pop(name, None)
+
+    def forget_key(self, key: str) -> None:
+        """The key is there no more."""
+        for name in [name for name in self._known if name.partition(" ")[0] == key]:
+            del self._known[name]
 
 
 @dataclass(frozen=True)
@@ -124,6 +162,25 @@ class RedisClients:
     wakes: Redis
     streams: Redis
     unreadable: Unreadable = field(default_factory=Unreadable)
+
+    @contextlib.contextmanager
+    def answering(self, *names: str) -> Iterator[None]:
+        """As ``answering``, for keys without which nothing can be told: one of another type is named.
+
+        Raises:
+            StoreUnavailableError: Redis does not answer, refuses, or one of these has another type.
+        """
+        try:
+            with answering():
+                yield
+        except StoreUnavailableError as error:
+            if is_mistyped(error.__cause__):
+                for name in names:
+                    self.unreadable.note_type(name)
+                raise StoreUnavailableError(f"{' or '.join(names)}: {error}") from error.__cause__
+            raise
+        for name in names:
+            self.unreadable.forget(name)
 
 
 @contextlib.asynccontextmanager
@@ -168,10 +225,10 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Redis's absence, and its refusal of all work of a kind, in the words of the ports.
+    """Redis's absence, its refusal of all work of a kind, and a key of another type, in words of the ports.
 
-    Other errors of Redis (a key of another type, a script that fails) are defects of ours: they
-    pass, and are logged by whoever meets them.
+    Other errors of Redis (such as a script that fails) are defects of ours: they pass, and are logged
+    by whoever meets them.
     """
     try:
         yield
@@ -184,7 +241,19 @@ def answering() -> Iterator[None]:
         raise StoreUnavailableError(f"Redis does not answer: {error}") from error
 
 
+def is_mistyped(answer: object) -> bool:
+    """Whether Redis says that a key has another type, or a value that should be a number is none."""
+    return isinstance(answer, ResponseError) and _MISTYPED.search(str(answer)) is not None
+
+
+def to_ms(score: float) -> int:
+    """The moment that a sorted set keeps; a score may be infinite, too."""
+    return int(min(max(score, 0), _LAST_MS))
+
+
 def _advice(error: ResponseError) -> str | None:
+    if is_mistyped(error):
+        return _TYPE
     for kind, advice in _REFUSALS.items():
         if isinstance(error, kind):
             return advice

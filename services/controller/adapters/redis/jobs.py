@@ -1,16 +1,22 @@
 """Jobs in Redis. Every write is one Lua script: all of a decision, or nothing of it."""
 
+import contextlib
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from services.contract import redis_keys as keys
 from services.contract.messages.commands import COMMAND
 from services.contract.states import JobState
 from services.controller.adapters.redis import scripts
-from services.controller.adapters.redis.connection import RedisClients, answering
+from services.controller.adapters.redis.connection import (
+    RedisClients,
+    answering,
+    is_mistyped,
+    to_ms,
+)
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import (
@@ -19,6 +25,7 @@ from services.controller.domain.errors import (
     NotFoundError,
     RecordUnreadableError,
     StaleWriteError,
+    StoreUnavailableError,
 )
 from services.controller.domain.history import creation
 from services.controller.domain.job import Job
@@ -34,18 +41,19 @@ from services.controller.ports.jobs import (
 
 _PAGE: Final = 256
 _NOTHING_DOOMED: Final = (0, "", "")
-# In the script's keys the inboxes come behind those of the job.
-_FIRST_INBOX: Final = 11
+# Of the keys that a commit takes first, so many must have their types.
+_TYPED: Final = 6
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
+_VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])
 
 
 class _Row(NamedTuple):
     """What is stored of a job."""
 
     job_id: str
-    doc: str
-    version: int
-    checkpoints: dict[str, str]
+    doc: str | None
+    version: str | None
+    checkpoints: dict[str, str] | None
 
 
 class RedisJobs:
@@ -71,7 +79,7 @@ class RedisJobs:
         """See ``JobStore.create``."""
         job = decision.job
         with answering():
-            status, claimed = await self._create(
+            status, told = await self._create(
                 keys=[
                     keys.job(job.id),
                     keys.JOBS,
@@ -93,16 +101,17 @@ class RedisJobs:
                     *_listed(_bodies((creation(job),))),
                 ],
             )
+        self._refuse(status, job.id, told)
         if status == "ok" or claim is None:
             return Stored(job, 1)
-        return _claimed(claim, claimed)
+        return _claimed(claim, told)
 
     async def restore(self, decision: Decision, actor: Actor, epoch: int) -> bool:
         """See ``JobStore.restore``."""
         job = decision.job
         puts = [t for c in job.checkpoints.values() for t in (c.id, c.model_dump_json())]
         with answering():
-            status = await self._restore(
+            status, told = await self._restore(
                 keys=[
                     keys.job(job.id),
                     keys.JOBS,
@@ -128,12 +137,12 @@ class RedisJobs:
                     *_listed(_bodies((creation(job),))),
                 ],
             )
-        _refuse(status, job.id)
+        self._refuse(status, job.id, told)
         return bool(status == "ok")
 
     async def was_deleted(self, job_id: str) -> bool:
         """See ``JobStore.was_deleted``."""
-        with answering():
+        with self._clients.answering(keys.DELETED_JOBS):
             return bool(await self._clients.reads.sismember(keys.DELETED_JOBS, job_id))
 
     async def claimed(self, claim: Claim) -> Stored | None:
@@ -148,7 +157,7 @@ class RedisJobs:
         rows = await self._rows([job_id]) if _JOB_ID.fullmatch(job_id) else []
         if not rows:
             raise _absent(job_id)
-        return _stored(rows[0])
+        return self._read(rows[0])
 
     async def commit(self, change: Change, epoch: int | None = None) -> Stored:
         """See ``JobStore.commit``."""
@@ -158,25 +167,25 @@ class RedisJobs:
         outgoing = [
             text
             for send in sends
-            for text in (str(inboxes.index(keys.node_inbox(send.node_id)) + 1), _json(send))
+            for text in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
         ]
         doomed = change.deletes
+        its_own = [
+            keys.job(job.id),
+            keys.ACTIVE_JOBS,
+            keys.EPOCH,
+            keys.job_events(job.id),
+            keys.job_checkpoints(job.id),
+            keys.job_history(job.id),
+            keys.job_ranks(job.id),
+            keys.job_steps(job.id),
+            keys.job_logs(job.id),
+            keys.job_stacks(job.id),
+        ]
+        first_inbox = len(its_own) + 1  # as Lua counts
         with answering():
-            status, version = await self._commit(
-                keys=[
-                    keys.job(job.id),
-                    keys.ACTIVE_JOBS,
-                    keys.EPOCH,
-                    keys.job_events(job.id),
-                    keys.job_checkpoints(job.id),
-                    keys.job_history(job.id),
-                    keys.job_ranks(job.id),
-                    keys.job_steps(job.id),
-                    keys.job_logs(job.id),
-                    keys.job_stacks(job.id),
-                    *inboxes,
-                    *([] if doomed is None else _doomed(doomed.job.id)),
-                ],
+            status, told = await self._commit(
+                keys=[*its_own, *inboxes, *([] if doomed is None else _doomed(doomed.job.id))],
                 args=[
                     change.before.version,
                     "" if epoch is None else epoch,
@@ -188,10 +197,11 @@ class RedisJobs:
                     job.state,
                     int(job.is_active),
                     keys.EVENTS_KEPT,
+                    first_inbox,
                     *(
                         _NOTHING_DOOMED
                         if doomed is None
-                        else (len(inboxes) + _FIRST_INBOX, doomed.job.id, doomed.version)
+                        else (first_inbox + len(inboxes), doomed.job.id, doomed.version)
                     ),
                     *_listed(_bodies(change.events)),
                     *_listed(puts),
@@ -202,10 +212,12 @@ class RedisJobs:
                     self._telemetry_kept_s if job.is_terminal else "",
                 ],
             )
-        _refuse(status, job.id)
+        self._refuse(status, job.id, told)
+        for key in its_own[:_TYPED]:
+            self._clients.unreadable.forget(key)
         if doomed is not None:
-            self._clients.unreadable.forget(keys.job(doomed.job.id))
-        return Stored(job, int(version))
+            self._forget_names(doomed.job.id)
+        return Stored(job, int(told))
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
         """See ``JobStore.send``."""
@@ -214,23 +226,22 @@ class RedisJobs:
                 keys=[keys.EPOCH, *(keys.node_inbox(send.node_id) for send in sends)],
                 args=[epoch, keys.MESSAGE_FIELD, *(_json(send) for send in sends)],
             )
-        _refuse(status, "")
+        self._refuse(status, "", "")
 
     async def delete(self, stored: Stored) -> None:
         """See ``JobStore.delete``."""
-        await self._forget(stored.job.id, stored.version)
+        await self._forget(stored.job.id, str(stored.version))
 
     async def delete_unread(self, job_id: str) -> None:
         """See ``JobStore.delete_unread``."""
-        with answering():
-            version: Any = await self._clients.reads.hget(keys.job(job_id), "version")
-        if version is None:
+        rows = await self._rows([job_id]) if _JOB_ID.fullmatch(job_id) else []
+        if not rows:
             raise _absent(job_id)
-        await self._forget(job_id, int(version))
+        await self._forget(job_id, rows[0].version or "")
 
     async def active(self) -> list[Stored]:
         """See ``JobStore.active``."""
-        with answering():
+        with self._clients.answering(keys.ACTIVE_JOBS):
             members: Any = await self._clients.reads.smembers(keys.ACTIVE_JOBS)
         return await self._load(sorted(members))
 
@@ -240,11 +251,11 @@ class RedisJobs:
         found: list[Stored] = []
         offset = 0
         while len(found) < limit:
-            with answering():
+            with self._clients.answering(keys.JOBS):
                 rows: Any = await self._clients.reads.zrevrangebyscore(
                     keys.JOBS, highest, "-inf", start=offset, num=_PAGE, withscores=True
                 )
-            places = [Place(int(score), job_id) for job_id, score in rows]
+            places = [Place(to_ms(score), job_id) for job_id, score in rows]
             found += await self._load([p.id for p in places if before is None or p < before])
             offset += _PAGE
             if len(rows) < _PAGE:
@@ -254,13 +265,16 @@ class RedisJobs:
     async def counts(self) -> dict[JobState, int]:
         """See ``JobStore.counts``."""
         totals = dict.fromkeys(JobState, 0)
-        with answering():
+        with self._clients.answering(keys.JOBS):
             names: Any = await self._clients.reads.zrange(keys.JOBS, 0, -1)
+        with answering():
             for start in range(0, len(names), _PAGE):
                 async with self._clients.reads.pipeline(transaction=False) as pipe:
                     for name in names[start : start + _PAGE]:
                         pipe.hget(keys.job(name), "state")
-                    for state in await pipe.execute():
+                    for state in await pipe.execute(raise_on_error=False):
+                        if isinstance(state, Exception) and not is_mistyped(state):
+                            raise state
                         if state in totals:  # a newer version may know more of them
                             totals[JobState(state)] += 1
         return totals
@@ -268,13 +282,24 @@ class RedisJobs:
     async def _load(self, job_ids: list[str]) -> list[Stored]:
         found: list[Stored] = []
         for row in await self._rows(job_ids):
-            try:
-                found.append(_stored(row))
-            except RecordUnreadableError as error:
-                self._clients.unreadable.note(keys.job(row.job_id), row.version, error.__cause__)
-            else:
-                self._clients.unreadable.forget(keys.job(row.job_id))
+            with contextlib.suppress(RecordUnreadableError):
+                found.append(self._read(row))
         return found
+
+    def _read(self, row: _Row) -> Stored:
+        """The job of a row.
+
+        Raises:
+            RecordUnreadableError: It makes no sense here, and is named as such.
+        """
+        key = keys.job(row.job_id)
+        try:
+            stored = _stored(row)
+        except RecordUnreadableError as error:
+            self._clients.unreadable.note(key, row.version, error.__cause__ or error)
+            raise
+        self._clients.unreadable.forget(key)
+        return stored
 
     async def _rows(self, job_ids: list[str]) -> list[_Row]:
         found: list[_Row] = []
@@ -286,21 +311,47 @@ class RedisJobs:
                     for name in names:
                         pipe.hmget(keys.job(name), ["doc", "version"])
                         pipe.hgetall(keys.job_checkpoints(name))
-                    rows = await pipe.execute()
-            found += [
-                _Row(name, doc, int(version), index)
-                for name, (doc, version), index in zip(names, rows[0::2], rows[1::2], strict=True)
-                if doc is not None
-            ]
+                    answers = await pipe.execute(raise_on_error=False)
+            for name, record, index in zip(names, answers[0::2], answers[1::2], strict=True):
+                row = self._row(name, record, index)
+                if row is not None:
+                    found.append(row)
         return found
 
-    async def _forget(self, job_id: str, version: int) -> None:
-        self._clients.unreadable.forget(keys.job(job_id))
+    def _row(self, job_id: str, record: Any, index: Any) -> _Row | None:  # noqa: ANN401 answers of Redis
+        """What is stored of a job, as far as its keys have their types; None for nothing."""
+        doc, version = (None, None) if is_mistyped(record) else record
+        if doc is None and not is_mistyped(record):
+            return None
+        return _Row(job_id, doc, version, None if is_mistyped(index) else index)
+
+    async def _forget(self, job_id: str, version: str) -> None:
         with answering():
-            status = await self._delete(
+            status, told = await self._delete(
                 keys=[keys.ACTIVE_JOBS, *_doomed(job_id)], args=[version, job_id]
             )
-        _refuse(status, job_id)
+        self._refuse(status, job_id, told)
+        self._forget_names(job_id)
+
+    def _forget_names(self, job_id: str) -> None:
+        """Nothing of a deleted job is unreadable any more."""
+        for key in _doomed(job_id):
+            if job_id in key:
+                self._clients.unreadable.forget_key(key)
+
+    def _refuse(self, status: str, job_id: str, told: str) -> None:
+        """Raise what a script's answer means, if it was not done; ``told``: the key that is mistyped."""
+        if status == "mistyped":
+            self._clients.unreadable.note_type(told)
+            if job_id and job_id in told:
+                raise RecordUnreadableError(_unreadable(job_id, f"{told} has another type"))
+            raise StoreUnavailableError(f"{told} has another type in Redis: rename or delete it")
+        if status == "deposed":
+            raise DeposedError("another controller leads now")
+        if status == "gone":
+            raise _absent(job_id)
+        if status == "stale":
+            raise StaleWriteError(f"job {job_id} changed meanwhile")
 
 
 def _claim_key(claim: Claim | None) -> str:
@@ -329,21 +380,29 @@ def _claimed(claim: Claim, text: str) -> Stored:
         raise KeyReusedError(
             f"Idempotency-Key {claim.key!r} was used for another request; take a new key"
         )
-    return _stored(_Row("of this Idempotency-Key", doc, 1, {}))
+    return _stored(_Row("of this Idempotency-Key", doc, "1", {}))
 
 
 def _stored(row: _Row) -> Stored:
+    if row.doc is None or row.checkpoints is None:
+        key = keys.job(row.job_id) if row.doc is None else keys.job_checkpoints(row.job_id)
+        raise RecordUnreadableError(_unreadable(row.job_id, f"{key} has another type"))
     try:
+        version = _VERSION.validate_python(row.version)
         checkpoints = {
             name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
         }
         job = Job.model_validate_json(row.doc)
     except ValidationError as error:
-        raise RecordUnreadableError(
-            f"the record of job {row.job_id} cannot be read by this version of the controller; "
-            "its log says why, and DELETE forgets the job"
-        ) from error
-    return Stored(job.model_copy(update={"checkpoints": checkpoints}), row.version)
+        raise RecordUnreadableError(_unreadable(row.job_id, "its log says why")) from error
+    return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)
+
+
+def _unreadable(job_id: str, why: str) -> str:
+    return (
+        f"the record of job {job_id} cannot be read by this version of the controller; "
+        f"{why}, and DELETE forgets the job"
+    )
 
 
 def _absent(job_id: str) -> NotFoundError:
@@ -361,12 +420,3 @@ def _bodies(records: Sequence[Record]) -> list[str]:
 def _listed(texts: list[str]) -> list[str]:
     """A list as the scripts take it: its length, then its items."""
     return [str(len(texts)), *texts]
-
-
-def _refuse(status: str, job_id: str) -> None:
-    if status == "deposed":
-        raise DeposedError("another controller leads now")
-    if status == "gone":
-        raise _absent(job_id)
-    if status == "stale":
-        raise StaleWriteError(f"job {job_id} changed meanwhile")

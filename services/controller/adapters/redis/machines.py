@@ -1,15 +1,22 @@
 """Nodes, facts and telemetry in Redis."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
+from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
-from services.controller.adapters.redis.connection import MAX_BLOCK_S, RedisClients, answering
+from services.controller.adapters.redis.connection import (
+    MAX_BLOCK_S,
+    RedisClients,
+    answering,
+    is_mistyped,
+)
 from services.controller.domain.errors import (
     CursorExpiredError,
     DeposedError,
@@ -39,12 +46,17 @@ class RedisNodes:
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
-        with answering():
+        names = (keys.NODES, keys.DRAINING_NODES, keys.MEASURED_NODES)
+        # Without records there is no telling who lives; without what is kept beside them there is.
+        with self._clients.answering(keys.NODES):
             async with self._clients.reads.pipeline(transaction=True) as pipe:
-                pipe.hgetall(keys.NODES)
-                pipe.hgetall(keys.DRAINING_NODES)
-                pipe.hgetall(keys.MEASURED_NODES)
-                records, drains, measured = await pipe.execute()
+                for name in names:
+                    pipe.hgetall(name)
+                rows = await pipe.execute(raise_on_error=False)
+            if isinstance(rows[0], Exception):
+                raise rows[0]
+            told = self._clients.unreadable.of_their_type(names, rows)
+        records, drains, measured = (row or {} for row in told)
         found = (self._node(n, records[n], drains.get(n), measured) for n in sorted(records))
         return [node for node in found if node is not None]
 
@@ -125,6 +137,8 @@ class RedisNodes:
             )
         if status == "deposed":
             raise DeposedError("another controller leads now")
+        if status == "mistyped":
+            self._clients.unreadable.note_type(keys.MEASURED_NODES)
 
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
         """See ``NodeStore.leases``."""
@@ -155,7 +169,7 @@ class RedisFacts:
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
-        with answering():
+        with self._clients.answering(keys.FACTS):
             try:
                 await self._clients.writes.xgroup_create(
                     keys.FACTS, keys.FACTS_GROUP, id="0", mkstream=True
@@ -173,7 +187,7 @@ class RedisFacts:
         entries = await self._taken(limit)
         if entries:
             return entries
-        with answering():
+        with self._clients.answering(keys.ARRIVED_FACTS, keys.TAKEN_FACTS):
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
             await self._clients.facts.blmove(
@@ -184,7 +198,7 @@ class RedisFacts:
         return await self._taken(limit)
 
     async def _taken(self, limit: int) -> list[Entry]:
-        with answering():
+        with self._clients.answering(keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS):
             await self._take(
                 keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
                 args=[limit, keys.MESSAGE_FIELD],
@@ -200,7 +214,7 @@ class RedisFacts:
                 await pipe.execute()
 
     async def _read(self, start: str, limit: int) -> list[Entry]:
-        with answering():
+        with self._clients.answering(keys.FACTS):
             try:
                 answer: Any = await self._clients.facts.xreadgroup(
                     keys.FACTS_GROUP,
@@ -236,10 +250,9 @@ class RedisTelemetry:
         }
 
     def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
-        key = keys.job_ranks(job_id)
-        read = self._clients.unreadable.read
-        told = [read(f"{key} {rank}", RankSample.model_validate_json, row[rank]) for rank in row]
-        return {sample.rank: sample for sample in told if sample is not None}
+        read_all = self._clients.unreadable.read_all
+        told = read_all(keys.job_ranks(job_id), RankSample.model_validate_json, row.values())
+        return {sample.rank: sample for sample in told}
 
     async def last_steps(
         self, job_ids: Sequence[str], count: int
@@ -261,58 +274,68 @@ class RedisTelemetry:
         records: list[StepRecord] = []
         start = "-"
         while True:
-            with answering():
-                rows: Any = await self._clients.reads.xrange(
-                    keys.job_steps(job_id), start, "+", count=_STEPS_A_READ
-                )
-            entries = _entries(rows)
+            command = ("XRANGE", start, "+", "COUNT", _STEPS_A_READ)
+            (rows,) = await self._answers(self._clients.reads, keys.job_steps(job_id), command)
+            entries = _entries(rows or [])
             records += self._steps(job_id, entries)
             if len(entries) < _STEPS_A_READ:
                 return records
             start = f"({entries[-1].id}"
 
     def _steps(self, job_id: str, entries: Iterable[Entry]) -> list[StepRecord]:
-        key = keys.job_steps(job_id)
-        read = self._clients.unreadable.read
-        told = [read(f"{key} {e.id}", StepRecord.model_validate_json, e.body) for e in entries]
-        return [record for record in told if record is not None]
+        texts = (entry.body for entry in entries)
+        read_all = self._clients.unreadable.read_all
+        return read_all(keys.job_steps(job_id), StepRecord.model_validate_json, texts)
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
         """See ``Telemetry.keep_stacks``."""
         if not stacks:
             return
         pairs = [part for entry in stacks for part in (str(entry.rank), entry.model_dump_json())]
-        with answering():
-            await self._clients.writes.hset(keys.job_stacks(job_id), items=pairs)
+        await self._answers(self._clients.writes, keys.job_stacks(job_id), ("HSET", *pairs))
 
     async def stacks(self, job_id: str) -> list[RankStacks]:
         """See ``Telemetry.stacks``."""
-        with answering():
-            rows: Any = await self._clients.reads.hgetall(keys.job_stacks(job_id))
         key = keys.job_stacks(job_id)
-        read = self._clients.unreadable.read
-        told = [read(f"{key} {rank}", RankStacks.model_validate_json, rows[rank]) for rank in rows]
-        return sorted((s for s in told if s is not None), key=lambda entry: entry.rank)
+        (rows,) = await self._answers(self._clients.reads, key, ("HGETALL",))
+        read_all = self._clients.unreadable.read_all
+        told = read_all(key, RankStacks.model_validate_json, (rows or {}).values())
+        return sorted(told, key=lambda entry: entry.rank)
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""
-        key = _log_key(job_id, log)
         start = "-" if after is None else f"({after}"
-        with answering():
-            async with self._clients.reads.pipeline(transaction=True) as pipe:
-                pipe.xrange(key, start, "+", count=limit)
-                pipe.xrange(key, count=1)
-                rows, first = await pipe.execute()
-        _refuse_trimmed(after, _entries(first))
-        return _entries(rows)
+        rows, first = await self._answers(
+            self._clients.reads,
+            _log_key(job_id, log),
+            ("XRANGE", start, "+", "COUNT", limit),
+            ("XRANGE", "-", "+", "COUNT", 1),
+        )
+        _refuse_trimmed(after, _entries(first or []))
+        return _entries(rows or [])
 
     async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
         """See ``Telemetry.wait``."""
         block_ms = max(int(min(timeout_s, MAX_BLOCK_S) * 1000), 1)
         with answering():
-            await self._clients.streams.xread(
-                {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
-            )
+            try:
+                await self._clients.streams.xread(
+                    {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
+                )
+            except ResponseError as error:
+                if not is_mistyped(error):
+                    raise
+                # Whoever reads it says so; it will have no entry by itself.
+                await asyncio.sleep(block_ms / 1000)
+
+    async def _answers(self, client: Redis, key: str, *commands: tuple[Any, ...]) -> list[Any]:
+        """What these commands answer of one key, all of one moment; None where it has another type."""
+        with answering():
+            async with client.pipeline(transaction=True) as pipe:
+                for name, *arguments in commands:
+                    pipe.execute_command(name, key, *arguments)
+                rows = await pipe.execute(raise_on_error=False)
+            return self._clients.unreadable.of_their_type([key] * len(rows), rows)
 
 
 def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:

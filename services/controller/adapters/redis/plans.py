@@ -1,11 +1,12 @@
 """Plans and answers to probes in Redis."""
 
 import asyncio
+import contextlib
 import re
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
-import structlog
 from pydantic import ValidationError
 
 from services.contract import redis_keys as keys
@@ -14,7 +15,12 @@ from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
 from services.contract.states import PlanState
 from services.controller.adapters.redis import scripts
-from services.controller.adapters.redis.connection import RedisClients, answering
+from services.controller.adapters.redis.connection import (
+    RedisClients,
+    answering,
+    is_mistyped,
+    to_ms,
+)
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
 from services.controller.domain.pace import PACES_KEPT, Pace
@@ -24,7 +30,6 @@ from services.controller.ports.plans import Asked
 
 _PLAN_ID: Final = re.compile("plan_[0-9a-z]{26}")
 _LOOK_EVERY_S: Final = 0.1
-_log = structlog.get_logger()
 
 
 class RedisPlans:
@@ -76,11 +81,10 @@ class RedisPlans:
         # What is no id could name a key of another kind.
         if not _PLAN_ID.fullmatch(plan_id):
             raise no_plan(plan_id)
-        with answering():
-            text: Any = await self._clients.reads.hget(keys.plan(plan_id), "doc")
+        (text,) = await self._docs([plan_id])
         if text is None:
             raise no_plan(plan_id)
-        return _plan(plan_id, text)
+        return self._plan(plan_id, text)
 
     async def page(self, before: Place | None, limit: int) -> list[Plan]:
         """See ``PlanStore.page``."""
@@ -89,11 +93,11 @@ class RedisPlans:
         offset = 0
         while len(found) < limit:
             end_if_told()
-            with answering():
+            with self._clients.answering(keys.PLANS):
                 rows: Any = await self._clients.reads.zrevrangebyscore(
                     keys.PLANS, highest, "-inf", start=offset, num=limit, withscores=True
                 )
-            places = [Place(int(score), plan_id) for plan_id, score in rows]
+            places = [Place(to_ms(score), plan_id) for plan_id, score in rows]
             found += await self._load([p.id for p in places if before is None or p < before])
             offset += limit
             if len(rows) < limit:
@@ -104,20 +108,36 @@ class RedisPlans:
         """Those that are there and make sense here."""
         if not plan_ids:
             return []
+        found: list[Plan] = []
+        for plan_id, text in zip(plan_ids, await self._docs(plan_ids), strict=True):
+            if text is not None:  # forgotten; its place in the list goes with the next plan
+                with contextlib.suppress(RecordUnreadableError):
+                    found.append(self._plan(plan_id, text))
+        return found
+
+    async def _docs(self, plan_ids: Sequence[str]) -> list[str | None]:
+        """What is stored of plans: None for nothing, "" where the key has another type."""
+        names = [keys.plan(plan_id) for plan_id in plan_ids]
         with answering():
             async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for plan_id in plan_ids:
-                    pipe.hget(keys.plan(plan_id), "doc")
-                texts: Any = await pipe.execute()
-        found: list[Plan] = []
-        for plan_id, text in zip(plan_ids, texts, strict=True):
-            if text is None:  # forgotten; its place in the list goes with the next plan
-                continue
-            try:
-                found.append(_plan(plan_id, text))
-            except RecordUnreadableError as error:
-                _log.warning("plan_unreadable", plan_id=plan_id, error=str(error.__cause__))
-        return found
+                for name in names:
+                    pipe.hget(name, "doc")
+                rows = await pipe.execute(raise_on_error=False)
+            self._clients.unreadable.of_their_type(names, rows)
+        return ["" if is_mistyped(row) else row for row in rows]
+
+    def _plan(self, plan_id: str, text: str) -> Plan:
+        name = f"{keys.plan(plan_id)} doc"
+        try:
+            plan = Plan.model_validate_json(text)
+        except ValidationError as error:
+            self._clients.unreadable.note(name, hash(text), error)
+            raise RecordUnreadableError(
+                f"the record of plan {plan_id} cannot be read by this version of the controller; "
+                "make a new one with POST /v1/plans"
+            ) from error
+        self._clients.unreadable.forget(name)
+        return plan
 
     async def conclude(self, plan: Plan) -> Plan:
         """See ``PlanStore.conclude``."""
@@ -128,7 +148,7 @@ class RedisPlans:
             )
         if status == "gone":
             raise no_plan(plan.id)
-        return plan if status == "ok" else _plan(plan.id, known)
+        return plan if status == "ok" else self._plan(plan.id, known)
 
     async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
         """See ``PlanStore.keep_answer``."""
@@ -144,12 +164,16 @@ class RedisPlans:
 
     async def answer(self, probe_id: str) -> ModelProbed | None:
         """See ``PlanStore.answer``."""
+        name = keys.probe(probe_id)
         with answering():
-            text = await self._clients.reads.get(keys.probe(probe_id))
-        if text is None:
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                pipe.get(name)
+                rows = await pipe.execute(raise_on_error=False)
+            (text,) = self._clients.unreadable.of_their_type([name], rows)
+        if text is None and not is_mistyped(rows[0]):
             return None
         try:
-            return ModelProbed.model_validate_json(text)
+            return ModelProbed.model_validate_json(text or "")
         except ValidationError as error:
             raise RecordUnreadableError(
                 f"the answer to {probe_id} cannot be read by this version of the controller; "
@@ -164,19 +188,18 @@ class RedisPlans:
                 pipe.lpush(name, pace.model_dump_json())
                 pipe.ltrim(name, 0, PACES_KEPT - 1)
                 pipe.expire(name, keys.PLAN_TTL_S)
-                await pipe.execute()
+                rows = await pipe.execute(raise_on_error=False)
+            self._clients.unreadable.of_their_type([name] * len(rows), rows)
 
     async def paces(self, probe_id: str) -> list[Pace]:
         """See ``PlanStore.paces``."""
+        name = keys.probe_paces(probe_id)
         with answering():
-            texts: Any = await self._clients.reads.lrange(keys.probe_paces(probe_id), 0, -1)
-        found: list[Pace] = []
-        for text in texts:
-            try:
-                found.append(Pace.model_validate_json(text))
-            except ValidationError as error:
-                _log.warning("pace_unreadable", probe_id=probe_id, error=str(error))
-        return found
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                pipe.lrange(name, 0, -1)
+                rows = await pipe.execute(raise_on_error=False)
+            (texts,) = self._clients.unreadable.of_their_type([name], rows)
+        return self._clients.unreadable.read_all(name, Pace.model_validate_json, texts or ())
 
     async def wait(self, probe_id: str, timeout_s: float) -> None:
         """See ``PlanStore.wait``. It looks now and then: waiting requests hold no connection."""
@@ -191,16 +214,6 @@ class RedisPlans:
     async def _is_answered(self, probe_id: str) -> bool:
         with answering():
             return bool(await self._clients.reads.exists(keys.probe(probe_id)))
-
-
-def _plan(plan_id: str, text: str) -> Plan:
-    try:
-        return Plan.model_validate_json(text)
-    except ValidationError as error:
-        raise RecordUnreadableError(
-            f"the record of plan {plan_id} cannot be read by this version of the controller; "
-            "make a new one with POST /v1/plans"
-        ) from error
 
 
 def _json(send: Send) -> str:

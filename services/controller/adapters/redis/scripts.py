@@ -21,22 +21,47 @@ local function take_list()
 end
 """
 
+# Redis takes nothing back of a script that fails half-way: what could fail is looked at before.
+_FIND_MISTYPED: Final = """
+local function mistyped(types)
+  for i, wanted in pairs(types) do
+    local is = redis.call('TYPE', KEYS[i]).ok
+    if is ~= 'none' and is ~= wanted then return KEYS[i] end
+  end
+end
+"""
+
+# The inbox is its agent's: one that it gave another type costs that agent its commands, and nobody else.
+_TO_INBOX: Final = """
+local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
+"""
+
 COMMIT: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
+    + _FIND_MISTYPED
+    + _TO_INBOX
     + """
 -- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
--- inboxes; from KEYS[doomed] on, where a job is deleted with this: that job, all jobs, deleted jobs,
--- all else that is kept with that job
+-- inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
+local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
+local types = {'hash', 'set', 'string', 'stream', 'hash', 'stream'}
+if doomed > 0 then
+  types[doomed], types[doomed + 1], types[doomed + 2] = 'hash', 'zset', 'set'
+end
+local other = mistyped(types)
+if other then return {'mistyped', other} end
 if doomed > 0 and redis.call('HGET', KEYS[doomed], 'version') ~= doomed_version then
   return {'stale', '0'}
 end
 local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
 if not known[1] then return {'gone', '0'} end
+if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
 local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
 redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state)
@@ -49,7 +74,7 @@ for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
 for _, name in ipairs(take_list()) do redis.call('HDEL', KEYS[5], name) end
 local sends = take_list()
 for i = 1, #sends, 2 do
-  redis.call('XADD', KEYS[10 + tonumber(sends[i])], '*', field, sends[i + 1])
+  to_inbox(KEYS[first_inbox + tonumber(sends[i])], field, sends[i + 1])
 end
 local remembered = take()
 for _, told in ipairs(take_list()) do
@@ -73,8 +98,11 @@ return {'ok', tostring(version)}
 
 CREATE: Final = (
     _TAKE_LIST
+    + _FIND_MISTYPED
     + """
 -- KEYS: job, all jobs, active jobs, events, idempotency, history
+local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
+if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local digest, ttl = take(), take()
 if digest ~= '' then
@@ -95,13 +123,16 @@ return {'ok', '1'}
 RESTORE: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
+    + _FIND_MISTYPED
     + """
 -- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history
 local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
-if deposed(KEYS[4], epoch) then return 'deposed' end
-if redis.call('EXISTS', KEYS[1]) == 1 then return 'known' end
-if redis.call('SISMEMBER', KEYS[7], id) == 1 then return 'deleted' end
+if deposed(KEYS[4], epoch) then return {'deposed', '0'} end
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'known', '0'} end
+local other = mistyped({'hash', 'zset', 'set', 'string', 'stream', 'hash', 'set', 'stream'})
+if other then return {'mistyped', other} end
+if redis.call('SISMEMBER', KEYS[7], id) == 1 then return {'deleted', '0'} end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state', state)
 redis.call('ZADD', KEYS[2], created, id)
 if active == '1' then redis.call('SADD', KEYS[3], id) end
@@ -110,27 +141,34 @@ local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end
 redis.call('PUBLISH', wake, id)
-return 'ok'
+return {'ok', '0'}
 """
 )
 
-DELETE: Final = """
+DELETE: Final = (
+    _FIND_MISTYPED
+    + """
 -- KEYS: active jobs, job, all jobs, deleted jobs, then all else that is kept with the job
-if redis.call('HGET', KEYS[2], 'version') ~= ARGV[1] then return 'stale' end
+-- ARGV: the version that it must have ('' deletes it as it is), its id
+local other = mistyped({'set', nil, 'zset', 'set'})
+if other then return {'mistyped', other} end
+if ARGV[1] ~= '' and redis.call('HGET', KEYS[2], 'version') ~= ARGV[1] then return {'stale', '0'} end
 redis.call('ZREM', KEYS[3], ARGV[2])
 redis.call('SREM', KEYS[1], ARGV[2])
 redis.call('DEL', KEYS[2])
 redis.call('SADD', KEYS[4], ARGV[2])
 for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
-return 'ok'
+return {'ok', '0'}
 """
+)
 
 SEND: Final = (
     _REFUSE_DEPOSED
+    + _TO_INBOX
     + """
 -- KEYS: epoch, then one inbox a command; ARGV: epoch, field, then the commands
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
-for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', ARGV[2], ARGV[i + 1]) end
+for i = 2, #KEYS do to_inbox(KEYS[i], ARGV[2], ARGV[i + 1]) end
 return 'ok'
 """
 )
@@ -166,8 +204,11 @@ if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
 if newest_fact(KEYS[2], ARGV[2]) ~= ARGV[3] or redis.call('EXISTS', KEYS[5]) == 1 then
   return 'stale'
 end
-for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[2]) end
-for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
+redis.call('HDEL', KEYS[2], ARGV[2])
+-- Those beside the record may be of another type, which is no reason to keep it.
+redis.pcall('HDEL', KEYS[3], ARGV[2])
+local measured = redis.pcall('HKEYS', KEYS[4])
+for _, field in ipairs(measured.err and {} or measured) do
   if string.sub(field, 1, #ARGV[2] + 1) == ARGV[2] .. '/' then redis.call('HDEL', KEYS[4], field) end
 end
 redis.call('DEL', KEYS[6], KEYS[7])
@@ -181,8 +222,9 @@ MEASURED_NODE: Final = (
     + """
 -- KEYS: epoch, measured nodes, that it was asked; ARGV: epoch, field, record, wake channel
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
 redis.call('DEL', KEYS[3])
+local kept = redis.pcall('HSET', KEYS[2], ARGV[2], ARGV[3])
+if type(kept) == 'table' then return 'mistyped' end
 redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """
@@ -190,6 +232,7 @@ return 'ok'
 
 KEEP_PLAN: Final = (
     _TAKE_LIST
+    + _TO_INBOX
     + """
 -- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
@@ -201,12 +244,12 @@ redis.call('ZADD', KEYS[7], created, id)
 redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', forgotten)
 redis.call('EXPIRE', KEYS[7], ttl)
 if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
-  redis.call('XADD', KEYS[6], '*', field, measure)
+  to_inbox(KEYS[6], field, measure)
 end
 if fresh == '1' then redis.call('DEL', KEYS[2], KEYS[3]) end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
 if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
-redis.call('XADD', KEYS[4], '*', field, question)
+to_inbox(KEYS[4], field, question)
 return 'asked'
 """
 )
@@ -258,7 +301,10 @@ end
 
 TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
-if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
+  redis.call('GET', KEYS[1])  -- what is no lease would never run out: this says so
+  return 0
+end
 return redis.call('INCR', KEYS[2])
 """
 

@@ -7,7 +7,7 @@ Nothing else is state: data, schedule and seeds follow from the step and the spe
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -34,6 +34,8 @@ from services.worker.rank.seeds import derive
 
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
+FILE: Final = "file."
+"""Begins the names of tensors that hold a file's bytes; an export writes these files."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class TrainedParts:
         gang: The ranks.
         data_digest: Names the data.
         seed: The job's.
+        files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
     """
 
     model: nn.Module
@@ -53,6 +56,7 @@ class TrainedParts:
     gang: Gang
     data_digest: str
     seed: int
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,12 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
     entries = local_shards(state, parts.gang.mesh)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
+    if parts.gang.rank == 0:
+        tensors |= {
+            FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for name, content in parts.files.items()
+            if content
+        }
     about = {
         "step": step,
         "rank": parts.gang.rank,
@@ -94,7 +104,9 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         "boxes": boxes_of(entries),
         **random_text(),
     }
-    lasting = frozenset(name for name in tensors if name in sharded or name in optimizer)
+    lasting = frozenset(
+        name for name in tensors if name in sharded or name in optimizer or name.startswith(FILE)
+    )
     return TrainingState(step, loss, tensors, as_text(about), lasting)
 
 

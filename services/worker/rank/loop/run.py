@@ -22,6 +22,7 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.models.loss import Loss, UserLoss, loss_of
 from services.worker.rank.models.materialise import sharded_model
+from services.worker.rank.models.protocol import HasFirstValues
 from services.worker.rank.optim.schedules import Schedule
 from services.worker.rank.seeds import derive
 
@@ -64,7 +65,12 @@ class Run:
     def trained(self) -> TrainedParts:
         """What a checkpoint of it holds."""
         return TrainedParts(
-            self.model, self.optimizer, self.gang, self.data.digest, self.spec.train.seed
+            self.model,
+            self.optimizer,
+            self.gang,
+            self.data.digest,
+            self.spec.train.seed,
+            self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
         )
 
     @property

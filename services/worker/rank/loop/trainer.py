@@ -30,6 +30,7 @@ from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
+from services.worker.rank.metrics.reporter import MetricsReporter
 
 
 class Pipe(Protocol):
@@ -75,23 +76,26 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         )
         pipe.send(_ready(run, groups))
         narration.ready(run, resumed)
-        with writer:
-            last, drained = _loop(run, pipe, writer, resumed)
-            watch.enter(RankPhase.CHECKPOINT)
-            writer.finish(last)
-        watch.enter(RankPhase.FINISHED)
-        pipe.send(RankFinished(step=last, drained=drained))
+        with MetricsReporter(seat, pipe.send) as metrics:
+            with writer:
+                last, drained = _loop(run, pipe, writer, metrics, resumed)
+                watch.enter(RankPhase.CHECKPOINT)
+                writer.finish(last)
+            watch.enter(RankPhase.FINISHED)
+            pipe.send(RankFinished(step=last, drained=drained))
 
 
-def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple[int, bool]:
+def _loop(
+    run: Run, pipe: Pipe, writer: CheckpointWriter, metrics: MetricsReporter, resumed: int
+) -> tuple[int, bool]:
     """Steps until the last one or an agreed stop; returns the step, and whether it was a stop."""
     steps = run.spec.train.steps
     for step in range(resumed + 1, steps + 1):
         agreement = propose(pipe, run.gang.control)
-        loss = _timed_step(run, writer, step)
+        loss = _timed_step(run, writer, metrics, step)
         agreed = agreement.outcome()
         if _is_due(step, run.spec.train.eval_every, steps):
-            _report_evaluation(run, pipe, step)
+            _report_evaluation(run, pipe, metrics, step)
         if agreed.checkpoint or _is_due(step, run.spec.checkpoint.every_steps, steps):
             is_last = step == steps or (agreed.checkpoint and agreed.stop)
             _save(run, writer, step, loss, is_last=is_last)
@@ -100,7 +104,7 @@ def _loop(run: Run, pipe: Pipe, writer: CheckpointWriter, resumed: int) -> tuple
     return max(steps, resumed), False
 
 
-def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
+def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, step: int) -> float:
     run.watch.memory.begin_step()
     began = time.perf_counter()
     figures = train_step(run, step, lambda: _await_copies(run, writer))
@@ -114,8 +118,19 @@ def _timed_step(run: Run, writer: CheckpointWriter, step: int) -> float:
         step_time_s=elapsed,
     )
     run.watch.finish_step(done, writer.copied_bytes)
+    metrics.report(step, {**figures.metrics, **_figures(run, done)})
     narration.stepped(run, done)
     return figures.loss
+
+
+def _figures(run: Run, step: BoardStep) -> dict[str, float]:
+    return {
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+        "tokens_per_s" if run.counts_tokens else "samples_per_s": step.tokens_per_s,
+        "step_time_s": step.step_time_s,
+    }
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
@@ -137,10 +152,11 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
         writer.release()
 
 
-def _report_evaluation(run: Run, pipe: Pipe, step: int) -> None:
+def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int) -> None:
     evaluation = evaluate(run)
     if evaluation is None or run.gang.rank != 0:
         return
+    metrics.report(step, {**evaluation.metrics, "loss": evaluation.loss}, validation=True)
     baselines = dict(run.data.baselines())
     pipe.send(
         RankEvaluated(

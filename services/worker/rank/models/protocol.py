@@ -16,9 +16,11 @@ Two things a model may add:
 Either way the values depend on the job's seed alone, not on the number of ranks.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 
 class TokenModel(Protocol):
@@ -46,6 +48,34 @@ class MetaInit(Protocol):
     """A model that may be built on the meta device (see the module's text)."""
 
     meta_init: ClassVar[bool]
+
+
+class FirstValues(Protocol):
+    """How a model that was built on the meta device gets its values, group by group."""
+
+    def groups(self, model: nn.Module) -> Iterable[tuple[str, nn.Module, bool]]:
+        """Modules to fill at once: name, module, and whether all below it come along."""
+        ...
+
+    def fill(self, name: str, module: nn.Module, *, below: bool) -> None:
+        """Gives all parameters and buffers of a group, whole and on the host, their first values."""
+        ...
+
+    def read(self, fqn: str, slices: tuple[slice, ...]) -> torch.Tensor | None:
+        """The values of a part of a tensor, where they need no drawing."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """What belongs beside the exported weights, by file name."""
+        ...
+
+
+@runtime_checkable
+class HasFirstValues(Protocol):
+    """A model that says how it gets its values."""
+
+    first_values: FirstValues
 
 
 @runtime_checkable

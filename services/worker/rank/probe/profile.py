@@ -42,6 +42,7 @@ from services.worker.rank.models.protocol import LossModel
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
+from services.worker.rank.process.user_path import add_code
 
 _BATCH_DIMS: Final = 2
 _MIB: Final = 1 << 20
@@ -72,6 +73,8 @@ def main() -> NoReturn:
     seat = ProbeSeat.model_validate_json(asked.question)
     torch.set_num_threads(1)
     limit_memory(seat.memory_bytes)
+    if seat.code_folder is not None:
+        add_code(seat.code_folder)
     asked.reply(probe(seat))
 
 

@@ -23,6 +23,7 @@ from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory
+from services.worker.rank.process.user_path import add_code
 
 DEFAULT_TRAINER: Final = "services.worker.rank.loop.trainer:train"
 SCRIPT_TRAINER: Final = "services.worker.rank.script.runner:run"
@@ -115,6 +116,8 @@ def take_seat(
         board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
         _show_life(seat, board)
         become_user()
+        if seat.code_folder is not None:
+            add_code(seat.code_folder)
         try:
             trains = trainer if seat.spec.entrypoint is None else SCRIPT_TRAINER
             load_trainer(trains)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)

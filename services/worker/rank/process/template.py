@@ -113,18 +113,21 @@ class Template:
         asked: ForkWarm,
         descriptors: tuple[int, ...],
     ) -> None:
+        answer: WarmForked | WarmRefused
         try:
             pid = os.fork()
         except OSError as error:
-            channel.send(WarmRefused(reason=f"fork failed: {error}"))
+            answer = WarmRefused(reason=f"fork failed: {error}")
         else:
             if pid == 0:
                 selector.close()
                 channel.close()
                 self._become_warm(asked, *descriptors)
-            channel.send(WarmForked(pid=pid))
+            answer = WarmForked(pid=pid)
+        # First: who stopped this process behind its answer would else keep a dead fork's end open.
         for descriptor in descriptors:
             os.close(descriptor)
+        channel.send(answer)
 
     def _become_warm(self, asked: ForkWarm, channel: int, lifeline: int) -> NoReturn:
         try:

@@ -7,6 +7,7 @@ environment was scrubbed by the agent. It dies with the agent, and its ranks die
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import selectors
 import signal
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+from services.contract.durable import append_plain
 from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.own_process import LossyOutput
@@ -96,11 +98,11 @@ class WarmProcess:
                 for index, (message, descriptors) in enumerate(orders):
                     if isinstance(message, ForkRank):
                         later = [fd for _, fds in orders[index + 1 :] for fd in fds]
-                        self._fork(message.seat, descriptors, later)
+                        self._fork(message, descriptors, later)
                 self._reap()
 
-    def _fork(self, seat: RankSeat, descriptors: tuple[int, ...], later: list[int]) -> None:
-        warm = os.getpid()
+    def _fork(self, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]) -> None:
+        warm, seat = os.getpid(), asked.seat
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -113,7 +115,7 @@ class WarmProcess:
                 for descriptor in descriptors:
                     os.close(descriptor)
         if pid == 0:
-            self._become_rank(warm, seat, descriptors, later)
+            self._become_rank(warm, asked, descriptors, later)
         self._ranks.add(pid)
         self._channel.send(RankForked(rank=seat.rank, pid=pid))
 
@@ -133,9 +135,12 @@ class WarmProcess:
                     os.kill(pid, signal.SIGKILL)
 
     def _become_rank(
-        self, warm: int, seat: RankSeat, descriptors: tuple[int, ...], later: list[int]
+        self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
     ) -> NoReturn:
         try:
+            seat, (channel, *listening) = asked.seat, descriptors
+            if asked.has_secrets:
+                seat = _with_secrets(seat, listening.pop())
             os.setsid()
             die_with_parent(warm)
             # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
@@ -155,7 +160,6 @@ class WarmProcess:
             _limit_threads(seat.threads)
             if seat.spec.resources.memory_gib is not None:
                 limit_memory(int(seat.spec.resources.memory_gib * _GIB))
-            channel, *listening = descriptors
             listen_fd = listening[0] if listening else None
             take_seat(
                 seat,
@@ -199,6 +203,12 @@ def serve_agent(
     WarmProcess(channel, ranks, agent, lifeline, wake).serve()
 
 
+def _with_secrets(seat: RankSeat, descriptor: int) -> RankSeat:
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # its place is the agent's, who has written it
+        return seat.model_copy(update={"secrets": json.loads(file.read())})
+
+
 def _reaped(pid: int, status: int) -> RankReaped:
     code = os.waitstatus_to_exitcode(status)
     return RankReaped(pid=pid, exit_code=code) if code >= 0 else RankReaped(pid=pid, signal=-code)
@@ -216,8 +226,9 @@ def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        with (folder / f"rank-{rank}.{name}.log").open("ab") as log:
-            os.dup2(log.fileno(), number)
+        log = append_plain(folder / f"rank-{rank}.{name}.log")
+        os.dup2(log, number)
+        os.close(log)
         setattr(sys, name, LossyOutput.text(number, mask.line))
 
 

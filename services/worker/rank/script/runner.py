@@ -1,6 +1,7 @@
 """What a rank of a script does, from its seat to its last word."""
 
 import os
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,10 +19,11 @@ from services.contract.states import RankPhase
 from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.metrics.reporter import MetricsReporter
 from services.worker.rank.process.user_path import user_folders
 from services.worker.rank.script import entry
 from services.worker.rank.script.environment import torchrun_environment
-from services.worker.rank.script.session import Session
+from services.worker.rank.script.session import Session, Ties
 from services.worker.rank.script.store import ScriptStore
 
 
@@ -61,12 +63,14 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
     writer = CheckpointWriter(
         seat, pipe.send, seat.spec.checkpoint.mode, data_digest="", resumed_step=0
     )
-    session = Session(seat, pipe, watch, writer, store.part("session"))
+    metrics = MetricsReporter(seat, pipe.send)
+    session = Session(Ties(seat, pipe, watch, writer, metrics, store.part("session")))
     meshloom.session.install(session)
+    folders = (*(Path(f) for f in [seat.code_folder] if f is not None), *user_folders())
     pipe.send(RankReady(units=(), groups=(CONTROL_GROUP,), parameters=0, data_digest=""))
     watch.enter(RankPhase.SCRIPT)
-    with writer:
-        entry.run(seat.spec.entrypoint, user_folders())
+    with metrics, writer:
+        entry.run(seat.spec.entrypoint, folders)
         watch.enter(RankPhase.CHECKPOINT)
         writer.finish(session.step)
     watch.enter(RankPhase.FINISHED)

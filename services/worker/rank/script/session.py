@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -36,6 +37,7 @@ from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.agreement import Agreed, propose
 from services.worker.rank.gang.control import ControlChannel
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.metrics.reporter import MetricsReporter
 from services.worker.rank.script import nested
 
 _TREE: Final = "script"
@@ -55,30 +57,42 @@ class Pipe(Protocol):
         ...
 
 
-class Session:
-    """The session of one rank.
+@dataclass(frozen=True)
+class Ties:
+    """What ties a script to the rest of Meshloom.
 
-    Args:
+    Attributes:
         seat: The rank.
         pipe: Its agent.
         watch: Told of steps and phases.
         writer: Writes the checkpoints.
+        metrics: Told of the metrics.
         store: For keys of the session's own.
     """
 
-    def __init__(
-        self,
-        seat: RankSeat,
-        pipe: Pipe,
-        watch: BoardWatch,
-        writer: CheckpointWriter,
-        store: dist.PrefixStore,  # type: ignore[name-defined]  # PyTorch exports it implicitly
-    ) -> None:
+    seat: RankSeat
+    pipe: Pipe
+    watch: BoardWatch
+    writer: CheckpointWriter
+    metrics: MetricsReporter
+    store: dist.PrefixStore  # type: ignore[name-defined]  # PyTorch exports it implicitly
+
+
+class Session:
+    """The session of one rank.
+
+    Args:
+        ties: What it speaks to.
+    """
+
+    def __init__(self, ties: Ties) -> None:
+        seat = ties.seat
         self._seat = seat
-        self._pipe = pipe
-        self._watch = watch
-        self._writer = writer
-        self._store = store
+        self._pipe = ties.pipe
+        self._watch = ties.watch
+        self._writer = ties.writer
+        self._metrics = ties.metrics
+        self._store = ties.store
         self._process = os.getpid()
         self._channel: ControlChannel | None = None
         self._asked = _Asked()
@@ -114,7 +128,8 @@ class Session:
             )
         self._of = figures.of or self._of
         if step > self._reported:
-            self._finish_step(step, loss, figures, values)
+            values |= self._finish_step(step, loss, figures, values)
+        self._metrics.report(step, values)
 
     def checkpoint(self, state: Any, step: int | None, every: int | None) -> bool:  # noqa: ANN401 (any nesting)
         """See ``meshloom.session.checkpoint``."""
@@ -170,7 +185,8 @@ class Session:
 
     def _finish_step(
         self, step: int, loss: float | None, figures: Figures, values: Mapping[str, float]
-    ) -> None:
+    ) -> dict[str, float]:
+        """Puts the step on the board; the figures that it has there, by name."""
         now = time.perf_counter()
         steps = max(step - max(self._reported, self._restored), 1)
         elapsed_s = (now - self._moved_at) / steps
@@ -188,6 +204,9 @@ class Session:
         )
         self._watch.finish_step(done, self._writer.copied_bytes)
         self._watch.enter(RankPhase.SCRIPT)
+        speed = "tokens_per_s" if figures.tokens is not None else "samples_per_s"
+        told = {"loss": loss, "step_time_s": elapsed_s, speed: done.tokens_per_s}
+        return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
 
     def _is_due(self, step: int, every: int) -> bool:
         self._agree("checkpoint")

@@ -159,6 +159,8 @@ export interface JobSpec {
   entrypoint: EntryPoint | null;
   model: Factory;
   data: Factory;
+  loss: Factory | null;
+  code: string | null;
   optimizer: Factory;
   schedule: Factory;
   train: TrainSpec;

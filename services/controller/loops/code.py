@@ -1,0 +1,28 @@
+"""The loop that forgets uploaded code which nothing names."""
+
+import asyncio
+from typing import Final
+
+from services.controller.loops.endurance import Endurance
+from services.controller.ports.office import Ports
+from services.controller.use_cases.code import forget_unused
+
+_EVERY_S: Final = 600.0
+
+
+async def forget_code(ports: Ports, epoch: int, every_s: float = _EVERY_S) -> None:
+    """Look now and every ten minutes, for ever.
+
+    Raises:
+        DeposedError: The reign is over.
+    """
+    endurance = Endurance("code")
+
+    async def look() -> None:
+        while True:
+            await forget_unused(ports, epoch)
+            endurance.succeeded()
+            await asyncio.sleep(every_s)
+
+    while True:
+        await endurance.round(look)

@@ -1,0 +1,87 @@
+"""Removes folders in which ranks wrote, however deep these are and whatever is done to them meanwhile.
+
+``shutil.rmtree`` calls itself for each level and holds a descriptor for each: a thousand levels end
+it with an error that is no OSError, and take all descriptors of the agent.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+_MOST_LEVELS: Final = 10_000
+_ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and all that is in it, or what is in its place. Links are not followed.
+
+    Blocking.
+
+    Raises:
+        OSError: Something cannot be removed; or it has more than ten thousand levels, or somebody
+            goes on to write there. Another call removes more.
+    """
+    try:
+        root = os.open(folder, _ONLY_A_FOLDER)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        folder.unlink()
+        return
+    try:
+        for _ in range(_MOST_LEVELS):
+            names = os.listdir(root)  # noqa: PTH208 a descriptor, not a path
+            for name in names:
+                if not _is_unlinked(root, name):
+                    _empty(root, name)
+            if not names:
+                folder.rmdir()
+                return
+    finally:
+        os.close(root)
+    raise OSError(errno.ENOTEMPTY, "it has too many levels, or is still written to", str(folder))
+
+
+def remove_what_can_be(folder: Path) -> None:
+    """The same; what cannot be removed stays, without an error. Blocking."""
+    with contextlib.suppress(OSError):
+        remove_tree(folder)
+
+
+def _empty(root: int, name: str) -> None:
+    """Remove the folder ``name``; the folders in it, one level less deep, are put beside it."""
+    inner = os.open(name, _ONLY_A_FOLDER, dir_fd=root)
+    try:
+        for each in os.listdir(inner):  # noqa: PTH208 the same
+            if not _is_unlinked(inner, each):
+                try:
+                    os.rmdir(each, dir_fd=inner)
+                except OSError:  # it is not empty
+                    os.rename(each, secrets.token_hex(16), src_dir_fd=inner, dst_dir_fd=root)
+    finally:
+        os.close(inner)
+    os.rmdir(name, dir_fd=root)
+
+
+def _is_unlinked(folder: int, name: str) -> bool:
+    """Remove what is no folder; False where it is one."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except (IsADirectoryError, PermissionError) as error:
+        if isinstance(error, PermissionError) and not _is_folder(folder, name):
+            raise
+        return False
+    except FileNotFoundError:
+        return True
+    return True
+
+
+def _is_folder(folder: int, name: str) -> bool:
+    try:
+        os.close(os.open(name, _ONLY_A_FOLDER, dir_fd=folder))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""What forks ranks may be stopped by anybody, and hands no job's secrets to another job's ranks."""
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import JsonValue
+
+from services.contract.entry_points import entry_points
+from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
+from services.local.settings import child_environment
+from services.worker.agent import template_link, warm_keeper
+from services.worker.agent.admission import Admission
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.launch import Crew, Launcher, LaunchError
+from services.worker.agent.template_link import Imported
+from services.worker.agent.warm_keeper import WarmKeeper
+from tests.agent.conftest import FOREVER, NODE, PROGRAMS, is_gone, launch
+from tests.waiting import until
+
+
+@dataclass
+class Forkers:
+    """A template and a warm process in the agent's place, and what they told."""
+
+    keeper: WarmKeeper
+    launcher: Launcher
+    folder: NodeFolder
+    told: list[RankForked | RankReaped] = field(default_factory=list)
+    ends: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    async def launch(self, fence: int, **wishes: JsonValue) -> Crew:
+        command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **wishes})
+        crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
+        for pipe in crew.pipes.values():
+            pipe.close()
+        return crew
+
+    async def warm(self) -> psutil.Process:
+        return psutil.Process((await self.keeper.ready()).pid)
+
+
+@asynccontextmanager
+async def forkers(folder: Path) -> AsyncIterator[Forkers]:
+    node = NodeFolder(folder, NODE, folder)
+    node.path.mkdir(parents=True)
+    mark = f"{node.mark}/life"
+    imported = Imported(
+        child_environment(PYTHONPATH=str(Path(__file__).parents[2])) | {NODE_MARK: mark},
+        "rank_program:train",
+        (PROGRAMS,),
+        0.0,
+    )
+    keeper = WarmKeeper(imported, mark, node)
+    admission = Admission(entry_points(None, otherwise_any=True), folder, ())
+    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission)
+    made = Forkers(keeper, launcher, node)
+    running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
+    try:
+        await keeper.ready()
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+@pytest.mark.parametrize("stopped", ["warm process", "template"])
+def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    monkeypatch.setattr(template_link, "FORKS_WITHIN_LOOKS", 5)
+    monkeypatch.setattr(template_link, "_LOOK_EVERY_S", 0.1)
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            warm = await made.warm()
+            template = warm.parent()
+            assert template is not None
+            if stopped == "warm process":
+                warm.suspend()
+                words = rf"warm process \(pid {warm.pid}\) did not answer within 0.5 s \(it was st"
+                with pytest.raises(LaunchError, match=words):
+                    await made.launch(1)
+            else:
+                template.suspend()
+                warm.kill()
+                await made.ends.get()
+            crew = await made.launch(2)
+            assert psutil.Process(crew.pids[0]).ppid() == (await made.warm()).pid
+            assert is_gone(warm.pid)
+            assert is_gone(template.pid) is (stopped == "template")
+
+    asyncio.run(run())
+
+
+def test_a_stopped_warm_process_ends_with_its_ranks_though_nobody_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_keeper, "STOPPED_LOOKS", 3)
+    monkeypatch.setattr(warm_keeper, "_LOOK_EVERY_S", 0.05)
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            crew = await made.launch(1)
+            warm = await made.warm()
+            warm.suspend()
+            psutil.Process(crew.pids[0]).kill()  # nobody reaps it, nobody tells
+            assert str(warm.pid) in await made.ends.get()
+            assert is_gone(crew.pids[0])
+            assert await made.warm() != warm
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_kernel_does_not_send_is_refused_and_the_next_one_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            link = await made.keeper.ready()
+
+            def refuse(*_: object) -> None:
+                raise OSError(errno.ETOOMANYREFS, "too many descriptors are in flight")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(link._channel, "send", refuse)
+                with pytest.raises(LaunchError, match=r"not sent: .* in flight"):
+                    await made.launch(1)
+            assert not is_gone((await made.launch(2)).pids[0])
+            assert await made.keeper.ready() is link
+
+    asyncio.run(run())
+
+
+def test_no_rank_begins_with_the_secrets_of_another_job_in_its_memory(tmp_path: Path) -> None:
+    value = "".join(sorted("a value that stands nowhere else"))
+    (tmp_path / "HUB").write_text(value)
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            wishes: dict[str, JsonValue] = {"credential": {"secret": "HUB"}}
+            rank = (await made.launch(1, **wishes)).pids[0]
+            until(lambda: value.encode() in memory_of(rank))
+            assert value.encode() not in memory_of((await made.warm()).pid)
+            assert value.encode() not in memory_of((await made.launch(2)).pids[0])
+
+    asyncio.run(run())
+
+
+def memory_of(pid: int) -> bytes:
+    """All of its private memory that can be written."""
+    found = b""
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            if rights == "rw-p":
+                start, end = (int(place, 16) for place in span.split("-"))
+                with contextlib.suppress(OSError):
+                    memory.seek(start)
+                    found += memory.read(end - start)
+    return found

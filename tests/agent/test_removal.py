@@ -1,0 +1,70 @@
+"""Folders that ranks have made as deep, as odd or as unquiet as they can are removed all the same."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.contract.messages.facts import LaunchRefused
+from services.worker.agent import removal
+from services.worker.agent.folders import NodeFolder
+from services.worker.agent.removal import remove_tree
+from tests.agent.conftest import JOB, NODE, launch
+
+DEEPER_THAN_CALLS_NEST = 1_200
+
+
+def make_deep(folder: Path) -> None:
+    """Folders in folders, with a file and a link beside each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(DEEPER_THAN_CALLS_NEST):
+        os.mkdir("d", dir_fd=here)
+        os.mkdir("empty", dir_fd=here)
+        os.symlink("/", "link", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+def test_a_deep_folder_goes_with_its_links_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "file").write_text("whole")
+    make_deep(tmp_path / "deep")
+    (tmp_path / "deep" / "to others").symlink_to(others)
+    os.mkfifo(tmp_path / "deep" / "pipe")
+    remove_tree(tmp_path / "deep")
+    (tmp_path / "link").symlink_to(others)
+    remove_tree(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["others"]
+    assert (others / "file").read_text() == "whole"
+    with pytest.raises(FileNotFoundError):
+        remove_tree(tmp_path / "deep")
+
+
+def test_one_call_removes_so_many_levels_and_the_next_ones_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "_MOST_LEVELS", 500)
+    make_deep(tmp_path / "deep")
+    for _ in range(2):
+        with pytest.raises(OSError, match="too many levels, or is still written to"):
+            remove_tree(tmp_path / "deep")
+    remove_tree(tmp_path / "deep")
+
+
+def test_deep_folders_among_a_node_s_files_end_neither_its_gangs_nor_its_rounds(
+    tmp_path: Path,
+) -> None:
+    node = NodeFolder(tmp_path / "home", NODE, tmp_path)
+    attempt = node.attempt(JOB, 1)
+    attempt.open(launch().plan.ranks)
+    attempt.close(LaunchRefused(job_id=JOB, fence=1, node_id=NODE, reason="any"))
+    make_deep(attempt.path / "deep")
+    make_deep(attempt.boards)
+    attempt.remove_boards()
+    assert not attempt.boards.exists()
+    assert node.prune([JOB]) == [attempt.path]
+    assert not attempt.path.exists()

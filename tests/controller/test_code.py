@@ -1,0 +1,240 @@
+"""Uploaded code on a real Redis: judged, kept while a job names it, refused where it is not taken."""
+
+import itertools
+import socket
+from collections.abc import Iterator
+
+import pytest
+from httpx2 import Response
+
+from services.contract import redis_keys as keys
+from services.contract.code_archives import MOST_CODE_MIB, digest_of, hex_of, pack
+from services.contract.entry_points import EntryPoints
+from services.contract.probes import probe_id
+from services.contract.specs import JobSpec
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.api.guard import AccessPolicy
+from services.controller.domain.decide import first_decision
+from services.controller.domain.job import Job
+from services.controller.ports.jobs import Actor
+from services.controller.use_cases.code import forget_unused
+from services.local.embedded_redis import EmbeddedRedis
+from tests.agent.test_probes import question
+from tests.contract.test_code_archives import HOSTILE
+from tests.controller.conftest import House, job_body, open_house
+from tests.controller.test_process import Controller, started
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+CODE = pack([("models.py", b"class Model: ...\n", False)])
+DIGEST = digest_of(CODE)
+TOKEN = "the-operators-own-token"  # noqa: S105 a test's
+SHOWN = {"Authorization": f"Bearer {TOKEN}"}
+GZIP = {"Content-Type": "application/gzip"}
+
+
+def put(house: House, body: bytes, digest: str | None = None) -> Response:
+    path = f"/v1/code/{digest or digest_of(body)}"
+    return house.client.put(path, content=body, headers=GZIP)
+
+
+def test_code_is_kept_once_and_a_job_that_names_it_is_taken(quiet_house: House) -> None:
+    house = quiet_house
+    body = job_body(model={"factory": "models:Model"}, code=DIGEST)
+    for path in ("/v1/jobs", "/v1/plans"):
+        refused = house.client.post(path, json=body)
+        (fault,) = refused.json()["errors"]
+        assert (refused.status_code, fault["pointer"]) == (422, "/code")
+        assert (fault["code"], "--code DIR" in fault["detail"]) == ("code_unknown", True)
+    assert house.client.get(f"/v1/code/{DIGEST}").status_code == 404
+    first, again = put(house, CODE), put(house, CODE)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.headers["Location"] == f"/v1/code/{DIGEST}"
+    assert first.json() == again.json() == house.get(f"/v1/code/{DIGEST}")
+    assert first.json() | {"uploaded_at": ""} == {
+        "digest": DIGEST,
+        "bytes": len(CODE),
+        "files": 1,
+        "unpacked_bytes": 17,
+        "uploaded_by": "local",
+        "uploaded_at": "",
+    }
+    job_id = house.submit(**body)
+    assert house.job(job_id)["spec"]["code"] == DIGEST
+    clone = house.act(job_id, "clone", {})
+    assert clone["spec"]["code"] == DIGEST
+    unknown = "sha256:" + "0" * 64
+    refused = house.client.post(f"/v1/jobs/{job_id}/clone", json={"overrides": {"code": unknown}})
+    assert refused.json()["errors"][0]["pointer"] == "/overrides/code"
+
+
+def test_what_is_no_archive_or_not_this_one_is_refused_and_not_kept(quiet_house: House) -> None:
+    house = quiet_house
+    for body, _ in HOSTILE.values():
+        refused = put(house, body)
+        assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "bad_archive")
+    other = put(house, CODE, "sha256:" + "0" * 64)
+    assert other.json()["errors"][0]["code"] == "digest_mismatch"
+    assert put(house, CODE, "sha256:../../x").status_code in {404, 422}
+    path = f"/v1/code/{DIGEST}"
+    as_json = house.client.put(path, content=CODE, headers={"Content-Type": "application/json"})
+    assert as_json.status_code == 415
+    foreign = house.client.put(path, content=CODE, headers=GZIP | {"Origin": "https://evil.test"})
+    assert foreign.status_code == 403
+    assert house.redis.keys("ml:code*") == []
+
+
+def test_where_entry_points_are_restricted_code_is_taken_only_if_the_operator_says_so(
+    redis_url: str,
+) -> None:
+    body = job_body(model={"factory": "models:Model"}, code=DIGEST)
+    listed = EntryPoints(("zoo",))
+    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=listed) as house:
+        refused = put(house, CODE)
+        assert (refused.status_code, refused.json()["code"]) == (403, "code_not_allowed")
+        answer = house.client.post("/v1/jobs", json=body).json()
+        found = {fault["pointer"]: fault["code"] for fault in answer["errors"]}
+        assert found["/code"] == "code_not_allowed"
+        assert found["/model/factory"] == "factory_not_allowed"
+    allowing = EntryPoints(("zoo",), uploads=True)
+    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=allowing) as house:
+        assert put(house, CODE).status_code == 201
+        house.submit(**body)
+        without = house.client.post("/v1/jobs", json={**body, "code": None})
+        assert without.json()["errors"][0]["pointer"] == "/model/factory"
+
+
+def test_the_same_question_about_other_code_is_another_question() -> None:
+    asked = question("models:Model", {})
+    plain = probe_id(asked, {})
+    of_code = [
+        probe_id(asked.model_copy(update={"spec": asked.spec.model_copy(update={"code": c})}), {})
+        for c in (DIGEST, digest_of(b""), DIGEST)
+    ]
+    assert of_code[0] == of_code[2]
+    assert len({plain, *of_code}) == 3
+
+
+# --- removal ------------------------------------------------------------------------------------
+
+
+def named(server: MemoryServer, digest: str | None, asked: str | None = None) -> Job:
+    spec = JobSpec.model_validate(job_body(code=digest))
+    known = None if asked is None else JobSpec.model_validate(job_body(code=asked))
+    now_ms = server.now_ms()
+    job_id = f"job_{now_ms:026d}"
+    return Job(id=job_id, spec=spec, asked=known, created_ms=now_ms, updated_ms=now_ms)
+
+
+@pytest.mark.anyio
+async def test_what_no_job_names_is_forgotten_after_a_day() -> None:
+    """By the port's twin, whose clock a test can move; the store contract holds both to the same."""
+    now = [1_000_000]
+    server = MemoryServer(now_ms=lambda: now[0], epoch=1)
+    ports = memory_ports(server)
+    bodies = [pack([(f"m{n}.py", b"", False)]) for n in range(4)]
+    for body in bodies:
+        server.code[digest_of(body)] = (None, body)  # type: ignore[assignment] # is not looked at
+        await ports.codes.use(digest_of(body))
+    by_a_job, by_its_wish, by_none, fresh = map(digest_of, bodies)
+    await ports.jobs.create(first_decision(named(server, by_a_job)), Actor("a"), None)
+    now[0] += 1
+    wished = first_decision(named(server, None, by_its_wish))
+    stored = await ports.jobs.create(wished, Actor("a"), None)
+    now[0] += keys.CODE_KEPT_S * 1000 - 10
+    assert await forget_unused(ports, 1) == []
+    now[0] += 1_000
+    await ports.codes.use(fresh)
+    assert await forget_unused(ports, 1) == [by_none]
+    await ports.jobs.delete(stored)
+    assert await forget_unused(ports, 1) == []  # a day, again, for what was named until now
+    now[0] += keys.CODE_KEPT_S * 1000 + 1_000
+    await ports.codes.use(fresh)
+    assert await forget_unused(ports, 1) == [by_its_wish]
+    assert set(server.code) == {by_a_job, fresh}
+
+
+def test_a_leader_forgets_by_itself(redis_url: str) -> None:
+    other = pack([("other.py", b"", False)])
+    with open_house(redis_url, AccessPolicy(), leads=False) as house:
+        assert (put(house, CODE).status_code, put(house, other).status_code) == (201, 201)
+        house.submit(code=digest_of(other))
+        for digest in (DIGEST, digest_of(other)):
+            house.redis.zadd(keys.CODES, {hex_of(digest): 1})
+    with open_house(redis_url, AccessPolicy()) as house:
+        until(lambda: house.client.get(f"/v1/code/{DIGEST}").status_code == 404)
+        assert house.client.get(f"/v1/code/{digest_of(other)}").status_code == 200
+        counted = str(16_384 + len(other))
+        assert house.redis.hgetall(keys.CODES_BYTES) == {"": counted, "local": counted}
+
+
+# --- over real sockets --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def controller(redis_server: EmbeddedRedis) -> Iterator[Controller]:
+    """A controller that wants tokens and takes archives of 1 MiB."""
+    redis_server.flush()
+    settings = {"max_code_mib": "1", "uploaded_code": "true", "request_timeout_s": "3"}
+    with started(redis_server.url, token=TOKEN, **settings) as controller:
+        yield controller
+
+
+def test_a_viewer_uploads_nothing_and_an_archive_has_a_largest_size(controller: Controller) -> None:
+    made = controller.client.post(
+        "/v1/tokens", json={"subject": "vi", "scope": "viewer"}, headers=SHOWN
+    )
+    viewer = {"Authorization": f"Bearer {made.json()['token']}"}
+    path = f"/v1/code/{DIGEST}"
+    assert controller.client.put(path, content=CODE, headers=GZIP | viewer).status_code == 403
+    assert controller.client.get(path, headers=viewer).status_code == 403
+    assert controller.client.put(path, content=CODE, headers=GZIP | SHOWN).status_code == 201
+    large = bytes((1 << 20) + 1)
+    for content in (large, itertools.repeat(bytes(1 << 16), 24)):
+        refused = controller.client.put(path, content=content, headers=GZIP | SHOWN)
+        assert (refused.status_code, refused.json()["code"]) == (413, "body_too_large")
+    assert "MESHLOOM_MAX_CODE_MIB" in early_answer(controller, path, MOST_CODE_MIB << 20)
+
+
+def early_answer(controller: Controller, path: str, size: int) -> str:
+    """What is said to one that announces a large body, before it is sent."""
+    url = controller.client.base_url
+    head = (
+        f"PUT {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        f"Content-Type: application/gzip\r\nContent-Length: {size}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port or 80)) as client:
+        client.sendall(head.encode())
+        client.settimeout(20)
+        return client.recv(65_536).decode() + client.recv(65_536).decode()
+
+
+def test_two_slow_uploads_of_a_subject_leave_room_for_others(controller: Controller) -> None:
+    url = controller.client.base_url
+    made = controller.client.post(
+        "/v1/tokens", json={"subject": "slow", "scope": "submitter"}, headers=SHOWN
+    )
+    slow = {"Authorization": f"Bearer {made.json()['token']}"}
+    head = (
+        f"PUT /v1/code/{DIGEST} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        f"Authorization: {slow['Authorization']}\r\nContent-Type: application/gzip\r\n\r\n"
+    )
+    held = [socket.create_connection((url.host, url.port or 80)) for _ in range(2)]
+    try:
+        for client in held:
+            client.sendall(head.encode() + b"x")
+
+        def ask() -> Response:
+            path = f"/v1/code/{DIGEST}"
+            return controller.client.put(path, content=CODE, headers=GZIP | slow)
+
+        refused = until(lambda: answer if (answer := ask()).status_code == 503 else None)
+        assert (refused.json()["code"], refused.headers["Retry-After"]) == ("too_many_uploads", "1")
+        path = f"/v1/code/{DIGEST}"
+        assert controller.client.put(path, content=CODE, headers=GZIP | SHOWN).status_code == 200
+        # Their time ends with that of every request, and gives the slots back.
+        until(lambda: ask().status_code == 200)
+    finally:
+        for client in held:
+            client.close()
