@@ -11,12 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 from pydantic import JsonValue
+from redis.asyncio import Redis
 
 from services.contract.entry_points import entry_points
 from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
 from services.worker.agent import template_link, warm_keeper
 from services.worker.agent.admission import Admission
+from services.worker.agent.code_cache import CodeCache
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.launch import Crew, Launcher, LaunchError
 from services.worker.agent.template_link import Imported
@@ -59,7 +61,9 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     )
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
-    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission)
+    # No job here names uploaded code, so nobody connects.
+    codes = CodeCache(Redis(), folder / "code", folder / "checkpoints")
+    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
     try:
