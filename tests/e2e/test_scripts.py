@@ -46,7 +46,9 @@ def test_a_script_that_is_paused_resumed_and_killed_has_the_losses_of_one_left_a
     assert paused.progress.step < STEPS
     stack.client.resume(job, ResumeRequest())
     stack.at_step(job, paused.progress.step + 10)
-    os.kill(stack.client.ranks(job).items[1].pid, signal.SIGKILL)
+    pid = stack.client.ranks(job).items[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     ended = stack.rested(job)
     assert (ended.state, ended.restarts, ended.attempt) == (JobState.SUCCEEDED, 1, 3), ended.reason
     assert stack.losses(job) == stack.losses(alone.id)

@@ -83,7 +83,7 @@ class RankState:
 class GangState:
     """All ranks of one attempt on this node, by number.
 
-    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    ``progressed`` is the first step that all have made. ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
     any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
     the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
     said that it waits for room on the disk: it makes no progress then, and those that have finished
@@ -97,7 +97,7 @@ class GangState:
     ranks: Mapping[int, RankState]
     resume_from: str | None = None
     words: int = 0
-    progressed: bool = False
+    progressed: int | None = None
     began: int = -1
     kill_at: float | None = None
     echo_until: float | None = None
@@ -324,9 +324,15 @@ def _said(
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
+<<<<<<< HEAD
             return _ready(_with(state, replace(rank, ready=message)))
+=======
+            state = _with(state, replace(rank, ready=message))
+            # Boards are seen sooner than pipes are read: what it says may come after its first step.
+            return (state, ()) if state.progressed is None else (state, (_progress(state),))
+>>>>>>> main
         case RankMetrics():
-            return state, ()  # telemetry: nothing is decided upon it
+            return state, ()  # telemetry takes them: nothing is decided upon them
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():
@@ -385,6 +391,7 @@ def _failed(state: GangState, rank: RankState, now: float) -> Decision:
 
 def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
     state = _with(state, replace(rank, step_seen=True))
+<<<<<<< HEAD
     if state.progressed or not _have_stepped(state, state.ranks.values()):
         return state, ()
     return replace(state, progressed=True), (Tell(_progressed(state, max(step, 1))),)
@@ -394,6 +401,26 @@ def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
     # Nobody says that each rank of a script reports.
     of_enough = any if state.is_script else all
     return of_enough(rank.step_seen for rank in ranks)
+=======
+    if state.progressed is not None or not all(r.step_seen for r in state.ranks.values()):
+        return state, ()
+    state = replace(state, progressed=max(step, 1))
+    return state, (_progress(state),)
+
+
+def _progress(state: GangState) -> Tell:
+    ready = next((r.ready for r in state.ranks.values() if r.ready is not None), None)
+    return Tell(
+        GangProgressed(
+            job_id=state.job_id,
+            fence=state.fence,
+            node_id=state.node_id,
+            step=state.progressed or 1,
+            throughput_unit=None if ready is None else ready.throughput_unit,
+            loss_unit=None if ready is None else ready.loss_unit,
+        )
+    )
+>>>>>>> main
 
 
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_core import fully_shard, observe
-from services.contract.messages.rank_pipe import RankSeat
+from services.contract.messages.rank_pipe import LossUnit, RankSeat
 from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
@@ -20,7 +20,7 @@ from services.worker.rank.data.batches import predicted_tokens
 from services.worker.rank.data.source import DataMismatchError, Feed, feed_of, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
-from services.worker.rank.models.loss import Loss, UserLoss, loss_of
+from services.worker.rank.models.loss import Loss, loss_of
 from services.worker.rank.models.materialise import sharded_model
 from services.worker.rank.models.protocol import HasFirstValues
 from services.worker.rank.optim.schedules import Schedule
@@ -60,6 +60,13 @@ class Run:
     micro_batch: int
     counts_tokens: bool
     watch: BoardWatch
+
+    @property
+    def loss_unit(self) -> LossUnit:
+        """Nats where the loss is that of the next token."""
+        chosen = self.spec.loss
+        is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
+        return "nats" if is_next_token else ""
 
     @property
     def trained(self) -> TrainedParts:
@@ -131,7 +138,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         spec=spec,
         gang=gang,
         model=model,
-        loss=loss_of(model, _chosen_loss(spec, grant)),
+        loss=loss_of(model, registry.chosen_loss(spec, grant)),
         optimizer=optimizer,
         base_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         schedule=schedule,
@@ -144,13 +151,6 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         counts_tokens=predicted_tokens(sample) is not None,
         watch=watch,
     )
-
-
-def _chosen_loss(spec: JobSpec, grant: registry.Grant) -> UserLoss | None:
-    if spec.loss is None:
-        return None
-    loss: UserLoss = registry.function("loss", spec.loss, 2, grant)
-    return loss
 
 
 def _fingerprint(digest: str) -> bytes:

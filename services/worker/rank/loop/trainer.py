@@ -160,7 +160,11 @@ def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int
     baselines = dict(run.data.baselines())
     pipe.send(
         RankEvaluated(
-            step=step, loss=evaluation.loss, tokens=evaluation.tokens, baselines=baselines
+            step=step,
+            loss=evaluation.loss,
+            tokens=evaluation.tokens,
+            baselines=baselines,
+            metrics=dict(evaluation.metrics),
         )
     )
     narration.evaluated(step, evaluation.loss, baselines)
@@ -172,4 +176,6 @@ def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
         groups=groups,
         parameters=sum(p.numel() for p in run.model.parameters()),
         data_digest=run.data.digest,
+        throughput_unit="tokens" if run.counts_tokens else "samples",
+        loss_unit=run.loss_unit,
     )

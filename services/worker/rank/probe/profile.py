@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
@@ -30,21 +30,23 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from meshloom.data import DataSource
+from meshloom.data import Batch
+from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
+from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
-from services.worker.rank.models.loss import checked, loss_of
-from services.worker.rank.models.materialise import checked_module
+from services.worker.rank.data import batches
+from services.worker.rank.data.source import feed_of
+from services.worker.rank.models.loss import UserLoss, checked, loss_of
+from services.worker.rank.models.materialise import checked_module, give_values
 from services.worker.rank.models.protocol import LossModel
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
 from services.worker.rank.process.user_path import add_code
 
-_BATCH_DIMS: Final = 2
 _MIB: Final = 1 << 20
 _REAL_BYTES: Final = 1 << 30
 """Private memory that data or a model may take that is made for real; ranks may run beside it."""
@@ -56,11 +58,12 @@ class _Course:
 
     part: str = "spec"
     for_real: Callable[[], object] | None = None
+    is_a_pass: bool = False
 
     @contextlib.contextmanager
-    def making(self, for_real: Callable[[], object]) -> Iterator[None]:
-        """Within, a factory of the spec is at work."""
-        self.for_real = for_real
+    def making(self, for_real: Callable[[], object], *, is_a_pass: bool = False) -> Iterator[None]:
+        """Within, a factory of the spec is at work, or a pass of the model is followed."""
+        self.for_real, self.is_a_pass = for_real, is_a_pass
         yield
         self.for_real = None
 
@@ -85,20 +88,24 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     course = _Course()
     try:
         _bind(seat, course)
-        length = _sequence_tokens(seat, course)
+        sample = _sample(seat, course)
         course.part = "model"
-        profile = _profile(seat, length, course)
+        profile = _profile(seat, sample, course)
         course.part = "optimizer"
         optimizer = _optimizer(seat)
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
         found: dict[str, Any] = {"failure": _failure(error, course, seat)}
     else:
-        found = {"profile": profile, "optimizer": optimizer, "sequence_tokens": length}
+        found = {
+            "profile": profile,
+            "optimizer": optimizer,
+            "sequence_tokens": batches.predicted_tokens(sample) or 1,
+        }
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
 
 
-def _profile(seat: ProbeSeat, length: int, course: _Course) -> ModelProfile:
-    question, study = seat.question, _study(seat, length, course)
+def _profile(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelProfile:
+    question, study = seat.question, _study(seat, sample, course)
     profile = profile_model(study, question.conditions, stops=question.stops)
     dtype = question.conditions[0].param_dtype
     return replace(profile, timed=timed_passes(study, profile, seat.memory_bytes, dtype))
@@ -128,18 +135,23 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
         course.part = part
         with course.making(partial(registry.find, part, factory.factory)):
             registry.bound(part, factory, *positional, offered=offered, grant=_grant(seat))
+    course.part = "loss"
+    registry.chosen_loss(spec, _grant(seat))
 
 
-def _sequence_tokens(seat: ProbeSeat, course: _Course) -> int:
+def _sample(seat: ProbeSeat, course: _Course) -> Batch:
+    """One sample of the data, as a batch."""
     spec = seat.question.spec
     make = registry.bound("data", spec.data, offered={"seed": spec.train.seed}, grant=_grant(seat))
     course.part = "data"
-    with course.making(make):
-        data: DataSource = make()
-    shape = tuple(data.batch(1, [0]).shape)
-    if len(shape) != _BATCH_DIMS or shape[1] <= 1:
-        raise ValueError(f"batch(1, [0]) has the shape {shape}, not [1, length + 1]")
-    return int(shape[1]) - 1
+
+    def taken() -> Batch:
+        sample = feed_of(make(), 1, 0).sample()
+        batches.rows(sample)
+        return sample
+
+    with course.making(taken):
+        return taken()
 
 
 def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
@@ -155,7 +167,7 @@ def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
     return optimizer_facts(make, question.device_type)
 
 
-def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
+def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     question = seat.question
     bound = registry.bound("model", question.spec.model, grant=_grant(seat))
     by_meta = getattr(registry.find("model", question.spec.model.factory), "meta_init", False)
@@ -168,8 +180,12 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
         with course.making(for_real):
             return checked_module(bound())
 
-    def loss(model: nn.Module, sequences: int) -> torch.Tensor:
-        return mean_loss(model, torch.zeros(sequences, length + 1, dtype=torch.int64))
+    chosen = registry.chosen_loss(question.spec, _grant(seat))
+
+    def loss(model: nn.Module, samples: int) -> torch.Tensor:
+        again = partial(_loss_for_real, for_real, chosen, sample, seat)
+        with course.making(again, is_a_pass=True):
+            return mean_loss(model, batches.zeros_like(sample, samples), chosen)
 
     return ModelUnderStudy(
         make,
@@ -180,26 +196,47 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
     )
 
 
-def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def _loss_for_real(
+    make: Callable[[], nn.Module], chosen: UserLoss | None, sample: Batch, seat: ProbeSeat
+) -> None:
+    """A forward pass with values, over as many samples as a rank has in a pass.
+
+    A loss that cannot be followed without values is none that fails in a rank.
+    """
+    spec = seat.question.spec
+    per_rank = max(1, spec.train.global_batch // spec.worlds[0])
+    asked = spec.train.micro_batch
+    length = batches.predicted_tokens(sample) or 1
+    size = default_micro_batch(per_rank, length) if asked == "auto" else asked
+    model = make()
+    if any(each.is_meta for each in model.parameters()):
+        model.to_empty(device="cpu")
+        give_values(model, spec.train.seed)
+    with torch.no_grad():
+        loss_of(model, chosen)(batches.joined([sample] * size))
+
+
+def mean_loss(model: nn.Module, batch: Batch, chosen: UserLoss | None = None) -> torch.Tensor:
     """The loss as a rank computes it, with the root's hooks around it as the engine has them.
 
     Args:
         model: Not sharded.
-        tokens: int64 ``[batch, length + 1]``.
+        batch: As the data gives it.
+        chosen: What the spec's ``loss`` makes.
     """
-    if not isinstance(model, LossModel):
-        return loss_of(model)(tokens).loss
+    if chosen is not None or not isinstance(model, LossModel):
+        return loss_of(model, chosen)(batch).loss
     loss, forward = model.loss, vars(model).get("forward")
 
-    def loss_as_forward(tokens: torch.Tensor) -> torch.Tensor:
+    def loss_as_forward(batch: Batch) -> torch.Tensor:
         # From here on forward is itself again, which the loss may call.
         del model.forward
         if forward is not None:
             model.forward = forward
-        return checked(loss(tokens)).loss
+        return checked(loss(batch)).loss
 
     model.forward = loss_as_forward
-    computed: torch.Tensor = model(tokens)
+    computed: torch.Tensor = model(batch)
     return computed
 
 
@@ -220,26 +257,36 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
         return ProbeFailure(code="refused", reason=str(error))
     if isinstance(error, registry.FactoryError):
         return ProbeFailure(code="wrong_spec", reason=str(error))
-    is_certain = course.for_real is not None and _raises_for_real(
-        course.for_real, error, seat.question.spec.worlds[0]
-    )
-    code: Literal["wrong_spec", "raised"] = "wrong_spec" if is_certain else "raised"
-    return ProbeFailure(code=code, reason=said, traceback=traceback)
+    again = None
+    if course.for_real is not None:
+        again = _raised_for_real(course.for_real, error, seat.question.spec.worlds[0])
+    # What a pass says of shapes without values is in other words than what a rank will say.
+    if again is None or not (course.is_a_pass or _is_alike(again, error)):
+        return ProbeFailure(code="raised", reason=said, traceback=traceback)
+    certain = f"{course.part}: {one_line(again)}"
+    return ProbeFailure(code="wrong_spec", reason=certain, traceback=traceback)
 
 
-def _raises_for_real(make: Callable[[], object], error: BaseException, ranks: int) -> bool:
-    """Whether ``make`` raises the same where it has values, and ranks beside it, as in a job.
+def _raised_for_real(
+    make: Callable[[], object], error: BaseException, ranks: int
+) -> BaseException | None:
+    """What ``make`` raises where there are values, and ranks beside it, as in a job.
 
     What the operating system refuses says nothing of another node.
     """
     if not isinstance(error, Exception) or isinstance(error, OSError):
-        return False
+        return None
     try:
         with limited_memory(_REAL_BYTES), torch_private.fake_ranks(ranks):
             make()
-    except BaseException as again:  # noqa: BLE001 what it is says whether it counts
-        return type(again) is type(error) and str(again) == str(error)
-    return False
+    except Exception as again:  # noqa: BLE001 what it is says whether it counts
+        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))
+        return None if is_the_nodes else again
+    return None
+
+
+def _is_alike(one: BaseException, other: BaseException) -> bool:
+    return type(one) is type(other) and str(one) == str(other)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -4,7 +4,7 @@ import traceback
 from types import TracebackType
 from typing import Final
 
-from services.contract.messages.rank_pipe import ERROR_CHARACTERS, shortened
+from services.contract.bounds import ERROR_CHARACTERS, shortened
 
 _RUNPY: Final = "<frozen runpy>"
 
