@@ -76,13 +76,8 @@ def job_details(job: JobView) -> Table:
         ("state", state_text(job.state)),
         ("why", job.reason),
         ("exit reason", job.exit_reason),
-<<<<<<< HEAD
         ("step", f"{job.progress.step} of {_all_steps(job)}"),
-        ("loss", number(job.progress.loss, "{:.5f}")),
-=======
-        ("step", f"{job.progress.step} of {job.progress.of}"),
         ("loss", loss(job.progress.loss, job.progress)),
->>>>>>> main
         ("validation", _evaluation(job)),
         (per_s(job.progress), number(job.progress.tokens_per_s, "{:,.0f}")),
         ("MFU", number(job.progress.mfu, "{:.1%}")),

@@ -30,13 +30,10 @@ class _View(BaseModel):
 class Progress(_View):
     """How far a job is. ``eta_s`` from the median of the last step times.
 
-<<<<<<< HEAD
     ``of`` is null as long as a script has not told how many steps it makes.
-=======
     ``tokens_per_s`` counts what ``throughput_unit`` says; the losses of the job, validation's too,
     are in ``loss_unit``: nats a token, or none that is known. ``metrics``: the newest values of the user's
     metrics, by name. ``mfu``: model FLOPs utilisation of the newest step, from 0 to 1.
->>>>>>> main
     """
 
     step: int = 0

@@ -109,22 +109,15 @@ class LaunchRefused(_GangFact):
 class GangProgressed(_GangFact):
     """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
 
-<<<<<<< HEAD
     ``step`` 0: they run a script, which has not told of a step yet.
-    """
-
-    kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=0)
-=======
     ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not. Told
     again where the ranks tell them late.
     """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=1)
+    step: int = Field(ge=0)
     throughput_unit: ThroughputUnit | None = None
     loss_unit: LossUnit | None = None
->>>>>>> main
 
 
 class CheckpointBegan(_GangFact):

@@ -55,12 +55,12 @@ def measure(
     )
 
 
-<<<<<<< HEAD
 def steps_of(job: Job, records: Sequence[StepRecord]) -> int | None:
     """How many steps the job makes: by its spec, or as its script told last (records, oldest first)."""
     told = (record.of for record in reversed(records) if record.of is not None)
     return job.spec.steps if job.spec.steps is not None else next(told, None)
-=======
+
+
 def utilisation(job: Job, world: int | None, step_time_s: float) -> float | None:
     """Model FLOPs utilisation of a step, from 0 to 1; see ``StepView``.
 
@@ -87,4 +87,3 @@ def newest_values(records: Sequence[MetricRecord]) -> dict[str, float | None]:
 
 def _world(job: Job) -> int | None:
     return None if job.plan is None else job.plan.world_size
->>>>>>> main

@@ -324,13 +324,7 @@ def _said(
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
-<<<<<<< HEAD
             return _ready(_with(state, replace(rank, ready=message)))
-=======
-            state = _with(state, replace(rank, ready=message))
-            # Boards are seen sooner than pipes are read: what it says may come after its first step.
-            return (state, ()) if state.progressed is None else (state, (_progress(state),))
->>>>>>> main
         case RankMetrics():
             return state, ()  # telemetry takes them: nothing is decided upon them
         case RankFinished():
@@ -351,13 +345,11 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
 
 
 def _ready(state: GangState) -> Decision:
-    if not state.is_script or any(rank.ready is None for rank in state.ranks.values()):
-        return state, ()
-    return state, (Tell(_progressed(state, 0)),)
-
-
-def _progressed(state: GangState, step: int) -> GangProgressed:
-    return GangProgressed(job_id=state.job_id, fence=state.fence, node_id=state.node_id, step=step)
+    # Boards are seen sooner than pipes are read: what it says may come after its first step.
+    if state.progressed is not None:
+        return state, (_progress(state),)
+    starts = state.is_script and all(rank.ready is not None for rank in state.ranks.values())
+    return (state, (_progress(state),)) if starts else (state, ())
 
 
 def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Decision:
@@ -391,18 +383,7 @@ def _failed(state: GangState, rank: RankState, now: float) -> Decision:
 
 def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
     state = _with(state, replace(rank, step_seen=True))
-<<<<<<< HEAD
-    if state.progressed or not _have_stepped(state, state.ranks.values()):
-        return state, ()
-    return replace(state, progressed=True), (Tell(_progressed(state, max(step, 1))),)
-
-
-def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
-    # Nobody says that each rank of a script reports.
-    of_enough = any if state.is_script else all
-    return of_enough(rank.step_seen for rank in ranks)
-=======
-    if state.progressed is not None or not all(r.step_seen for r in state.ranks.values()):
+    if state.progressed is not None or not _have_stepped(state, state.ranks.values()):
         return state, ()
     state = replace(state, progressed=max(step, 1))
     return state, (_progress(state),)
@@ -415,12 +396,17 @@ def _progress(state: GangState) -> Tell:
             job_id=state.job_id,
             fence=state.fence,
             node_id=state.node_id,
-            step=state.progressed or 1,
+            step=state.progressed or 0,
             throughput_unit=None if ready is None else ready.throughput_unit,
             loss_unit=None if ready is None else ready.loss_unit,
         )
     )
->>>>>>> main
+
+
+def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
+    # Nobody says that each rank of a script reports.
+    of_enough = any if state.is_script else all
+    return of_enough(rank.step_seen for rank in ranks)
 
 
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:

@@ -11,7 +11,6 @@ from services.contract.messages.rank_pipe import (
     RankFinished,
     RankMessage,
     RankOrder,
-    RankReady,
     RankSeat,
 )
 from services.contract.rank_channel import BoardWriter
@@ -67,7 +66,7 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
     session = Session(Ties(seat, pipe, watch, writer, metrics, store.part("session")))
     meshloom.session.install(session)
     folders = (*(Path(f) for f in [seat.code_folder] if f is not None), *user_folders())
-    pipe.send(RankReady(units=(), groups=(CONTROL_GROUP,), parameters=0, data_digest=""))
+    pipe.send(session.ready("samples"))
     watch.enter(RankPhase.SCRIPT)
     with metrics, writer:
         entry.run(seat.spec.entrypoint, folders)

@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from fsdp_core.checkpoint import local_shards
 from meshloom.session import Figures
-from services.contract.messages.rank_pipe import RankMessage, RankOrder, RankSeat
+from services.contract.messages.rank_pipe import (
+    RankMessage,
+    RankOrder,
+    RankReady,
+    RankSeat,
+    ThroughputUnit,
+)
 from services.contract.rank_channel import MAX_STEP, BoardStep
 from services.contract.states import RankPhase
 from services.worker.rank.checkpoints.loading import fill_from, source_of
@@ -35,7 +41,7 @@ from services.worker.rank.checkpoints.state import (
 )
 from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.agreement import Agreed, propose
-from services.worker.rank.gang.control import ControlChannel
+from services.worker.rank.gang.control import CONTROL_GROUP, ControlChannel
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.metrics.reporter import MetricsReporter
 from services.worker.rank.script import nested
@@ -114,6 +120,18 @@ class Session:
         """Whether the script was told to stop, and steps are left."""
         return self._has_told_stop and not 0 < self._of <= self.step
 
+    @staticmethod
+    def ready(unit: ThroughputUnit) -> RankReady:
+        """What the agent is told of a script; ``unit``: what it counts to tell its speed."""
+        return RankReady(
+            units=(),
+            groups=(CONTROL_GROUP,),
+            parameters=0,
+            data_digest="",
+            throughput_unit=unit,
+            loss_unit="",
+        )
+
     def report(self, step: int, figures: Figures, metrics: Mapping[str, Any]) -> None:
         """See ``meshloom.session.report``."""
         self._check_process()
@@ -190,6 +208,8 @@ class Session:
         now = time.perf_counter()
         steps = max(step - max(self._reported, self._restored), 1)
         elapsed_s = (now - self._moved_at) / steps
+        if figures.tokens is not None and not self._reported:
+            self._pipe.send(self.ready("tokens"))
         units = figures.tokens if figures.tokens is not None else figures.samples
         self._loss = loss
         self._reported, self._moved_at = step, now

@@ -389,9 +389,7 @@ export interface StepView {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
-<<<<<<< HEAD
   of: number | null;
-=======
   mfu: number | null;
 }
 
@@ -399,7 +397,6 @@ export interface MetricPoint {
   step: number;
   fence: number;
   values: Record<string, number | null>;
->>>>>>> main
 }
 
 export interface MetricsView {
