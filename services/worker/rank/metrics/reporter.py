@@ -69,7 +69,7 @@ class MetricsReporter:
             self._outlets.append(JsonLines(files.json_lines, seat.fence))
             self._outlets.append(EventFile(files.events))
             if seat.hears_metrics:
-                self._outlets.append(AgentOutlet(send, seat.spec.train.steps))
+                self._outlets.append(AgentOutlet(send, seat.spec.steps))
             self._outlets += outlets
 
     def report(self, step: int, values: Mapping[str, float], *, validation: bool = False) -> None:
