@@ -11,7 +11,13 @@ from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.messages.base import Message
 from services.contract.messages.commands import Command, LaunchGang
 from services.contract.messages.facts import Fact
-from services.contract.messages.telemetry import LogLine, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    LogLine,
+    MetricRecord,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.specs import JobSpec
 
 NODE = "loom-1"
@@ -74,6 +80,7 @@ REQUIRED: Final[Mapping[str, object]] = {
         "plan": PLAN,
     },
     "inventory": {"hostname": "loom", "cpu_slots": 1, "cpu_count": 1, "memory_bytes": 1},
+    "values": {"hits": 0.5},
     "records": [{"number": 1, "name": "1.json", "reason": "torn"}],
     "findings": {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": [SEEN]},
     "exits": [SEEN | {"exit_code": 1, "order": 0, "step": 3}],
@@ -98,7 +105,15 @@ def members(union: object) -> list[type[Message]]:
     return list(typing.get_args(typing.get_args(union)[0]))
 
 
-SPOKEN = [*members(Fact), *members(Command), RankSample, RankStacks, StepRecord, LogLine]
+SPOKEN = [
+    *members(Fact),
+    *members(Command),
+    RankSample,
+    RankStacks,
+    StepRecord,
+    MetricRecord,
+    LogLine,
+]
 
 
 def of_yesterday(kind: type[BaseModel]) -> dict[str, Any]:

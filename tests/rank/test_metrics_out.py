@@ -12,7 +12,7 @@ import torch
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  # it has no types
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
-from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankReady
+from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMessage, RankMetrics, RankReady
 from services.contract.specs import JobSpec
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.bounded_file import BoundedFile
@@ -75,7 +75,8 @@ def test_an_outlet_that_fails_is_told_of_once_and_ends_alone(
     (tmp_path / "metrics.jsonl").mkdir()  # nothing can be appended there
     refused, taken = Refusing(), Taking()
     seat = seat_of(tmp_path, spec()).model_copy(update={"log_folder": str(tmp_path)})
-    with MetricsReporter(seat, lambda _: None, [refused, taken]) as reporter:
+    sent: list[RankMessage] = []
+    with MetricsReporter(seat, sent.append, [refused, taken]) as reporter:
         reporter.report(1, {"x": 1.0})
         until(lambda: taken.points)
         reporter.report(2, {"x": torch.tensor(2.0), "y": math.nan})  # type: ignore[dict-item] # users do
@@ -83,6 +84,7 @@ def test_an_outlet_that_fails_is_told_of_once_and_ends_alone(
             reporter.report(3, {"z": "high"})  # type: ignore[dict-item] # as above
     assert [(point.step, dict(point.values)["x"]) for point in taken.points] == [(1, 1.0), (2, 2.0)]
     assert refused.tries == 1
+    assert sent == []  # an agent that does not say that it hears metrics is told none
     said = capfd.readouterr().err
     assert said.count("metrics are no longer written to a broken service: OSError: gone") == 1
     assert said.count(f"metrics are not written to {tmp_path / 'metrics.jsonl'}") == 1

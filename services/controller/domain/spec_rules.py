@@ -26,4 +26,6 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
             pointer = f"/{field}/factory"
             faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
         faults += written_out(used.args, f"/{field}/args")
+    if spec.metrics is not None:
+        faults += written_out(spec.metrics.model_dump(), "/metrics")
     return [*faults, *written_out(spec.labels, "/labels")]

@@ -51,6 +51,8 @@ class Admission:
                     "this node"
                 )
             names.update(references(used.args))
+        if spec.metrics is not None:
+            names.update(references(spec.metrics.model_dump()))
         return {name: self._secret(name) for name in sorted(names)}
 
     def _secret(self, name: str) -> str:
