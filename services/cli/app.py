@@ -10,6 +10,7 @@ from services.cli import planning, tables
 from services.cli.access import audit, tokens
 from services.cli.attempts import attempts_table
 from services.cli.client import Client
+from services.cli.code_folder import with_code
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
 from services.cli.connect import WATCHING_PATIENCE_S as _WATCHING_PATIENCE_S
 from services.cli.connect import connect as _connect
@@ -95,10 +96,14 @@ def submit(  # noqa: PLR0913 one parameter an option
     rejoin: Annotated[
         bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
     ] = False,
+    code: planning.Code = None,
 ) -> None:
     """Submit the job in FILE, or the one of a plan."""
     spec = _what_to_submit(file, plan_id)
+    if code is not None and file is None:
+        raise CliError("--code is for a FILE; a plan names the code that it was made with")
     with _connect() as client:
+        spec = with_code(client, spec, code)
         unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
         if plan and unfinished is None:
             spec = _through_a_plan(spec)
@@ -347,10 +352,13 @@ def clone(
         typer.Option("--idempotency-key", help="The same key clones the job only once."),
     ] = None,
     follow: Follow = False,
+    code: planning.Code = None,
 ) -> None:
     """Submit another job of the same spec, from a checkpoint or from the beginning."""
-    wanted = {"overrides": read_overrides(overrides or []), "from_checkpoint": from_checkpoint}
+    patch = read_overrides(overrides or [])
     with _connect() as client:
+        patch = with_code(client, patch, code)
+        wanted = {"overrides": patch, "from_checkpoint": from_checkpoint}
         request = read_model(CloneRequest, wanted)
         view = client.clone(_resolve(client, job), request, idempotency_key=key)
         console.print(f"submitted {view.id}  {client.base_url}/#/jobs/{view.id}", soft_wrap=True)

@@ -80,6 +80,7 @@ def job_details(job: JobView) -> Table:
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
+        ("code", job.spec.code),
         ("mesh", _mesh(job)),
         ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
@@ -95,8 +96,8 @@ def job_details(job: JobView) -> Table:
 def ranks_table(ranks: RankList) -> Table:
     """One row a rank; the one for which the others wait is marked."""
     table = _table(
-        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
-        "loss", f"{ranks.throughput_unit}/s", "memory", "seen",
+        "rank", "node", "device", "phase", "unit", "step", "step time", "for data", "lag",
+        "waited for", "loss", f"{ranks.throughput_unit}/s", "memory", "seen",
     )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
@@ -107,6 +108,7 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.data_wait_s, "{:.3f} s"),
             number(rank.arrival_lag_s, "{:.4f} s"),
             _waited_for(rank),
             number(rank.loss, "{:.4f}"),
@@ -281,15 +283,15 @@ def age(moment: datetime) -> str:
 
 
 def estimate_line(estimate: EstimateView) -> str:
-    """What a plan foresaw of memory, and what was seen."""
-    foreseen = f"{size(estimate.peak.total)} in {estimate.where}"
+    """What a plan estimated of memory, and what was measured."""
+    estimated = f"{size(estimate.peak.total)} in {estimate.where}"
     if estimate.unit:
-        foreseen += f" of {estimate.unit}"
+        estimated += f" of {estimate.unit}"
     if estimate.measured_peak_bytes is None:
-        return f"{foreseen} foreseen; nothing measured yet"
+        return f"{estimated} estimated; nothing measured yet"
     kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
-    words = f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
+    words = f"{estimated} estimated; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
     return words if estimate.ratio is None else f"{words}: {estimate.ratio:.2f} times as much"
 
 

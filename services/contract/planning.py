@@ -65,7 +65,7 @@ class AxisTraffic(_View):
 class StepTimeView(_View):
     """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
 
-    ``scale``: what the first steps of earlier jobs of the model took, over what was foreseen for
+    ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
     them; all seconds are multiplied by it.
     """
 
@@ -207,7 +207,7 @@ class PlanList(_View):
 
 
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen.
+    """What a job's plan estimated of its fullest rank. ``reason``: why this layout was chosen.
 
     ``probe_id``: where the model's profile is; ``time_scale``: that of ``step_time_s``.
     ``model_flops``: floating-point operations of a step over all ranks, forward and backward, none

@@ -75,6 +75,8 @@ PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
 TELEMETRY_KEPT_S: Final = 7 * 86_400
+# Of a model's profile the most; to parse so much takes less than a lease.
+LONGEST_FACT: Final = 8 << 20
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 METRICS_KEPT: Final = 50_000

@@ -126,7 +126,7 @@ class JobView(_View):
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
-        None, description="what its plan foresaw, and what was seen; null without a plan_id"
+        None, description="what its plan estimated, and what was measured; null without a plan_id"
     )
     latest_checkpoint: CheckpointId | None = None
     cloned_from: CloneOrigin | None = None
@@ -167,6 +167,9 @@ class RankView(_View):
     unit: str | None = None
     step: int = 0
     step_time_s: float | None = None
+    data_wait_s: float | None = Field(
+        None, description="of step_time_s, what the rank waited for its data"
+    )
     arrival_lag_s: float | None = Field(
         None, description="how much later than the first rank it issues a collective, on average"
     )

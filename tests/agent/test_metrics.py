@@ -2,13 +2,8 @@
 
 from pathlib import Path
 
-from services.contract.messages.rank_pipe import (
-    METRIC_NAME_CHARACTERS,
-    METRIC_NAMES_KEPT,
-    RANK_MESSAGE,
-    RankMetrics,
-    RankSeat,
-)
+from services.contract.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT
+from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankSeat
 from services.contract.messages.telemetry import MetricRecord
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.telemetry import METRICS_PER_BEAT, GangTelemetry

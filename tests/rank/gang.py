@@ -249,14 +249,16 @@ class Ranks:
                     store_port=listener.getsockname()[1],
                     threads=1,
                     hears_metrics=True,
-                    data_roots=(str(spec.data.args.get("library", self.root)),),
+                    data_roots=(
+                        str(spec.data.args.get("library", self.root) if spec.data else self.root),
+                    ),
                 )
                 end, theirs = socket.socketpair()
                 with theirs:
                     process = self._context.Process(
                         target=_sit,
                         args=(seat, theirs, listener if rank == 0 else None, trainer),
-                        daemon=True,
+                        daemon=False,  # it may have worker processes of its own
                     )
                     process.start()
                 processes.append(process)

@@ -4,12 +4,21 @@ A rank runs the user's code, so every message of it is bounded, at both ends of 
 people read is cut with a mark, what must be exact is refused.
 """
 
-import itertools
-import math
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from services.contract.bounds import (
+    Baselines,
+    Digest,
+    ErrorTypes,
+    EvaluationMetrics,
+    GroupName,
+    MetricValues,
+    Name,
+    Text,
+    Traceback,
+)
 from services.contract.ids import CheckpointId, JobId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
@@ -20,95 +29,11 @@ from services.contract.specs import CarriedSpec
 LINE_BYTES: Final = 1 << 20
 """No message is longer."""
 
-ERROR_CHARACTERS: Final = 4_096
-TRACEBACK_CHARACTERS: Final = 32_768
-NAME_CHARACTERS: Final = 256
-BASELINES_KEPT: Final = 8
-METRIC_NAMES_KEPT: Final = 64
-"""So many names of a user's metrics are kept of a job."""
-METRIC_NAME_CHARACTERS: Final = 64
-EVALUATION_METRICS_KEPT: Final = 16
-_ERROR_TYPES_KEPT: Final = 32
 _MOST_UNITS: Final = 4_096
 _MOST: Final = (1 << 63) - 1
 
 
-def shortened(text: str, limit: int) -> str:
-    """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
-
-    The two ends say where and what.
-    """
-    if len(text) <= limit:
-        return text
-    mark = f" … {len(text) - limit} characters cut … "
-    half = (limit - len(mark)) // 2
-    return f"{text[:half]}{mark}{text[-half:]}"
-
-
-def few_baselines(baselines: object) -> object:
-    """The first of them that are finite, for JSON has no word for other numbers; names cut."""
-    if not isinstance(baselines, dict):
-        return baselines
-    finite = [
-        (shortened(str(name), NAME_CHARACTERS), float(value))
-        for name, value in baselines.items()
-        if _is_finite(value)
-    ]
-    return dict(finite[:BASELINES_KEPT])
-
-
-def few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
-    """The first of them; names cut, and without what would break a line or a list of names.
-
-    None in place of what is no finite number.
-    """
-    if not isinstance(values, dict):
-        return values
-    return {
-        metric_name(str(name)): float(value) if _is_finite(value) else None
-        for name, value in itertools.islice(values.items(), most)
-    }
-
-
-def metric_name(name: str) -> str:
-    """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
-    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
-    if len(plain) > METRIC_NAME_CHARACTERS:
-        return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
-    return plain or "_"
-
-
-def _is_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and abs(value) <= _MOST
-
-
-def _cut_to(limit: int) -> BeforeValidator:
-    def cut(value: object) -> object:
-        return shortened(value, limit) if isinstance(value, str) else value
-
-    return BeforeValidator(cut)
-
-
-def _first_types(types: object) -> object:
-    return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
-
-
-_Text = Annotated[str, _cut_to(ERROR_CHARACTERS)]
-_Name = Annotated[str, _cut_to(NAME_CHARACTERS)]
-_GroupName = Annotated[str, StringConstraints(max_length=64)]
-_Digest = Annotated[str, StringConstraints(max_length=1_024)]
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
-MetricValues = Annotated[dict[str, float | None], BeforeValidator(few_metrics)]
-"""Values by name, at most 64; None: no finite number."""
-EvaluationMetrics = Annotated[
-    dict[str, float | None],
-    BeforeValidator(lambda values: few_metrics(values, EVALUATION_METRICS_KEPT)),
-]
-"""The same of a validation pass, of which a job's record keeps many: at most 16."""
-
-
 ThroughputUnit = Literal["tokens", "samples"]
 LossUnit = Literal["nats", ""]
 """Nats a token where the loss is that of the next token; else it has no unit that we know."""
@@ -149,10 +74,10 @@ class RankReady(Message):
     """
 
     kind: Literal["rank_ready"] = "rank_ready"
-    units: tuple[_Name, ...] = Field(max_length=_MOST_UNITS)
-    groups: tuple[_GroupName, ...] = Field(max_length=MAX_GROUPS)
+    units: tuple[Name, ...] = Field(max_length=_MOST_UNITS)
+    groups: tuple[GroupName, ...] = Field(max_length=MAX_GROUPS)
     parameters: int = Field(ge=0, le=_MOST)
-    data_digest: _Digest
+    data_digest: Digest
     throughput_unit: ThroughputUnit = "tokens"
     loss_unit: LossUnit = "nats"
 
@@ -173,7 +98,7 @@ class RankVote(Message):
     step: _Step
     shard: ShardFile
     loss: float | None = None
-    data_digest: _Digest = ""
+    data_digest: Digest = ""
 
 
 class RankCheckpointWaits(Message):
@@ -185,7 +110,7 @@ class RankCheckpointWaits(Message):
     kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
     checkpoint_id: CheckpointId
     step: _Step
-    condition: _Text
+    condition: Text
 
 
 class RankCheckpointFailed(Message):
@@ -193,7 +118,7 @@ class RankCheckpointFailed(Message):
 
     kind: Literal["rank_checkpoint_failed"] = "rank_checkpoint_failed"
     checkpoint_id: CheckpointId
-    reason: _Text
+    reason: Text
 
 
 class RankFoundCorrupt(Message):
@@ -201,8 +126,8 @@ class RankFoundCorrupt(Message):
 
     kind: Literal["rank_found_corrupt"] = "rank_found_corrupt"
     checkpoint_id: CheckpointId
-    file: _Name
-    reason: _Text
+    file: Name
+    reason: Text
 
 
 class RankEvaluated(Message):
@@ -216,9 +141,7 @@ class RankEvaluated(Message):
     step: _Step
     loss: float | None
     tokens: int = Field(ge=1, le=_MOST)
-    baselines: Annotated[dict[str, float], BeforeValidator(few_baselines)] = Field(
-        default_factory=dict
-    )
+    baselines: Baselines = Field(default_factory=dict)
     metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
@@ -249,9 +172,9 @@ class RankFailed(Message):
     """
 
     kind: Literal["rank_failed"] = "rank_failed"
-    error: _Text
-    error_types: Annotated[tuple[_Name, ...], BeforeValidator(_first_types)] = ()
-    traceback: Annotated[str, _cut_to(TRACEBACK_CHARACTERS)]
+    error: Text
+    error_types: ErrorTypes = ()
+    traceback: Traceback
     step: _Step
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from services.contract.messages.rank_pipe import METRIC_NAMES_KEPT
+from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.messages.telemetry import MetricRecord, StepRecord
 from services.contract.problems import Fault
 from services.contract.views import MetricPoint, MetricsPart, MetricsView, StepView

@@ -95,13 +95,13 @@ def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView 
     most = max(seen, default=None)
     is_host = job.plan is None or job.plan.device_type == "cpu"
     way: Literal["resident_growth", "allocated"] = "resident_growth" if is_host else "allocated"
-    foreseen = job.estimate.peak.total
+    estimated = job.estimate.peak.total
     return EstimateView(
         **dict(job.estimate),
         measured_peak_bytes=most,
         measured_as=None if most is None else way,
-        ratio=round(most / foreseen, 3)
-        if most is not None and foreseen >= _RESOLVED_BYTES[way]
+        ratio=round(most / estimated, 3)
+        if most is not None and estimated >= _RESOLVED_BYTES[way]
         else None,
     )
 
@@ -276,6 +276,7 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler:
         unit=sample.unit,
         step=sample.step,
         step_time_s=sample.step_time_s,
+        data_wait_s=sample.data_wait_s,
         arrival_lag_s=sample.arrival_lag_s,
         straggler_score=sample.straggler_score,
         is_straggler=is_straggler,

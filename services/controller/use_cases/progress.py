@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from services.contract.messages.rank_pipe import METRIC_NAMES_KEPT
+from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.states import JobState
 from services.contract.views import Progress

@@ -12,14 +12,10 @@ from typing import Final, Literal, TypeVar
 
 import structlog
 
+from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
-from services.contract.messages.rank_pipe import (
-    METRIC_NAMES_KEPT,
-    RankMetrics,
-    RankReady,
-    RankSeat,
-)
+from services.contract.messages.rank_pipe import RankMetrics, RankReady, RankSeat
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.rank_channel import BoardError, BoardReader, BoardSnapshot, BoardStep
 from services.contract.redis_keys import STEPS_KEPT
@@ -297,6 +293,7 @@ class GangTelemetry:
         units = ready.units if ready is not None else ()
         groups = ready.groups if ready is not None else ()
         lateness = self._meter.of(rank)
+        newest = self._ask(rank, lambda reader: reader.step(max(board.step, 0)))
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -312,6 +309,7 @@ class GangTelemetry:
             loss=_finite(board.loss),
             tokens_per_s=_finite(board.tokens_per_s),
             step_time_s=_finite(board.step_time_s),
+            data_wait_s=None if newest is None else _finite(newest.data_wait_s),
             memory_bytes=max(board.memory_bytes, 0),
             peak_bytes=max(board.peak_bytes, 0) or None,
             issued=dict(zip(groups, board.issued, strict=False)),
@@ -332,6 +330,7 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         learning_rate=_finite(entry.learning_rate),
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
+        data_wait_s=_finite(entry.data_wait_s),
     )
 
 

@@ -202,7 +202,7 @@ class RedisFacts:
         with self._clients.answering(keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS):
             await self._take(
                 keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
-                args=[limit, keys.MESSAGE_FIELD],
+                args=[limit, keys.MESSAGE_FIELD, keys.LONGEST_FACT, keys.LONGEST_FACT],
             )
         return await self._read(">", limit)
 

@@ -287,14 +287,16 @@ return 'ok'
 """
 
 TAKE_FACTS: Final = """
--- KEYS: facts, then the lists from which they are taken, the older ones first; ARGV: how many, field
-local left = tonumber(ARGV[1])
+-- KEYS: facts, then the lists from which they are taken, the older ones first
+-- ARGV: how many, field, the longest fact (of a longer one is kept that it was), about how long together
+local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 for i = 2, #KEYS do
-  while left > 0 do
+  while left > 0 and room > 0 do
     local fact = redis.call('LPOP', KEYS[i])
     if not fact then break end
+    if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
     redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
-    left = left - 1
+    left, room = left - 1, room - #fact
   end
 end
 """

@@ -135,14 +135,14 @@ function Head({ job }: { job: JobView }) {
   );
 }
 
-/** What the job's plan foresaw of its fullest rank beside what was seen of any. */
+/** What the job's plan estimated of its fullest rank beside what was measured of any. */
 function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
-  const compared = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as foreseen`;
+  const compared = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as estimated`;
   const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
-    <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>{" "}
+    <Stat label="Peak memory" hint={`The plan estimates it in ${estimate.where}; ${seen}`}>
+      {bytes(estimate.measured_peak_bytes)} <span className="muted">estimated {bytes(estimate.peak.total)}</span>{" "}
       <a href={planHref(estimate.plan_id)}>its plan</a>
     </Stat>
   );
