@@ -80,7 +80,6 @@ REQUIRED: Final[Mapping[str, object]] = {
         "plan": PLAN,
     },
     "inventory": {"hostname": "loom", "cpu_slots": 1, "cpu_count": 1, "memory_bytes": 1},
-    "values": {"hits": 0.5},
     "records": [{"number": 1, "name": "1.json", "reason": "torn"}],
     "findings": {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": [SEEN]},
     "exits": [SEEN | {"exit_code": 1, "order": 0, "step": 3}],
