@@ -63,6 +63,7 @@ class Remembering:
 
 
 def made(kind: str, count: int) -> Any:  # noqa: ANN401 (what factories make)
+    torch.manual_seed(5)  # as ranks do: samplers draw their seed when they are made
     match kind:
         case "stream":
             return Stream(count)
