@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from meshloom.data import IterableSource as IterableSource
     from meshloom.data import MapSource as MapSource
     from meshloom.data import Mixture as Mixture
+    from meshloom.trainable import Trainable as Trainable
 
-__all__ = ["DataSource", "IterableSource", "MapSource", "Mixture"]
+__all__ = ["DataSource", "IterableSource", "MapSource", "Mixture", "Trainable"]
 
 _HOMES = {
     "DataSource": "meshloom.data",
     "IterableSource": "meshloom.data",
     "MapSource": "meshloom.data",
     "Mixture": "meshloom.data",
+    "Trainable": "meshloom.trainable",
 }
 
 

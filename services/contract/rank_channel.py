@@ -42,6 +42,7 @@ MAX_STEP: Final = 999_999_999
 _MAGIC: Final = 0x4D4C424F41524431
 _VERSION: Final = 3
 _PULSE: Final = 16
+_NEW_FILE: Final = 0o666  # less the umask
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
 _RING_LENGTH: Final = 256
@@ -109,6 +110,26 @@ class BoardSnapshot:
     completed: Sequence[int] = field(default=(0,) * MAX_GROUPS)
 
 
+def make_room_for_board(path: Path) -> None:
+    """Make the file of a board whose rank is not there yet: then the rank will not lack room.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    os.close(_with_room(path))
+
+
+def _with_room(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _NEW_FILE)
+    try:
+        # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
+        os.posix_fallocate(descriptor, 0, BOARD_BYTES)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class BoardWriter:
     """The rank's side. Not thread-safe: one thread writes, but for the pulse.
 
@@ -129,10 +150,12 @@ class BoardWriter:
         Raises:
             OSError: There is no room for it.
         """
-        with path.open("w+b") as file:
-            # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
-            os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
-            memory = mmap.mmap(file.fileno(), BOARD_BYTES)
+        descriptor = _with_room(path)
+        try:
+            memory = mmap.mmap(descriptor, BOARD_BYTES)
+        finally:
+            os.close(descriptor)
+        memory[:] = bytes(BOARD_BYTES)
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION)
         return cls(memory, fence)
 

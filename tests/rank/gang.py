@@ -249,7 +249,9 @@ class Ranks:
                     store_port=listener.getsockname()[1],
                     threads=1,
                     hears_metrics=True,
-                    data_roots=(str(spec.data.args.get("library", self.root)),),
+                    data_roots=(
+                        str(spec.data.args.get("library", self.root) if spec.data else self.root),
+                    ),
                 )
                 end, theirs = socket.socketpair()
                 with theirs:

@@ -27,6 +27,7 @@ from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.gang.groups import joined, mesh_axes
 from services.worker.rank.loop import narration
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.determinism import make_deterministic
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
@@ -58,6 +59,8 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         Exception: Whatever ends the rank early, the user's own exceptions included.
     """
     torch.set_num_threads(seat.threads)
+    if seat.spec.train.deterministic:
+        make_deterministic()
     groups = (*mesh_axes(seat.plan.sharding.mesh), CONTROL_GROUP)
     watch = BoardWatch(board, groups, torch.device(seat.device))
     watch.enter(RankPhase.RENDEZVOUS)
@@ -122,6 +125,8 @@ def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, st
     run.watch.finish_step(done, writer.copied_bytes)
     metrics.report(step, {**figures.metrics, **_figures(run, done)})
     narration.stepped(run, done)
+    if figures.is_skipped:
+        narration.skipped(run, step)
     return figures.loss
 
 
@@ -156,14 +161,18 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
 
 
 def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int) -> None:
-    evaluation = evaluate(run)
+    evaluation = evaluate(run, step)
     if evaluation is None or run.gang.rank != 0:
         return
     metrics.report(step, {**evaluation.metrics, "loss": evaluation.loss}, validation=True)
     baselines = dict(run.data.baselines())
     pipe.send(
         RankEvaluated(
-            step=step, loss=evaluation.loss, tokens=evaluation.tokens, baselines=baselines
+            step=step,
+            loss=evaluation.loss,
+            tokens=evaluation.tokens,
+            baselines=baselines,
+            metrics=dict(evaluation.metrics),
         )
     )
     narration.evaluated(step, evaluation.loss, baselines)
@@ -175,4 +184,6 @@ def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
         groups=groups,
         parameters=sum(p.numel() for p in run.model.parameters()),
         data_digest=run.data.digest,
+        throughput_unit="tokens" if run.counts_tokens else "samples",
+        loss_unit=run.loss_unit,
     )

@@ -57,8 +57,12 @@ export interface Progress {
   of: number;
   loss: number | null;
   tokens_per_s: number | null;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
   step_time_s: number | null;
+  mfu: number | null;
   eta_s: number | null;
+  metrics: Record<string, number | null>;
 }
 
 export interface Evaluation {
@@ -66,6 +70,7 @@ export interface Evaluation {
   loss: number | null;
   tokens: number;
   baselines: Record<string, number>;
+  metrics: Record<string, number | null>;
 }
 
 export interface FailureView {
@@ -103,6 +108,22 @@ export interface Factory {
   args: Record<string, unknown>;
 }
 
+export interface ParameterGroup {
+  match: string;
+  [option: string]: unknown;
+}
+
+export interface OptimizerSpec {
+  factory: string;
+  args: Record<string, unknown>;
+  groups: ParameterGroup[];
+}
+
+export interface EmaSpec {
+  decay: number;
+  every: number;
+}
+
 export interface PrecisionSpec {
   params: "fp32" | "bf16" | "fp16";
   reduce: "fp32" | "bf16" | "fp16";
@@ -116,6 +137,8 @@ export interface TrainSpec {
   seed: number;
   precision: PrecisionSpec;
   eval_every: number;
+  ema: EmaSpec | null;
+  deterministic: boolean;
 }
 
 export interface ResourceSpec {
@@ -150,11 +173,12 @@ export interface FaultSpec {
 
 export interface JobSpec {
   name: string;
-  model: Factory;
-  data: Factory;
+  trainable: Factory | null;
+  model: Factory | null;
+  data: Factory | null;
   loss: Factory | null;
   code: string | null;
-  optimizer: Factory;
+  optimizer: OptimizerSpec;
   schedule: Factory;
   train: TrainSpec;
   resources: ResourceSpec;
@@ -247,6 +271,8 @@ export interface EstimateView {
   step_time_s: number | null;
   probe_id: string | null;
   time_scale: number;
+  model_flops: number | null;
+  peak_flops: number | null;
   measured_peak_bytes: number | null;
   measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
@@ -312,6 +338,7 @@ export interface RankView {
 
 export interface RankList {
   attempt: number;
+  throughput_unit: "tokens" | "samples";
   items: RankView[];
 }
 
@@ -367,7 +394,7 @@ export interface LogPage {
   next_cursor: string | null;
 }
 
-export interface StepRecord {
+export interface StepView {
   step: number;
   fence: number;
   loss: number | null;
@@ -375,13 +402,25 @@ export interface StepRecord {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  mfu: number | null;
   data_wait_s: number | null;
 }
 
+export interface MetricPoint {
+  step: number;
+  fence: number;
+  values: Record<string, number | null>;
+}
+
 export interface MetricsView {
-  items: StepRecord[];
+  items: StepView[];
+  user_metrics: MetricPoint[];
   evaluations: Evaluation[];
   total: number;
+  names: string[];
+  names_left_out: number;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
 }
 
 export interface ShardView {
@@ -586,6 +625,8 @@ export interface PlanView {
   memory_limit_bytes: number | null;
   traffic: AxisTraffic[];
   step_time: StepTimeView | null;
+  model_flops: number | null;
+  peak_flops: number | null;
   alternatives: PlanAlternative[];
   ranks: RankPlacement[];
   placement: string | null;

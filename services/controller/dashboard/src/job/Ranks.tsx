@@ -2,7 +2,7 @@ import { useMemo, useState } from "react";
 import { serverNow } from "../api/connection";
 import { isAtRest, useNodes, useRanks } from "../api/queries";
 import type { JobView, NodeView, RankView } from "../api/types";
-import { bytes, compact, DASH, dateTime, duration, span, whole } from "../ui/format";
+import { bytes, compact, DASH, dateTime, duration, perSecond, span, whole } from "../ui/format";
 import { Bar, Panel, Quiet, Trouble } from "../ui/parts";
 import { useNow } from "../ui/time";
 import { type Phase, phaseOf } from "./phases";
@@ -55,7 +55,7 @@ export function Ranks({ job }: { job: JobView }) {
                   Lag
                 </th>
                 <th scope="col">Memory</th>
-                <th scope="col" className="number">Tokens/s</th>
+                <th scope="col" className="number">{perSecond(job.progress.throughput_unit)}</th>
                 <th scope="col">Where</th>
                 <th scope="col">Last seen</th>
               </tr>
