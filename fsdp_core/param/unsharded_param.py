@@ -96,13 +96,14 @@ def free(tensor: torch.Tensor) -> None:
 
 def allocate_as_saved(tensor: torch.Tensor) -> None:
     """Undoes `free_for_autograd`; a no-op where there is memory."""
-    if tensor.numel() and tensor.untyped_storage().size() == 0:
+    was_free = tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    allocate(tensor)  # may raise
+    if was_free:
         torch_private.shift_version(tensor, -1)
-    allocate(tensor)
 
 
 def free_for_autograd(tensor: torch.Tensor) -> None:
     """Frees `tensor` and has autograd refuse to read what it saved of it and of its views."""
     if tensor.untyped_storage().size() != 0:
         torch_private.shift_version(tensor, 1)
-    free(tensor)
+        free(tensor)

@@ -21,15 +21,12 @@ from fsdp_core.runtime.comm_home import CommHome
 from fsdp_core.runtime.forward_calls import ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
+from fsdp_core.runtime.sharded_unit import ShardedUnit
 from fsdp_core.runtime.tensor_tree import grad_tensors, has_no_tensor
-from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.runtime.tree import Member, form_tree
-from fsdp_core.runtime.unit_params import UnitParams
 from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import CommLink
-    from fsdp_core.param import FSDPParam, FSDPParamGroup
     from fsdp_core.policy import MixedPrecisionPolicy
     from fsdp_core.runtime.grouping import UnitGroups
     from fsdp_core.runtime.unit_options import UnitOptions
@@ -41,16 +38,11 @@ Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
 
-class FSDPState:
+class FSDPState(ShardedUnit):
     """Owns the `TrainingState` of a unit and decides what happens at each of its hooks.
 
     Attributes:
-        modules: The unit's modules.
-        options: What the setters write.
-        context: What it shares with the other units of its root.
-        home: Where its collectives live if it is, or becomes, a root.
         relay: Its observer, in effect if it is the root.
-        tracer: Names its phases in profiles and logs.
         prefetch_after_forward: Units to gather while this one's forward runs; empty: foresee.
         prefetch_after_backward: The same for backward.
     """
@@ -63,29 +55,20 @@ class FSDPState:
         policy: MixedPrecisionPolicy,
         options: UnitOptions,
     ) -> None:
-        self.modules = tuple(modules)
-        self.options = options
-        self.relay = ObserverRelay()
-        self.tracer = UnitTracer()
+        relay = ObserverRelay()
+        home = CommHome(device)
+        context = RootContext([self], home, relay, is_solo=True)
+        super().__init__(modules, groups, options, home, context)
+        self.relay = relay
         self.prefetch_after_forward: tuple[FSDPState, ...] = ()
         self.prefetch_after_backward: tuple[FSDPState, ...] = ()
-        self._params = UnitParams(groups.own, groups.borrowed, self.tracer)
         self._casting = Casting(policy, device, self.tracer)
-        self._training_state = TrainingState.IDLE
-        self._index = 0
         self._calls = ForwardCalls(self.modules)
         self._has_returned = False
         self._has_new_grads = False
         self._may_miss_update = False
         self._awaits_backward = False
         self._params.watch_grads(weakly(self._note_grad))
-        self.home = CommHome(device)
-        self.context = RootContext([self], self.home, self.relay, is_solo=True)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """Where the unit is in the step."""
-        return self._training_state
 
     @property
     def is_in_forward(self) -> bool:
@@ -96,26 +79,6 @@ class FSDPState:
     def is_running(self) -> bool:
         """Whether a call of its modules has begun that neither returned nor raised."""
         return self._calls.are_running
-
-    @property
-    def index(self) -> int:
-        """Place in the root's pre-order; 0 for a root."""
-        return self._index
-
-    @property
-    def fqn(self) -> str:
-        """Names of the modules from the root, joined by ", "; "" for a root."""
-        return self.tracer.fqn
-
-    @property
-    def groups(self) -> tuple[FSDPParamGroup, ...]:
-        """Its communicating parameter groups; empty if it has no parameters of its own."""
-        return self._params.groups
-
-    @property
-    def params(self) -> list[FSDPParam]:
-        """All parameters of the unit."""
-        return self._params.all
 
     def install(self) -> None:
         """Makes itself the modules' state and registers the hooks on them."""
@@ -132,11 +95,6 @@ class FSDPState:
 
     # -- The root
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no root is known yet."""
-        return self.context.is_solo
-
     def ensure_root(self) -> None:
         """Forms the tree below, if no root is known yet: this unit becomes it; see `form_tree`."""
         if not self.is_alone:
@@ -146,61 +104,6 @@ class FSDPState:
             if (unit := state_of(module)) is not None:
                 members.setdefault(unit, []).append(name)
         form_tree(self.modules, members, self.home, self.relay)
-
-    def settle(self) -> None:
-        """Takes over what the user did since sharding, and checks that training can start."""
-        self._params.settle()
-
-    def join(self, context: RootContext, index: int, fqn: str) -> None:
-        """Becomes unit number `index` of a tree."""
-        self.context = context
-        self._index = index
-        self.tracer.fqn = fqn
-
-    def share_home(self, home: CommHome) -> None:
-        """Communicates from `home` from now on; see `share_comm_ctx`."""
-        self.home = home
-        self.context.move_to(home)
-
-    # -- Whole and sliced parameters
-
-    def unshard(self) -> None:
-        """Starts the gather of the parameters; `finish_unshard` lands it."""
-        self.context.recover_if_failed()
-        if self.is_alone:
-            self.settle()
-        idle = self._training_state is TrainingState.IDLE
-        self._params.issue_unshard(self.context.link, after_compute=idle)
-
-    def finish_unshard(self) -> None:
-        """Waits for the gather in flight, if any, and registers the whole parameters."""
-        self._params.finish_unshard()
-
-    def reshard(self) -> None:
-        """Registers the slices and frees the whole parameters."""
-        self._params.reshard()
-
-    def refresh(self) -> None:
-        """Takes over what the user did to the slices."""
-        self._params.refresh()
-
-    def drop_gathers(self) -> None:
-        """Ends gathers in flight that nobody used."""
-        self._params.drop_gathers()
-
-    def prefetch_in_forward(self) -> None:
-        """Starts the gather that the next forward needs."""
-        self._params.issue_unshard(self._gather_link, after_compute=False)
-
-    def prefetch_in_backward(self) -> None:
-        """Starts the gather that the next backward needs, if it needs one."""
-        if self.options.unshard_in_backward:
-            self.prefetch_in_forward()
-
-    @property
-    def _gather_link(self) -> CommLink:
-        context = self.context
-        return context.inline_link if self.options.unshard_inline else context.link
 
     # -- Forward
 
@@ -268,7 +171,7 @@ class FSDPState:
 
     def complete_partial_forward(self, output: object) -> object:
         """Ends a forward in which only some of the unit's modules ran."""
-        if not self._calls.is_partial:
+        if not self._calls.is_partial or self._calls.are_running:
             return output
         self._calls.forget()
         return self._casting.output(self._complete_forward(output))

@@ -115,9 +115,13 @@ class RootContext:
     def begin_forward(self, unit: Unit) -> bool:
         """Opens a pass unless one is open; returns whether `unit` opened it.
 
-        The opener need not be the root: a submodule may run alone, for example in evaluation.
+        The opener need not be the root: a submodule may run alone, for example in evaluation. If
+        it was one of a group, whose other modules have yet to run, its pass is still open, and
+        goes on as a part of the root's.
         """
-        if self._forward_root is not None:
+        if (opener := self._forward_root) is not None and (
+            opener.is_running or unit is not self.units[0]
+        ):
             return False
         self._forward_root = unit
         with unit.tracer.phase("root_pre_forward"):

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from services.cli.client import Client
-from services.cli.tables import duration, number, state_text
+from services.cli.tables import duration, number, state_text, throughput
 from services.contract.states import TERMINAL_STATES, JobState
 from services.contract.views import JobView, RankList
 
@@ -85,8 +85,8 @@ def _headline(job: JobView) -> Text:
 def _figures(job: JobView) -> str:
     progress = job.progress
     return (
-        f"loss {number(progress.loss, '{:.4f}')}  "
-        f"{number(progress.tokens_per_s, '{:,.0f}')} tokens/s  eta {duration(progress.eta_s)}"
+        f"loss {number(progress.loss, '{:.4f}')}  {throughput(progress)}  "
+        f"eta {duration(progress.eta_s)}"
     )
 
 

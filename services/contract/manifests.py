@@ -4,6 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from services.contract.bounds import AtMostOnePerRank, Digest, Name, Text
 from services.contract.ids import CheckpointId, JobId
 
 FORMAT_VERSION: Final = 1
@@ -37,8 +38,8 @@ class Manifest(_Record):
     step: int = Field(ge=0)
     world_size: int = Field(ge=1)
     loss: float | None = None
-    data_digest: str = ""
-    shards: tuple[ShardFile, ...]
+    data_digest: Digest = ""
+    shards: Annotated[tuple[ShardFile, ...], AtMostOnePerRank]
 
     @property
     def total_bytes(self) -> int:
@@ -69,8 +70,8 @@ class DamagedRecord(_Record):
     """A number of the chain that is taken and whose record cannot be read."""
 
     number: int = Field(ge=1)
-    name: str
-    reason: str
+    name: Name
+    reason: Text
 
 
 ChainRecord = Annotated[Manifest | AttemptOpened | CheckpointDeleted, Field(discriminator="kind")]

@@ -3,6 +3,7 @@
 import itertools
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from httpx2 import Response
@@ -147,10 +148,12 @@ async def test_what_no_job_names_is_forgotten_after_a_day() -> None:
     now[0] += 1_000
     await ports.codes.use(fresh)
     assert await forget_unused(ports, 1) == [by_none]
+    unread = replace(ports, unreadable=lambda: (keys.job(stored.job.id),))
     await ports.jobs.delete(stored)
     assert await forget_unused(ports, 1) == []  # a day, again, for what was named until now
     now[0] += keys.CODE_KEPT_S * 1000 + 1_000
     await ports.codes.use(fresh)
+    assert await forget_unused(unread, 1) == []  # a job that cannot be read may name it
     assert await forget_unused(ports, 1) == [by_its_wish]
     assert set(server.code) == {by_a_job, fresh}
 

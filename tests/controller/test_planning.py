@@ -627,7 +627,7 @@ def test_a_job_whose_node_is_lost_while_it_profiles_asks_another_one_and_no_thir
     play(course)
 
 
-def test_the_first_steps_of_a_job_correct_what_is_foreseen_of_its_model() -> None:
+def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> None:
     async def course(office: Office) -> None:
         first = await office.submits()
         await office.looks()

@@ -440,6 +440,23 @@ def layer_of_the_root_whose_other_backward_never_comes(run: Run) -> None:
 
 
 @way_beyond_the_reference
+def head_left_alone_before_a_forward_that_evaluates_its_group(run: Run) -> None:
+    model = run.net()
+    if run.shard is not None:
+        model.set_reshard_after_forward(True)
+
+    def evaluate(_: nn.Module, args: tuple[torch.Tensor]) -> None:
+        with torch.no_grad():
+            model.norm(args[0])
+
+    run.backward(model(run.x()))
+    model.second.register_forward_pre_hook(evaluate)
+    model.head(run.x())
+    for step in range(2):
+        run.backward(model(run.x(step)))
+
+
+@way_beyond_the_reference
 def loss_of_an_attribute(run: Run) -> None:
     model = run.net("")
     model.register_forward_pre_hook(lambda m, _: setattr(m, "aux", m.scale.sum()))

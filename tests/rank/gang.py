@@ -258,7 +258,7 @@ class Ranks:
                     process = self._context.Process(
                         target=_sit,
                         args=(seat, theirs, listener if rank == 0 else None, trainer),
-                        daemon=True,
+                        daemon=False,  # it may have worker processes of its own
                     )
                     process.start()
                 processes.append(process)

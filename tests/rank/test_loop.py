@@ -157,7 +157,7 @@ def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) 
     assert "optimizer.groups.0.match: '*.bais' matches no parameter" in failure(refused)
 
 
-def evaluation(attempt: Attempt) -> float:
+def evaluation(attempt: Attempt) -> float | None:
     (found,) = attempt.of_kind(0, RankEvaluated)
     return found.loss
 

@@ -190,7 +190,7 @@ def test_a_schedule_that_cannot_be_is_refused(make: Callable[[], Schedule], mess
 
 def test_averages_follow_the_weights_and_take_their_place() -> None:
     model = nn.Linear(3, 2)
-    model.bias.requires_grad_(requires_grad=False)
+    model.bias.requires_grad = False
     ema = Ema(model, EmaSpec(decay=0.75, every=2))
     begun = model.weight.detach().clone()
     with torch.no_grad():

@@ -130,6 +130,8 @@ def on_progressed(fact: GangProgressed, draft: Draft) -> None:
             first_step_ms=draft.now_ms,
             last_step=max(attempt.last_step, fact.step),
         )
+    if fact.throughput_unit is not None and fact.loss_unit is not None:
+        draft.change(throughput_unit=fact.throughput_unit, loss_unit=fact.loss_unit)
     if draft.job.state in _STARTING_STATES:
         draft.move(JobState.RUNNING, f"attempt {attempt.fence} is training")
 
@@ -196,7 +198,13 @@ def on_evaluated(fact: Evaluated, draft: Draft) -> None:
     """A validation pass; the newest one of a step counts."""
     # A fact that never travelled as JSON may still say NaN, which is not even equal to itself.
     loss = fact.loss if fact.loss is not None and math.isfinite(fact.loss) else None
-    evaluation = Evaluation(step=fact.step, loss=loss, tokens=fact.tokens, baselines=fact.baselines)
+    evaluation = Evaluation(
+        step=fact.step,
+        loss=loss,
+        tokens=fact.tokens,
+        baselines=fact.baselines,
+        metrics=fact.metrics,
+    )
     if evaluation in draft.job.evaluations:
         return
     others = [e for e in draft.job.evaluations if e.step != fact.step]

@@ -6,6 +6,7 @@ from typing import Final, Literal, NamedTuple
 from pydantic import Field
 
 from services.contract.ids import CheckpointId, JobId, PlanId
+from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
 from services.contract.specs import CarriedSpec
@@ -71,7 +72,7 @@ class Job(Record):
     the node whose agent removes all that storage holds of the job. ``attempts``: the first one and
     the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
     the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
-    train. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
+    train. ``throughput_unit`` and ``loss_unit``: as its ranks told. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
     before that.
     """
 
@@ -100,6 +101,8 @@ class Job(Record):
     base_checkpoint: CheckpointId | None = None
     base_fence: int = 0
     evaluations: tuple[Evaluation, ...] = ()
+    throughput_unit: ThroughputUnit = "tokens"
+    loss_unit: LossUnit = "nats"
     commanded_ms: int = 0
     gone: tuple[CheckpointId, ...] = ()
     damaged_records: tuple[int, ...] = ()

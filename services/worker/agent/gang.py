@@ -83,7 +83,7 @@ class RankState:
 class GangState:
     """All ranks of one attempt on this node, by number.
 
-    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    ``progressed`` is the first step that all have made. ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
     any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
     the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
     said that it waits for room on the disk: it makes no progress then, and those that have finished
@@ -96,7 +96,7 @@ class GangState:
     ranks: Mapping[int, RankState]
     resume_from: str | None = None
     words: int = 0
-    progressed: bool = False
+    progressed: int | None = None
     began: int = -1
     kill_at: float | None = None
     echo_until: float | None = None
@@ -322,9 +322,11 @@ def _said(
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
-            return _with(state, replace(rank, ready=message)), ()
+            state = _with(state, replace(rank, ready=message))
+            # Boards are seen sooner than pipes are read: what it says may come after its first step.
+            return (state, ()) if state.progressed is None else (state, (_progress(state),))
         case RankMetrics():
-            return state, ()  # telemetry: nothing is decided upon it
+            return state, ()  # telemetry takes them: nothing is decided upon them
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():
@@ -370,12 +372,24 @@ def _failed(state: GangState, rank: RankState, now: float) -> Decision:
 
 def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
     state = _with(state, replace(rank, step_seen=True))
-    if state.progressed or not all(r.step_seen for r in state.ranks.values()):
+    if state.progressed is not None or not all(r.step_seen for r in state.ranks.values()):
         return state, ()
-    fact = GangProgressed(
-        job_id=state.job_id, fence=state.fence, node_id=state.node_id, step=max(step, 1)
+    state = replace(state, progressed=max(step, 1))
+    return state, (_progress(state),)
+
+
+def _progress(state: GangState) -> Tell:
+    ready = next((r.ready for r in state.ranks.values() if r.ready is not None), None)
+    return Tell(
+        GangProgressed(
+            job_id=state.job_id,
+            fence=state.fence,
+            node_id=state.node_id,
+            step=state.progressed or 1,
+            throughput_unit=None if ready is None else ready.throughput_unit,
+            loss_unit=None if ready is None else ready.loss_unit,
+        )
     )
-    return replace(state, progressed=True), (Tell(fact),)
 
 
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:

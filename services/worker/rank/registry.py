@@ -12,14 +12,20 @@ from typing import Any, Final
 
 from services.contract.entry_points import is_entry_point
 from services.contract.secret_references import resolved
-from services.contract.specs import Factory
+from services.contract.specs import Factory, JobSpec
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.models.hugging_face import (
     hf_causal_lm,
     hf_sequence_classification,
 )
-from services.worker.rank.models.loss import bce_with_logits, cross_entropy, mse, next_token
+from services.worker.rank.models.loss import (
+    UserLoss,
+    bce_with_logits,
+    cross_entropy,
+    mse,
+    next_token,
+)
 from services.worker.rank.optim.optimizers import adamw, muon, sgd
 from services.worker.rank.optim.schedules import constant, linear, one_cycle, warmup_cosine, wsd
 from services.worker.rank.process.user_path import hidden_by_us
@@ -131,6 +137,18 @@ def function(
     make = find(field, factory.factory)
     arguments = _arguments(field, factory, make, (None,) * called_with, {}, grant)
     return partial(make, **arguments) if arguments else make
+
+
+def chosen_loss(spec: JobSpec, grant: Grant = NOTHING_GRANTED) -> UserLoss | None:
+    """The loss that a spec names, to be called with the model's output and the batch; None: none.
+
+    Raises:
+        FactoryError: There is no such function, or it does not take its arguments.
+    """
+    if spec.loss is None:
+        return None
+    loss: UserLoss = function("loss", spec.loss, 2, grant)
+    return loss
 
 
 def _arguments(

@@ -2,8 +2,9 @@
 
 Tensors of the model, of its averages and of the optimizers are boxes of whole tensors, which the boxes of
 all ranks tile, so a run of another number of ranks can be filled from them. Random states belong to a
-rank. Beside them there is what a user's ``Trainable`` has for a state, and the scale of losses. Nothing
-else is state: schedule and seeds follow from the step and the spec.
+rank. Where the run is in its data is the same on all ranks, whatever their number, and so are what a
+user's ``Trainable`` has for a state, and the scale of losses. Nothing else is state: schedule and seeds
+follow from the step and the spec.
 
 Of several optimizers each has parameters of its own, so their states are named as those of one.
 """
@@ -30,6 +31,7 @@ from fsdp_core.checkpoint import (
 )
 from services.worker.rank.checkpoints.beside import flattened, restored
 from services.worker.rank.checkpoints.shard_file import ShardReader
+from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.optim.ema import PREFIX as EMA
 from services.worker.rank.optim.ema import Ema
@@ -72,6 +74,7 @@ class TrainedParts:
         ema: Averages of the parameters.
         scaler: The scale of losses.
         files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
+        data: Where it is in the data; None: the step says it.
     """
 
     model: nn.Module
@@ -83,6 +86,7 @@ class TrainedParts:
     ema: Ema | None = None
     scaler: LossScaler | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    data: Feed | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         "world_size": parts.gang.world_size,
         "mesh": _axes(parts),
         "data_digest": parts.data_digest,
+        "data": {} if parts.data is None else dict(parts.data.state()),
         "boxes": {
             entry.fqn: {
                 "global_shape": entry.global_shape,
@@ -184,6 +189,7 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     if parts.scaler is not None and (scale := abouts[0][1].get("scaler")):
         parts.scaler.restore(scale)
     step = abouts[0][1]["step"]
+    _restore_position(parts, abouts[0][1])
     for reader, about in abouts:
         if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
             _restore_random(parts, reader, about)
@@ -205,6 +211,15 @@ def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:
         load_optimizer_state(parts.model, optimizer, mine)
         taken |= {shard.fqn for shard in mine}
     load_optimizer_state(parts.model, first, [each for each in shards if each.fqn not in taken])
+
+
+def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
+    if parts.data is not None:
+        is_same = about.get("data_digest") == parts.data_digest
+        # A clone with other data begins it; a checkpoint of an older version had no other position
+        # than the step's.
+        position = about.get("data", {}) if is_same else BEGINNING
+        parts.data.restore(position, about["step"])
 
 
 def _axes(parts: TrainedParts) -> dict[str, int]:

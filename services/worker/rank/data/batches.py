@@ -79,6 +79,13 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return map_tensors(lambda _: next(whole), batches[0])
 
 
+def zeros_like(sample: Batch, samples: int) -> Batch:
+    """A batch of so many samples that are nested and shaped as the one given, all zeros."""
+    return map_tensors(
+        lambda tensor: torch.zeros(samples, *tensor.shape[1:], dtype=tensor.dtype), sample
+    )
+
+
 def moved(batch: Batch, device: torch.device) -> Batch:
     """``batch`` on ``device``."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

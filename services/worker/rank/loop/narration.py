@@ -16,7 +16,7 @@ def ready(run: Run, resumed: int) -> None:
     _say(
         f"rank {run.gang.rank} of {run.gang.world_size} on {run.gang.device}: "
         f"{parameters:,} parameters in {len(run.units)} units, micro batch {run.micro_batch}, "
-        f"data sha256 {run.data.digest[:12]}; goes on from step {resumed}"
+        f"data sha256 {run.data.digest[:12]} ({run.data.description}); goes on from step {resumed}"
     )
     if run.spec.train.deterministic:
         _say(

@@ -13,13 +13,15 @@ from torch import nn
 from fsdp_core import TrainingState, observe
 from fsdp_core.plan.model import ShardingPlan
 from meshloom.trainable import Trainable
-from services.contract.messages.rank_pipe import RankSeat
+from services.contract.messages.rank_pipe import LossUnit, RankSeat
 from services.contract.plans import default_micro_batch
 from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens
-from services.worker.rank.data.source import DataMismatchError, Feed, feed_of, sample_length
+from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.share import Share
+from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
@@ -82,6 +84,13 @@ class Run:
         return self.models.whole
 
     @property
+    def loss_unit(self) -> LossUnit:
+        """Nats where the loss is that of the next token."""
+        chosen = self.spec.loss
+        is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
+        return "nats" if is_next_token else ""
+
+    @property
     def trained(self) -> TrainedParts:
         """What a checkpoint of it holds."""
         return TrainedParts(
@@ -94,6 +103,7 @@ class Run:
             ema=self.ema,
             scaler=self.scaler,
             files=self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
+            data=self.data,
         )
 
     @property
@@ -132,7 +142,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     ema = None if spec.train.ema is None else Ema(models.whole, spec.train.ema)
     with watch.memory.apart():
         made = made_data(spec, trainable, grant)
-        data = feed_of(made, spec.train.global_batch // gang.data_ranks, gang.data_rank)
+        share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
+        data = feed_of(made, share, spec.train.seed)
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "
@@ -152,7 +163,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         gang=gang,
         trainable=trainable,
         models=models,
-        loss=_loss(models, _chosen_loss(spec, grant)),
+        loss=_loss(models, registry.chosen_loss(spec, grant)),
         optimizers=optimizers,
         schedule=schedule,
         data=data,
@@ -167,13 +178,6 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         ema=ema,
         watch=watch,
     )
-
-
-def _chosen_loss(spec: JobSpec, grant: registry.Grant) -> UserLoss | None:
-    if spec.loss is None:
-        return None
-    loss: UserLoss = registry.function("loss", spec.loss, 2, grant)
-    return loss
 
 
 def _fingerprint(digest: str) -> bytes:

@@ -1,6 +1,7 @@
 """One optimizer step over all ranks."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -28,6 +29,7 @@ class StepFigures:
         samples: Of the global batch: tokens that are predicted, or samples where these are no tokens.
         metrics: What the loss gave beside, each the mean over micro-batches and ranks; with fp16 also
             ``loss_scale``, and ``skipped_steps`` so far.
+        data_wait_s: How long this rank waited for its share of the data.
         is_skipped: Whether gradients overflowed in fp16, so that something was not updated.
     """
 
@@ -36,22 +38,25 @@ class StepFigures:
     learning_rate: float
     samples: int
     metrics: Mapping[str, float]
+    data_wait_s: float
     is_skipped: bool = False
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Work:
     """This rank's part of a step.
 
     Attributes:
         micro_batches: On the device.
         divisors: By what the mean loss of each is divided: how many there are, where all weigh alike.
         counted: Tokens or samples of the global batch.
+        waited_s: For the data.
     """
 
     micro_batches: Sequence[Batch]
     divisors: Sequence[float]
     counted: int
+    waited_s: float
 
 
 def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFigures:
@@ -69,10 +74,10 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
             fp16 a norm that overflows has the step skipped, until too many are in a row.
     """
     run.watch.enter(RankPhase.DATA)
-    share = _own_share(run, step)
+    work = _own_work(run, step)
 
     context = LoopContext(run, step, before_update)
-    passes = _accumulate(run, share, context)
+    passes = _accumulate(run, work, context)
     names = sorted(passes.metrics)
     own = torch.stack([passes.loss, *(passes.metrics[name].to(passes.loss) for name in names)])
     # fp64: the order of summation must not show in what is compared across world sizes.
@@ -98,8 +103,9 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
         mean_loss,
         context.norm,
         run.optimizers.first_rate * run.schedule(step),
-        share.counted,
+        work.counted,
         {**dict(zip(names, metrics, strict=True)), **_scaled(run, context)},
+        work.waited_s,
         context.has_overflowed,
     )
 
@@ -117,8 +123,10 @@ def _scaled(run: Run, context: LoopContext) -> Mapping[str, float]:
     return {"loss_scale": now.scale, "skipped_steps": float(now.skipped)}
 
 
-def _own_share(run: Run, step: int) -> _Share:
+def _own_work(run: Run, step: int) -> _Work:
+    began = time.perf_counter()
     batch = run.data.share(step)
+    waited = time.perf_counter() - began
     size = batches.rows(batch) if run.trainable.steps_itself else run.micro_batch
     divisors: Sequence[float] | None = None
     counted = 0
@@ -130,7 +138,7 @@ def _own_share(run: Run, step: int) -> _Share:
         divisors = [float(len(micro_batches))] * len(micro_batches)
         count = batches.predicted_tokens if run.counts_tokens else batches.rows
         counted = run.gang.data_ranks * sum(count(each) or 0 for each in micro_batches)
-    return _Share(micro_batches, divisors, counted)
+    return _Work(micro_batches, divisors, counted, waited)
 
 
 def _weighed(run: Run, step: int, own: Sequence[int]) -> tuple[Sequence[float], int]:
@@ -153,14 +161,14 @@ def _weighed(run: Run, step: int, own: Sequence[int]) -> tuple[Sequence[float], 
     )
 
 
-def _accumulate(run: Run, share: _Share, context: LoopContext) -> Computed:
+def _accumulate(run: Run, work: _Work, context: LoopContext) -> Computed:
     """Gradients of the mean over this rank's share; reduced over ranks with the last pass."""
     models = [cast("FSDPModule", each) for each in run.models.by_name.values()]
     total = torch.zeros((), device=run.gang.device)
     metrics: dict[str, torch.Tensor] = {}
-    count = len(share.micro_batches)
+    count = len(work.micro_batches)
     for number, (batch, divisor) in enumerate(
-        zip(share.micro_batches, share.divisors, strict=True), start=1
+        zip(work.micro_batches, work.divisors, strict=True), start=1
     ):
         for model in models:
             model.set_requires_gradient_sync(number == count)

@@ -82,6 +82,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         with MetricsReporter(seat, pipe.send) as metrics:
             with writer:
                 last, drained = _loop(run, pipe, writer, metrics, resumed)
+                run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
                 writer.finish(last)
             watch.enter(RankPhase.FINISHED)
@@ -119,6 +120,7 @@ def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, st
         learning_rate=figures.learning_rate,
         tokens_per_s=figures.samples / elapsed,
         step_time_s=elapsed,
+        data_wait_s=figures.data_wait_s,
     )
     run.watch.finish_step(done, writer.copied_bytes)
     metrics.report(step, {**figures.metrics, **_figures(run, done)})
@@ -135,6 +137,7 @@ def _figures(run: Run, step: BoardStep) -> dict[str, float]:
         "learning_rate": step.learning_rate,
         "tokens_per_s" if run.counts_tokens else "samples_per_s": step.tokens_per_s,
         "step_time_s": step.step_time_s,
+        "data_wait_s": step.data_wait_s,
     }
 
 
@@ -165,7 +168,11 @@ def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int
     baselines = dict(run.data.baselines())
     pipe.send(
         RankEvaluated(
-            step=step, loss=evaluation.loss, tokens=evaluation.tokens, baselines=baselines
+            step=step,
+            loss=evaluation.loss,
+            tokens=evaluation.tokens,
+            baselines=baselines,
+            metrics=dict(evaluation.metrics),
         )
     )
     narration.evaluated(step, evaluation.loss, baselines)
@@ -177,4 +184,6 @@ def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
         groups=groups,
         parameters=sum(p.numel() for p in run.model.parameters()),
         data_digest=run.data.digest,
+        throughput_unit="tokens" if run.counts_tokens else "samples",
+        loss_unit=run.loss_unit,
     )

@@ -72,8 +72,8 @@ class MetricsReporter:
     def report(self, step: int, values: Mapping[str, float], *, validation: bool = False) -> None:
         """Reports values at a step; to be called on every rank, effective on rank 0.
 
-        The names ``loss``, ``grad_norm``, ``learning_rate``, ``tokens_per_s``, ``samples_per_s`` and
-        ``step_time_s`` are those of the job's own figures, which reach the controller by the board: here
+        The names ``loss``, ``grad_norm``, ``learning_rate``, ``tokens_per_s``, ``samples_per_s``,
+        ``step_time_s`` and ``data_wait_s`` are those of the job's own figures, which reach the controller by the board: here
         they go to files and services alone.
 
         Args:

@@ -2,7 +2,7 @@
 
 import traceback
 
-from services.contract.messages.rank_pipe import ERROR_CHARACTERS, shortened
+from services.contract.bounds import ERROR_CHARACTERS, shortened
 
 
 def one_line(error: BaseException) -> str:

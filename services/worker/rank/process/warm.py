@@ -38,6 +38,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
 _GIB: Final = 1 << 30
+_DIES_BEFORE_BY: Final = 500
+_LAST_BUT_PROBES: Final = 999
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -125,14 +127,13 @@ class WarmProcess:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                # Others are orphans of ranks, which this process adopts so that they are reaped.
                 if pid in self._ranks:
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
-        if not self._ranks:
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        # Whatever mark or session they have; their own children come here in turn.
+        for pid in set(children()) - self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _become_rank(
         self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
@@ -143,6 +144,10 @@ class WarmProcess:
                 seat = _with_secrets(seat, listening.pop())
             os.setsid()
             die_with_parent(warm)
+            # What it starts and disowns comes to the warm process at its end, and not before: so all
+            # there that is no rank was left by one that is dead.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _die_before_others()
             # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
             _prctl(_PR_SET_PTRACER, self._agent)
             signal.set_wakeup_fd(-1)
@@ -191,6 +196,13 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel ends ranks before their agent, Redis or a controller."""
+    place = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        place.write_text(str(min(int(place.read_text()) + _DIES_BEFORE_BY, _LAST_BUT_PROBES)))
+
+
 def serve_agent(
     channel: WarmChannel,
     ranks: Ranks,
@@ -214,7 +226,8 @@ def _reaped(pid: int, status: int) -> RankReaped:
     return RankReaped(pid=pid, exit_code=code) if code >= 0 else RankReaped(pid=pid, signal=-code)
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """The processes that this one has to reap."""
     listing = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in listing.read_text().split()]

@@ -57,8 +57,12 @@ export interface Progress {
   of: number;
   loss: number | null;
   tokens_per_s: number | null;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
   step_time_s: number | null;
+  mfu: number | null;
   eta_s: number | null;
+  metrics: Record<string, number | null>;
 }
 
 export interface Evaluation {
@@ -66,6 +70,7 @@ export interface Evaluation {
   loss: number | null;
   tokens: number;
   baselines: Record<string, number>;
+  metrics: Record<string, number | null>;
 }
 
 export interface FailureView {
@@ -266,6 +271,8 @@ export interface EstimateView {
   step_time_s: number | null;
   probe_id: string | null;
   time_scale: number;
+  model_flops: number | null;
+  peak_flops: number | null;
   measured_peak_bytes: number | null;
   measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
@@ -314,6 +321,7 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
+  data_wait_s: number | null;
   arrival_lag_s: number | null;
   straggler_score: number | null;
   is_straggler: boolean;
@@ -330,6 +338,7 @@ export interface RankView {
 
 export interface RankList {
   attempt: number;
+  throughput_unit: "tokens" | "samples";
   items: RankView[];
 }
 
@@ -385,7 +394,7 @@ export interface LogPage {
   next_cursor: string | null;
 }
 
-export interface StepRecord {
+export interface StepView {
   step: number;
   fence: number;
   loss: number | null;
@@ -393,12 +402,25 @@ export interface StepRecord {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  mfu: number | null;
+  data_wait_s: number | null;
+}
+
+export interface MetricPoint {
+  step: number;
+  fence: number;
+  values: Record<string, number | null>;
 }
 
 export interface MetricsView {
-  items: StepRecord[];
+  items: StepView[];
+  user_metrics: MetricPoint[];
   evaluations: Evaluation[];
   total: number;
+  names: string[];
+  names_left_out: number;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
 }
 
 export interface ShardView {
@@ -603,6 +625,8 @@ export interface PlanView {
   memory_limit_bytes: number | null;
   traffic: AxisTraffic[];
   step_time: StepTimeView | null;
+  model_flops: number | null;
+  peak_flops: number | null;
   alternatives: PlanAlternative[];
   ranks: RankPlacement[];
   placement: string | null;

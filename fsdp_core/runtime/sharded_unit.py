@@ -1,0 +1,145 @@
+"""A unit apart from its hooks: its place below a root, and its parameters whole or sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.unit_params import UnitParams
+from fsdp_core.states import TrainingState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdp_core.comm import CommLink
+    from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.runtime.comm_home import CommHome
+    from fsdp_core.runtime.grouping import UnitGroups
+    from fsdp_core.runtime.root_context import RootContext
+    from fsdp_core.runtime.unit_options import UnitOptions
+
+
+class ShardedUnit:
+    """The modules of one `fully_shard` call and their parameters.
+
+    Attributes:
+        modules: The unit's modules.
+        options: What the setters write.
+        context: What it shares with the other units of its root.
+        home: Where its collectives live if it is, or becomes, a root.
+        tracer: Names its phases in profiles and logs.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: UnitGroups,
+        options: UnitOptions,
+        home: CommHome,
+        context: RootContext,
+    ) -> None:
+        """Takes charge of the parameters.
+
+        Args:
+            modules: At least one.
+            groups: The unit's own, and those it borrows.
+            options: What the setters write.
+            home: Where its collectives live until it belongs to a root.
+            context: For the unit alone.
+        """
+        self.modules = tuple(modules)
+        self.options = options
+        self.tracer = UnitTracer()
+        self.home = home
+        self.context = context
+        self._params = UnitParams(groups.own, groups.borrowed, self.tracer)
+        self._training_state = TrainingState.IDLE
+        self._index = 0
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Where the unit is in the step."""
+        return self._training_state
+
+    @property
+    def index(self) -> int:
+        """Place in the root's pre-order; 0 for a root."""
+        return self._index
+
+    @property
+    def fqn(self) -> str:
+        """Names of the modules from the root, joined by ", "; "" for a root."""
+        return self.tracer.fqn
+
+    @property
+    def groups(self) -> tuple[FSDPParamGroup, ...]:
+        """Its communicating parameter groups; empty if it has no parameters of its own."""
+        return self._params.groups
+
+    @property
+    def params(self) -> list[FSDPParam]:
+        """All parameters of the unit."""
+        return self._params.all
+
+    # -- The root
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no root is known yet."""
+        return self.context.is_solo
+
+    def settle(self) -> None:
+        """Takes over what the user did since sharding, and checks that training can start."""
+        self._params.settle()
+
+    def join(self, context: RootContext, index: int, fqn: str) -> None:
+        """Becomes unit number `index` of a tree."""
+        self.context = context
+        self._index = index
+        self.tracer.fqn = fqn
+
+    def share_home(self, home: CommHome) -> None:
+        """Communicates from `home` from now on; see `share_comm_ctx`."""
+        self.home = home
+        self.context.move_to(home)
+
+    # -- Whole and sliced parameters
+
+    def unshard(self) -> None:
+        """Starts the gather of the parameters; `finish_unshard` lands it."""
+        self.context.recover_if_failed()
+        if self.is_alone:
+            self.settle()
+        idle = self._training_state is TrainingState.IDLE
+        self._params.issue_unshard(self.context.link, after_compute=idle)
+
+    def finish_unshard(self) -> None:
+        """Waits for the gather in flight, if any, and registers the whole parameters."""
+        self._params.finish_unshard()
+
+    def reshard(self) -> None:
+        """Registers the slices and frees the whole parameters."""
+        self._params.reshard()
+
+    def refresh(self) -> None:
+        """Takes over what the user did to the slices."""
+        self._params.refresh()
+
+    def drop_gathers(self) -> None:
+        """Ends gathers in flight that nobody used."""
+        self._params.drop_gathers()
+
+    def prefetch_in_forward(self) -> None:
+        """Starts the gather that the next forward needs."""
+        self._params.issue_unshard(self._gather_link, after_compute=False)
+
+    def prefetch_in_backward(self) -> None:
+        """Starts the gather that the next backward needs, if it needs one."""
+        if self.options.unshard_in_backward:
+            self.prefetch_in_forward()
+
+    @property
+    def _gather_link(self) -> CommLink:
+        context = self.context
+        return context.inline_link if self.options.unshard_inline else context.link
