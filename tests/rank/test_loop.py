@@ -159,6 +159,7 @@ def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) 
 
 def evaluation(attempt: Attempt) -> float | None:
     (found,) = attempt.of_kind(0, RankEvaluated)
+    assert found.loss is not None
     return found.loss
 
 

@@ -2,9 +2,9 @@
 
 Tensors of the model, of its averages and of the optimizers are boxes of whole tensors, which the boxes of
 all ranks tile, so a run of another number of ranks can be filled from them. Random states belong to a
-rank. Where the run is in its data is the same on all ranks, whatever their number, and so are what a
-user's ``Trainable`` has for a state, and the scale of losses. Nothing else is state: schedule and seeds
-follow from the step and the spec.
+rank. Beside them there is what a user's ``Trainable`` has for a state, the scale of losses, and where the
+run is in its data, which is the same on all ranks, whatever their number. Nothing else is state: schedule
+and seeds follow from the step and the spec.
 
 Of several optimizers each has parameters of its own, so their states are named as those of one.
 """
@@ -199,6 +199,15 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
 
 
+def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
+    if parts.data is not None:
+        is_same = about.get("data_digest") == parts.data_digest
+        # A clone with other data begins it; a checkpoint of an older version had no other position
+        # than the step's.
+        position = about.get("data", {}) if is_same else BEGINNING
+        parts.data.restore(position, about["step"])
+
+
 def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:
     """Gives each optimizer what was saved of its parameters; the first what is nobody's, to refuse it."""
     first, *others = parts.optimizers
@@ -211,15 +220,6 @@ def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:
         load_optimizer_state(parts.model, optimizer, mine)
         taken |= {shard.fqn for shard in mine}
     load_optimizer_state(parts.model, first, [each for each in shards if each.fqn not in taken])
-
-
-def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
-    if parts.data is not None:
-        is_same = about.get("data_digest") == parts.data_digest
-        # A clone with other data begins it; a checkpoint of an older version had no other position
-        # than the step's.
-        position = about.get("data", {}) if is_same else BEGINNING
-        parts.data.restore(position, about["step"])
 
 
 def _axes(parts: TrainedParts) -> dict[str, int]:

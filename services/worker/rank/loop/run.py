@@ -79,16 +79,16 @@ class Run:
     watch: BoardWatch
 
     @property
-    def model(self) -> nn.Module:
-        """The model; of several a container, which is never called."""
-        return self.models.whole
-
-    @property
     def loss_unit(self) -> LossUnit:
         """Nats where the loss is that of the next token."""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; of several a container, which is never called."""
+        return self.models.whole
 
     @property
     def trained(self) -> TrainedParts:

@@ -43,20 +43,20 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Share:
     """This rank's part of a step.
 
     Attributes:
         micro_batches: On the device.
         divisors: By what the mean loss of each is divided: how many there are, where all weigh alike.
         counted: Tokens or samples of the global batch.
-        waited_s: For the data.
+        data_wait_s: How long the data let this rank wait.
     """
 
     micro_batches: Sequence[Batch]
     divisors: Sequence[float]
     counted: int
-    waited_s: float
+    data_wait_s: float
 
 
 def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFigures:
@@ -74,10 +74,10 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
             fp16 a norm that overflows has the step skipped, until too many are in a row.
     """
     run.watch.enter(RankPhase.DATA)
-    work = _own_work(run, step)
+    share = _own_share(run, step)
 
     context = LoopContext(run, step, before_update)
-    passes = _accumulate(run, work, context)
+    passes = _accumulate(run, share, context)
     names = sorted(passes.metrics)
     own = torch.stack([passes.loss, *(passes.metrics[name].to(passes.loss) for name in names)])
     # fp64: the order of summation must not show in what is compared across world sizes.
@@ -103,9 +103,9 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
         mean_loss,
         context.norm,
         run.optimizers.first_rate * run.schedule(step),
-        work.counted,
+        share.counted,
         {**dict(zip(names, metrics, strict=True)), **_scaled(run, context)},
-        work.waited_s,
+        share.data_wait_s,
         context.has_overflowed,
     )
 
@@ -123,7 +123,7 @@ def _scaled(run: Run, context: LoopContext) -> Mapping[str, float]:
     return {"loss_scale": now.scale, "skipped_steps": float(now.skipped)}
 
 
-def _own_work(run: Run, step: int) -> _Work:
+def _own_share(run: Run, step: int) -> _Share:
     began = time.perf_counter()
     batch = run.data.share(step)
     waited = time.perf_counter() - began
@@ -138,7 +138,7 @@ def _own_work(run: Run, step: int) -> _Work:
         divisors = [float(len(micro_batches))] * len(micro_batches)
         count = batches.predicted_tokens if run.counts_tokens else batches.rows
         counted = run.gang.data_ranks * sum(count(each) or 0 for each in micro_batches)
-    return _Work(micro_batches, divisors, counted, waited)
+    return _Share(micro_batches, divisors, counted, waited)
 
 
 def _weighed(run: Run, step: int, own: Sequence[int]) -> tuple[Sequence[float], int]:
@@ -161,14 +161,14 @@ def _weighed(run: Run, step: int, own: Sequence[int]) -> tuple[Sequence[float], 
     )
 
 
-def _accumulate(run: Run, work: _Work, context: LoopContext) -> Computed:
+def _accumulate(run: Run, share: _Share, context: LoopContext) -> Computed:
     """Gradients of the mean over this rank's share; reduced over ranks with the last pass."""
     models = [cast("FSDPModule", each) for each in run.models.by_name.values()]
     total = torch.zeros((), device=run.gang.device)
     metrics: dict[str, torch.Tensor] = {}
-    count = len(work.micro_batches)
+    count = len(share.micro_batches)
     for number, (batch, divisor) in enumerate(
-        zip(work.micro_batches, work.divisors, strict=True), start=1
+        zip(share.micro_batches, share.divisors, strict=True), start=1
     ):
         for model in models:
             model.set_requires_gradient_sync(number == count)

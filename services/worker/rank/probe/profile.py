@@ -151,11 +151,14 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
 def _sample(seat: ProbeSeat, course: _Course) -> Batch:
     """One sample of the data, as a batch."""
     spec = seat.question.spec
+
+    def make() -> Any:  # noqa: ANN401 (whatever the factory makes)
+        return made_data(spec, trainable_of(spec, _grant(seat)), _grant(seat))
+
     course.part = "data"
 
     def taken() -> Batch:
-        made = made_data(spec, trainable_of(spec, _grant(seat)), _grant(seat))
-        sample = feed_of(made, Share(1, 0, 1), spec.train.seed).sample()
+        sample = feed_of(make(), Share(1, 0, 1), spec.train.seed).sample()
         batches.rows(sample)
         return sample
 
@@ -201,35 +204,39 @@ class _StepsAll:
 
 
 def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
-    question, spec = seat.question, seat.question.spec
+    question = seat.question
+    spec = question.spec
     by_meta = built_by_meta(spec, trainable_of(spec, _grant(seat)))
-    # A pass is made by the trainable that built its model.
-    passes: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
-    chosen = registry.chosen_loss(spec, _grant(seat))
+    # A pass belongs to the trainable that built its model.
+    builders: WeakKeyDictionary[nn.Module, Trainable] = WeakKeyDictionary()
 
-    def built() -> _Built:
-        trainable = trainable_of(spec, _grant(seat))
-        model = trainable.build_model()
-        return trainable, None if isinstance(model, Mapping) else checked_module(model)
+    def built(trainable: Trainable) -> nn.Module | None:
+        built = trainable.build_model()
+        return None if isinstance(built, Mapping) else checked_module(built)
 
-    def for_real() -> _Built:
+    def for_real() -> nn.Module | None:
         with torch.device("meta" if by_meta else "cpu"):
-            return built()
+            return built(trainable_of(spec, _grant(seat)))
 
     def make() -> nn.Module:
         with course.making(for_real):
-            trainable, model = built()
+            trainable = trainable_of(spec, _grant(seat))
+            model = built(trainable)
         if model is None:
             raise NotFollowedError("the probe does not follow several models in one trainable")
         if trainable.steps_itself:
             raise NotFollowedError("the probe does not follow a trainable that steps itself")
-        passes[model] = _Pass(trainable, chosen)
+        builders[model] = trainable
         return model
 
+    chosen = registry.chosen_loss(spec, _grant(seat))
+
     def loss(model: nn.Module, samples: int) -> torch.Tensor:
-        again = partial(_loss_for_real, for_real, chosen, sample, seat)
+        again = partial(_pass_for_real, sample, seat)
         with course.making(again, is_a_pass=True):
-            return passes[model].loss(model, batches.zeros_like(sample, samples))
+            context = _ProbeContext(model, chosen)
+            given = batches.zeros_like(sample, samples)
+            return checked(builders[model].train_batch(given, context)).loss
 
     return ModelUnderStudy(
         make,
@@ -240,25 +247,29 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     )
 
 
-_Built = tuple[Trainable, nn.Module | None]
-"""A trainable and its model; None: it has several."""
+def _pass_for_real(sample: Batch, seat: ProbeSeat) -> None:
+    """A forward pass with values, over as many samples as a rank has in a pass.
+
+    A loss that cannot be followed without values is none that fails in a rank.
+    """
+    spec = seat.question.spec
+    per_rank = max(1, spec.train.global_batch // spec.worlds[0])
+    asked = spec.train.micro_batch
+    length = batches.predicted_tokens(sample) or 1
+    size = default_micro_batch(per_rank, length) if asked == "auto" else asked
+    trainable = trainable_of(spec, _grant(seat))
+    with torch.device("meta" if built_by_meta(spec, trainable) else "cpu"):
+        model = checked_module(trainable.build_model())
+    if any(each.is_meta for each in model.parameters()):
+        model.to_empty(device="cpu")
+        give_values(model, spec.train.seed)
+    context = _ProbeContext(model, registry.chosen_loss(spec, _grant(seat)))
+    with torch.no_grad():
+        checked(trainable.train_batch(batches.joined([sample] * size), context))
 
 
 class NotFollowedError(Exception):
     """A trainable does what the probe cannot look at; its job runs by the default layout."""
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A forward pass of a trainable's model, whose loss may be what the spec names."""
-
-    trainable: Trainable
-    chosen: UserLoss | None
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Of a batch."""
-        context = _ProbeContext(model, self.chosen)
-        return checked(self.trainable.train_batch(batch, context)).loss
 
 
 class _ProbeContext:
@@ -278,32 +289,10 @@ class _ProbeContext:
         return {"loss": mean_loss(self._model, batch, self._chosen)}
 
     def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
-        """Whoever may call it is not followed."""
+        """Whoever calls it was refused before."""
 
     def step(self, optimizer: str | None = None) -> None:
         """As above."""
-
-
-def _loss_for_real(
-    make: Callable[[], _Built], chosen: UserLoss | None, sample: Batch, seat: ProbeSeat
-) -> None:
-    """A forward pass with values, over as many samples as a rank has in a pass.
-
-    A loss that cannot be followed without values is none that fails in a rank.
-    """
-    spec = seat.question.spec
-    per_rank = max(1, spec.train.global_batch // spec.worlds[0])
-    asked = spec.train.micro_batch
-    length = batches.predicted_tokens(sample) or 1
-    size = default_micro_batch(per_rank, length) if asked == "auto" else asked
-    trainable, model = make()
-    if model is None:
-        return
-    if any(each.is_meta for each in model.parameters()):
-        model.to_empty(device="cpu")
-        give_values(model, spec.train.seed)
-    with torch.no_grad():
-        _Pass(trainable, chosen).loss(model, batches.joined([sample] * size))
 
 
 def mean_loss(model: nn.Module, batch: Batch, chosen: UserLoss | None = None) -> torch.Tensor:
