@@ -106,6 +106,17 @@ class Alone(Trainable):
         return Classifier()
 
 
+class Doubled(Alone):
+    """Makes two passes of a batch, and has an optimizer of its own."""
+
+    def build_optimizer(self, models: Models) -> torch.optim.Optimizer:
+        return torch.optim.Adam(models["model"].parameters(), lr=0.01)
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        again = context.models["model"](batch[0]).square().mean()
+        return {"loss": context.loss(batch)["loss"] + again, "again": again}
+
+
 class Spoilt(Alone):
     """Its gradients overflow at step 3, on one rank alone."""
 
