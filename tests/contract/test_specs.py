@@ -184,7 +184,11 @@ def test_a_job_names_a_model_or_a_trainable() -> None:
         ({"model": None}, "model", "missing"),
         ({"data": None}, "data", "missing"),
         ({"trainable": {"factory": "mine.gan:Gan"}}, "model", "one_of_both"),
-        ({"trainable": {"factory": "no good"}, "model": None}, "trainable", "string_pattern_mismatch"),
+        (
+            {"trainable": {"factory": "no good"}, "model": None},
+            "trainable",
+            "string_pattern_mismatch",
+        ),
     ],
 )
 def test_a_job_without_a_model_or_with_two_is_refused_at_its_place(

@@ -77,7 +77,7 @@ class Gan(Trainable):
         )
         context.backward(against, into="discriminator")
         context.step("discriminator")
-        loss = -functional.logsigmoid(discriminator(generator(batch["noise"]))).mean()
+        loss = -functional.logsigmoid(discriminator(fake)).mean()
         context.backward(loss, into="generator")
         context.step("generator")
         if context.is_training:
