@@ -51,6 +51,11 @@ class Admission:
                     "this node"
                 )
             names.update(references(used.args))
+        if spec.entrypoint is not None and not self.factories.allows_script_of(spec):
+            raise NotAdmittedError(
+                f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
+                "node"
+            )
         return {name: self._secret(name) for name in sorted(names)}
 
     def _secret(self, name: str) -> str:
