@@ -80,6 +80,9 @@ class StepRecord(Message):
     data_wait_s: float | None = Field(
         default=None, description="of step_time_s, what rank 0 waited for its data"
     )
+    of: int | None = Field(
+        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    )
 
 
 class MetricRecord(Message):

@@ -70,7 +70,7 @@ class MetricsReporter:
             self._outlets.append(JsonLines(files.json_lines, seat.fence))
             self._outlets.append(EventFile(files.events))
             if seat.hears_metrics:
-                self._outlets.append(AgentOutlet(send, seat.spec.train.steps))
+                self._outlets.append(AgentOutlet(send, seat.spec.steps))
             self._outlets += [*trackers(seat), *outlets]
 
     def report(self, step: int, values: Mapping[str, float], *, validation: bool = False) -> None:

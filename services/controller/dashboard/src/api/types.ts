@@ -54,7 +54,7 @@ export type NodeState = "READY" | "DRAINING" | "LOST";
 
 export interface Progress {
   step: number;
-  of: number;
+  of: number | null;
   loss: number | null;
   tokens_per_s: number | null;
   throughput_unit: "tokens" | "samples";
@@ -171,6 +171,12 @@ export interface FaultSpec {
   hang_timeout_s: number | "auto";
 }
 
+export interface EntryPoint {
+  script: string | null;
+  module: string | null;
+  args: string[];
+}
+
 export interface SecretReference {
   secret: string;
 }
@@ -199,6 +205,7 @@ export interface MetricsSpec {
 
 export interface JobSpec {
   name: string;
+  entrypoint: EntryPoint | null;
   trainable: Factory | null;
   model: Factory | null;
   data: Factory | null;
@@ -429,6 +436,7 @@ export interface StepView {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  of: number | null;
   mfu: number | null;
   data_wait_s: number | null;
 }
