@@ -20,6 +20,7 @@ from services.contract.token_shards import (
     MOST_IN_TWO_BYTES,
     TokenIndex,
     TokenShard,
+    end_token,
 )
 
 _BYTES: Final = "bytes"
@@ -112,7 +113,7 @@ def tokenizer_of(name: str) -> Tokenizer:
             f"{_BYTES}"
         )
     found = _library("tokenizers").Tokenizer.from_file(str(file))
-    divider = _end_token(file.parent)
+    divider = end_token(file.parent)
     return Tokenizer(
         file.parent.name,
         max(found.get_vocab().values()) + 1,
@@ -274,18 +275,6 @@ def _field(line: str, field: str, where: str) -> str:
         raise CliError(f"{where}: no text {field!r}, but {has}; say --field")
     text: str = row[field]
     return text
-
-
-def _end_token(folder: Path) -> str | None:
-    """The token that ends a text, as the folder's configuration names it."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = folder / name
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        token = found.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            return token
-    return None
 
 
 def _library(name: str) -> Any:  # noqa: ANN401 (of a package that need not be there)

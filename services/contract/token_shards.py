@@ -10,6 +10,7 @@ A document may go on in the next file; documents are divided by ``divider`` wher
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -85,3 +86,15 @@ def read_index(folder: Path) -> TokenIndex:
             has = "is missing" if found is None else f"has {found:,} bytes"
             raise TokenShardError(f"{path} {has}; the index says {expected:,} bytes")
     return index
+
+
+def end_token(folder: Path) -> str | None:
+    """The token that ends a text, as the configuration of the tokenizer in ``folder`` names it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        token = found.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
