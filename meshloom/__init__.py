@@ -29,6 +29,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     # Imported when first asked for: a script that only reports must not wait for what it does not use.
+    if name == "session":
+        return importlib.import_module("meshloom.session")
     if name not in _HOMES:
         raise AttributeError(f"module 'meshloom' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

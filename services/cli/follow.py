@@ -60,9 +60,9 @@ def _follow_plainly(client: Client, job_id: str, console: Console) -> JobView:
             next_line = time.monotonic() + _PLAIN_EVERY_S
             phases = " ".join(f"{rank.rank}:{rank.phase}" for rank in ranks.items)
             why = f" ({job.reason})" if changed and job.reason else ""
+            told = "?" if job.progress.of is None else job.progress.of
             console.print(
-                f"{job.state}{why} step {job.progress.step}/{job.progress.of} "
-                f"{_figures(job)} {phases}",
+                f"{job.state}{why} step {job.progress.step}/{told} {_figures(job)} {phases}",
                 soft_wrap=True,
             )
     return job

@@ -51,13 +51,18 @@ def jobs_table(page: JobPage) -> Table:
             job.id,
             job.name,
             state_text(job.state),
-            f"{job.progress.step}/{job.progress.of}",
+            f"{job.progress.step}/{_all_steps(job)}",
             number(job.progress.loss, "{:.4f}"),
             throughput(job.progress),
             duration(job.progress.eta_s),
             age(job.created_at),
         )
     return table
+
+
+def _all_steps(job: JobView) -> str:
+    """How many steps it makes; a script may not say."""
+    return "?" if job.progress.of is None else str(job.progress.of)
 
 
 def job_details(job: JobView) -> Table:
@@ -71,7 +76,7 @@ def job_details(job: JobView) -> Table:
         ("state", state_text(job.state)),
         ("why", job.reason),
         ("exit reason", job.exit_reason),
-        ("step", f"{job.progress.step} of {job.progress.of}"),
+        ("step", f"{job.progress.step} of {_all_steps(job)}"),
         ("loss", loss(job.progress.loss, job.progress)),
         ("validation", _evaluation(job)),
         (per_s(job.progress), number(job.progress.tokens_per_s, "{:,.0f}")),

@@ -44,6 +44,18 @@ class EntryPoints:
             for prefix in self.prefixes
         )
 
+    def allows_script_of(self, spec: JobSpec) -> bool:
+        """Whether this job may run its script: a module by its dotted name, a file by its path's parts.
+
+        ``examples`` allows the module ``examples.train`` and the script ``examples/train.py``. With
+        uploaded code a job may run whatever it brings.
+        """
+        script = spec.entrypoint
+        if script is None or self.prefixes is None or (spec.code is not None and self.take_uploads):
+            return True
+        named = (tuple(prefix.split(".")) for prefix in self.prefixes)
+        return any(script.parts[: len(prefix)] == prefix for prefix in named)
+
 
 def entry_points(
     listed: Iterable[str] | None, *, otherwise_any: bool, uploads: bool | None = None
@@ -62,7 +74,9 @@ def entry_points(
 
 
 def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:
-    """The factories that a spec names, by field."""
+    """The factories that a spec names, by field; a script names none."""
+    if spec.entrypoint is not None:
+        return
     named = {
         "trainable": spec.trainable,
         "model": spec.model,

@@ -5,6 +5,7 @@ it by ``pread``, because a mapped page of a file that the rank has cut would kil
 
     0      magic, version                                       two 8-byte slots
     16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
+    24     how many steps there will be, as a script says       one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
     4096   ring of the last 256 steps, each 64 bytes: step, six figures, checksum
@@ -42,6 +43,7 @@ MAX_STEP: Final = 999_999_999
 _MAGIC: Final = 0x4D4C424F41524431
 _VERSION: Final = 3
 _PULSE: Final = 16
+_ALL_STEPS: Final = 24
 _NEW_FILE: Final = 0o666  # less the umask
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
@@ -74,7 +76,8 @@ class BoardError(ValueError):
 class BoardStep:
     """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure.
 
-    ``data_wait_s`` of ``step_time_s`` were spent waiting for the rank's share of the data.
+    ``data_wait_s`` of ``step_time_s`` were spent waiting for the rank's share of the data. ``of``: how
+    many steps there will be; 0: only the spec says it, or nobody. It is that of the newest step.
     """
 
     step: int
@@ -84,6 +87,7 @@ class BoardStep:
     tokens_per_s: float
     step_time_s: float
     data_wait_s: float = math.nan
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,7 @@ class BoardWriter:
             # Zero is no figure: so wrote ranks that did not measure it.
             0.0 if math.isnan(step.data_wait_s) else step.data_wait_s,
         )
+        _CLOCK.pack_into(self._memory, _ALL_STEPS, step.of)
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
             replace(
@@ -300,7 +305,7 @@ class BoardReader:
             if record is not None:
                 fields = _STEP.unpack(record)
                 if fields[0] > step:
-                    found.append(_board_step(fields))
+                    found.append(_board_step(fields, self._all_steps()))
         return sorted(found, key=lambda entry: entry.step)
 
     def step(self, number: int) -> BoardStep | None:
@@ -311,7 +316,13 @@ class BoardReader:
         """
         record = _whole(self._read(_ring_offset(number), _STEP.size + _CHECKSUM.size))
         fields = None if record is None else _STEP.unpack(record)
-        return _board_step(fields) if fields is not None and fields[0] == number else None
+        is_it = fields is not None and fields[0] == number
+        return _board_step(fields, self._all_steps()) if fields is not None and is_it else None
+
+    def _all_steps(self) -> int:
+        (steps,) = _CLOCK.unpack(self._read(_ALL_STEPS, _CLOCK.size))
+        _check_step(steps)
+        return int(steps)
 
     def arrivals(self, place: int) -> dict[int, int]:
         """When the last collectives of the group at ``place`` were issued, by their number.
@@ -386,13 +397,13 @@ def _snapshot(fields: Sequence[Any]) -> BoardSnapshot:
     )
 
 
-def _board_step(fields: Sequence[Any]) -> BoardStep:
+def _board_step(fields: Sequence[Any], all_steps: int) -> BoardStep:
     """A record of the ring.
 
     Raises:
         BoardError: There can be no such step.
     """
-    entry = BoardStep(*fields)
+    entry = replace(BoardStep(*fields), of=all_steps)
     if not entry.data_wait_s:
         entry = replace(entry, data_wait_s=math.nan)
     _check_step(entry.step)

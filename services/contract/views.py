@@ -30,13 +30,14 @@ class _View(BaseModel):
 class Progress(_View):
     """How far a job is. ``eta_s`` from the median of the last step times.
 
+    ``of`` is null as long as a script has not told how many steps it makes.
     ``tokens_per_s`` counts what ``throughput_unit`` says; the losses of the job, validation's too,
     are in ``loss_unit``: nats a token, or none that is known. ``metrics``: the newest values of the user's
     metrics, by name. ``mfu``: model FLOPs utilisation of the newest step, from 0 to 1.
     """
 
     step: int = 0
-    of: int
+    of: int | None
     loss: float | None = None
     tokens_per_s: float | None = None
     throughput_unit: ThroughputUnit = "tokens"

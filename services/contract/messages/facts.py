@@ -109,12 +109,13 @@ class LaunchRefused(_GangFact):
 class GangProgressed(_GangFact):
     """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
 
+    ``step`` 0: they run a script, which has not told of a step yet.
     ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not. Told
     again where the ranks tell them late.
     """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=1)
+    step: int = Field(ge=0)
     throughput_unit: ThroughputUnit | None = None
     loss_unit: LossUnit | None = None
 

@@ -80,6 +80,9 @@ class StepRecord(Message):
     data_wait_s: float | None = Field(
         default=None, description="of step_time_s, what rank 0 waited for its data"
     )
+    of: int | None = Field(
+        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    )
 
 
 class MetricRecord(Message):
@@ -91,7 +94,7 @@ class MetricRecord(Message):
 
     step: int = Field(ge=0)
     fence: int = Field(ge=1)
-    values: MetricValues
+    values: MetricValues = Field(default_factory=dict)
     left_out: int = Field(default=0, ge=0)
 
 

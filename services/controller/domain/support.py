@@ -9,7 +9,9 @@ _NOT_YET = "not_supported_yet"
 
 
 def unsupported(spec: JobSpec) -> list[Fault]:
-    """Every such place of the spec."""
+    """Every such place of the spec; what a script does is its own."""
+    if spec.entrypoint is not None:
+        return []
     faults = [fault for name, used in factories_of(spec) for fault in _unknown(name, used)]
     if spec.optimizer.factory == "muon" and spec.mesh != "auto" and spec.mesh.tp > 1:
         why = "muon needs whole matrices, which tensor parallelism splits; take tp 1, or adamw"

@@ -33,16 +33,17 @@ def measure(
     current = [record for record in records if record.fence == job.fence]
     boards = [sample for sample in samples.values() if sample.fence == job.fence]
     start = job.attempts[-1] if job.attempts else None
-    steps = [0 if start is None else max(start.resumed_step, start.last_step)]
-    steps += [record.step for record in current] + [sample.step for sample in boards]
-    step = max(steps)
+    reached = [0 if start is None else max(start.resumed_step, start.last_step)]
+    reached += [record.step for record in current] + [sample.step for sample in boards]
+    step = max(reached)
     newest = max(current, key=lambda record: record.step, default=None)
     median = statistics.median(r.step_time_s for r in current) if current else None
-    remaining = max(job.spec.train.steps - step, 0)
-    is_moving = job.state in _MOVING_STATES and median is not None
+    steps = steps_of(job, records)
+    is_moving = job.state in _MOVING_STATES and median is not None and steps is not None
+    remaining = max((steps or 0) - step, 0)
     return Progress(
         step=step,
-        of=job.spec.train.steps,
+        of=steps,
         loss=None if newest is None else newest.loss,
         tokens_per_s=None if newest is None else newest.tokens_per_s,
         throughput_unit=job.throughput_unit,
@@ -52,6 +53,12 @@ def measure(
         metrics=newest_values(metrics),
         eta_s=round(remaining * median, 3) if is_moving and median is not None else None,
     )
+
+
+def steps_of(job: Job, records: Sequence[StepRecord]) -> int | None:
+    """How many steps the job makes: by its spec, or as its script told last (records, oldest first)."""
+    told = (record.of for record in reversed(records) if record.of is not None)
+    return job.spec.steps if job.spec.steps is not None else next(told, None)
 
 
 def utilisation(job: Job, world: int | None, step_time_s: float) -> float | None:

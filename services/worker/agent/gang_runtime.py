@@ -92,6 +92,7 @@ class GangRuntime:
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
+            is_script=seat.spec.entrypoint is not None,
         )
         self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(seats, pids, node_id, folder)

@@ -176,7 +176,7 @@ class GangTelemetry:
         return {rank: mark_of(self._snapshot(rank)) for rank in list(self._readers)}
 
     def usual_step_s(self) -> float | None:
-        """The median time of the last steps of this attempt; None before the first."""
+        """The median time between the last steps told in this attempt; None before the first."""
         return statistics.median(self._step_times) if self._step_times else None
 
     def find(
@@ -219,11 +219,13 @@ class GangTelemetry:
         if 0 not in self._seats:
             return
         for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
-            if self._last_step is not None and entry.step > self._last_step + 1:
+            # A script may report every tenth step: then that is how often its board moves.
+            apart = 1 if self._last_step is None else entry.step - self._last_step
+            if apart > 1 and self._seats[0].spec.entrypoint is None:
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
-                self._step_times.append(entry.step_time_s)
+                self._step_times.append(entry.step_time_s * apart)
             self._steps.append(step_record(entry, self._seats[0].fence))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
@@ -331,6 +333,7 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
         data_wait_s=_finite(entry.data_wait_s),
+        of=entry.of or None,
     )
 
 

@@ -10,18 +10,17 @@ Of several optimizers each has parameters of its own, so their states are named 
 """
 
 import json
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import (
     SavedShard,
+    ShardEntry,
     fill_from_shards,
     load_model_state,
     load_optimizer_state,
@@ -30,6 +29,11 @@ from fsdp_core.checkpoint import (
     optimizer_state,
 )
 from services.worker.rank.checkpoints.beside import flattened, restored
+from services.worker.rank.checkpoints.random_state import (
+    random_tensors,
+    random_text,
+    restore_random,
+)
 from services.worker.rank.checkpoints.shard_file import ShardReader
 from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
@@ -44,8 +48,6 @@ _KEY: Final = "meshloom"
 _VERSION: Final = 1
 FILE: Final = "file."
 """Begins the names of tensors that hold a file's bytes; an export writes these files."""
-_TORCH_RANDOM: Final = "random.torch"
-_CUDA_RANDOM: Final = "random.cuda"
 
 
 class Stateful(Protocol):
@@ -123,9 +125,7 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
     sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
     entries = local_shards(state, parts.gang.mesh)
     tensors = {entry.fqn: entry.tensor for entry in entries}
-    tensors[_TORCH_RANDOM] = torch.get_rng_state()
-    if parts.gang.device.type == "cuda":
-        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(parts.gang.device)
+    tensors |= random_tensors(parts.gang.device)
     if parts.gang.rank == 0:
         tensors |= {
             FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -133,23 +133,14 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
             if content
         }
     about = {
-        "version": _VERSION,
         "step": step,
         "rank": parts.gang.rank,
         "world_size": parts.gang.world_size,
         "mesh": _axes(parts),
         "data_digest": parts.data_digest,
         "data": {} if parts.data is None else dict(parts.data.state()),
-        "boxes": {
-            entry.fqn: {
-                "global_shape": entry.global_shape,
-                "offsets": entry.offsets,
-                "shape": tuple(entry.tensor.shape),
-            }
-            for entry in entries
-        },
-        "python_random": random.getstate(),
-        "numpy_random": _numpy_state(),
+        "boxes": boxes_of(entries),
+        **random_text(),
     }
     if beside.document:
         about["beside"] = beside.document
@@ -160,7 +151,7 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         for name in tensors
         if name in sharded or name in changed_by_update or name.startswith(FILE)
     )
-    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
+    return TrainingState(step, loss, tensors, as_text(about), lasting)
 
 
 def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
@@ -175,8 +166,8 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
         CheckpointError: The files do not hold what this model and optimizer need.
         ValueError: A file's text is not what ``capture`` wrote.
     """
-    abouts = [(reader, _about(reader)) for reader in readers]
-    shards = [shard for reader, about in abouts for shard in _shards(reader, about["boxes"])]
+    abouts = [(reader, about_of(reader)) for reader in readers]
+    shards = [shard for reader, about in abouts for shard in saved_shards(reader, about["boxes"])]
     load_model_state(parts.model, shards)
     _load_optimizers(parts, shards)
     if parts.ema is not None:
@@ -192,7 +183,7 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     _restore_position(parts, abouts[0][1])
     for reader, about in abouts:
         if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
-            _restore_random(parts, reader, about)
+            restore_random(parts.gang.device, reader, about)
             return
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
@@ -227,14 +218,37 @@ def _axes(parts: TrainedParts) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _about(reader: ShardReader) -> dict[str, Any]:
+def boxes_of(entries: Iterable[ShardEntry]) -> dict[str, Any]:
+    """Where the tensors of one file lie in the whole ones, as JSON."""
+    return {
+        entry.fqn: {
+            "global_shape": entry.global_shape,
+            "offsets": entry.offsets,
+            "shape": tuple(entry.tensor.shape),
+        }
+        for entry in entries
+    }
+
+
+def as_text(about: Mapping[str, Any]) -> dict[str, str]:
+    """What a file says beside its tensors, as the format's text."""
+    return {_KEY: json.dumps({"version": _VERSION, **about})}
+
+
+def about_of(reader: ShardReader) -> dict[str, Any]:
+    """What ``as_text`` was given.
+
+    Raises:
+        ValueError: The file was not written by this version.
+    """
     about = json.loads(reader.metadata.get(_KEY, "null"))
     if not isinstance(about, dict) or about.get("version") != _VERSION:
         raise ValueError(f"the shard file was not written by version {_VERSION} of this format")
     return about
 
 
-def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+def saved_shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+    """The boxes that a file holds, as ``boxes_of`` told of them."""
     for name, box in boxes.items():
         yield SavedShard(
             fqn=name,
@@ -243,18 +257,3 @@ def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShar
             shape=tuple(box["shape"]),
             read=lambda slices, name=name: reader.part(name, slices),  # type: ignore[misc]  # mypy cannot type a default in a lambda
         )
-
-
-def _restore_random(parts: TrainedParts, reader: ShardReader, about: Mapping[str, Any]) -> None:
-    torch.set_rng_state(reader.tensor(_TORCH_RANDOM))
-    if parts.gang.device.type == "cuda":
-        torch.cuda.set_rng_state(reader.tensor(_CUDA_RANDOM), parts.gang.device)
-    version, words, gauss = about["python_random"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(about["numpy_random"])
-
-
-def _numpy_state() -> dict[str, Any]:
-    state = np.random.get_state(legacy=False)
-    words = state["state"]
-    return {**state, "state": {"key": words["key"].tolist(), "pos": words["pos"]}}

@@ -81,7 +81,9 @@ class Run:
 
     @property
     def loss_unit(self) -> LossUnit:
-        """Nats where the loss is that of the next token."""
+        """Nats where the loss is that of the next token; what a user's ``train_batch`` gives has none."""
+        if type(self.trainable).train_batch is not Trainable.train_batch:
+            return ""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""

@@ -29,14 +29,14 @@ class AgentOutlet:
 
     Args:
         send: Takes messages to the agent.
-        steps: Of the whole job.
+        steps: Of the whole job; None: nobody knows, and every step is sent.
     """
 
     name = "the controller"
 
-    def __init__(self, send: Callable[[RankMessage], None], steps: int) -> None:
+    def __init__(self, send: Callable[[RankMessage], None], steps: int | None) -> None:
         self._send = send
-        self._every = -(-steps // _POINTS_A_JOB)
+        self._every = -(-(steps or 1) // _POINTS_A_JOB)
 
     def write(self, points: Sequence[Point]) -> None:
         """Sends them."""

@@ -54,7 +54,7 @@ export type NodeState = "READY" | "DRAINING" | "LOST";
 
 export interface Progress {
   step: number;
-  of: number;
+  of: number | null;
   loss: number | null;
   tokens_per_s: number | null;
   throughput_unit: "tokens" | "samples";
@@ -171,8 +171,41 @@ export interface FaultSpec {
   hang_timeout_s: number | "auto";
 }
 
+export interface EntryPoint {
+  script: string | null;
+  module: string | null;
+  args: string[];
+}
+
+export interface SecretReference {
+  secret: string;
+}
+
+export interface WandbSpec {
+  project: string | null;
+  entity: string | null;
+  mode: "online" | "offline";
+  base_url: string | null;
+  api_key: SecretReference | null;
+  tags: string[];
+}
+
+export interface MlflowSpec {
+  tracking_uri: string | null;
+  experiment: string | null;
+  token: SecretReference | null;
+  username: SecretReference | null;
+  password: SecretReference | null;
+}
+
+export interface MetricsSpec {
+  wandb: WandbSpec | null;
+  mlflow: MlflowSpec | null;
+}
+
 export interface JobSpec {
   name: string;
+  entrypoint: EntryPoint | null;
   trainable: Factory | null;
   model: Factory | null;
   data: Factory | null;
@@ -186,6 +219,7 @@ export interface JobSpec {
   plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
+  metrics: MetricsSpec | null;
   priority: number;
   labels: Record<string, string>;
 }
@@ -402,6 +436,7 @@ export interface StepView {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  of: number | null;
   mfu: number | null;
   data_wait_s: number | null;
 }

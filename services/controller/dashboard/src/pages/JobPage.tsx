@@ -59,7 +59,7 @@ export function JobPage({ id }: { id: string }) {
 
 function Head({ job }: { job: JobView }) {
   const { step, of, eta_s } = job.progress;
-  const part = of > 0 ? step / of : 0;
+  const part = of !== null && of > 0 ? step / of : 0;
   return (
     <section className="panel head" aria-label="Job">
       <div className="title">
@@ -76,9 +76,10 @@ function Head({ job }: { job: JobView }) {
         <Bar part={part} label="Progress" tone={toneOf(job.state)} />
         <div className="figures">
           <span>
-            step <b>{whole(step)}</b> of {whole(of)}
+            step <b>{whole(step)}</b>
+            {of === null ? null : ` of ${whole(of)}`}
           </span>
-          <span>{percent(part)}</span>
+          <span>{of === null ? null : percent(part)}</span>
           <span className="eta">
             {job.state === "RUNNING" && eta_s !== null ? (
               <>
@@ -150,7 +151,7 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
 
 function sentence(job: JobView): string {
   if (job.state === "RUNNING") return `Attempt ${job.attempt} is training.`;
-  if (job.state === "SUCCEEDED") return "All steps are done.";
+  if (job.state === "SUCCEEDED") return job.spec.entrypoint ? "The script has ended." : "All steps are done.";
   return "";
 }
 

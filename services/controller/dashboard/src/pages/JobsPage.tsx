@@ -121,7 +121,7 @@ function JobTable({ jobs }: { jobs: JobView[] }) {
 
 function JobRow({ job }: { job: JobView }) {
   const { step, of } = job.progress;
-  const part = of > 0 ? step / of : 0;
+  const part = of !== null && of > 0 ? step / of : 0;
   const live = job.state === "RUNNING";
   return (
     <tr
@@ -155,8 +155,8 @@ function JobRow({ job }: { job: JobView }) {
         <div className="progress">
           <Bar part={part} label={`Progress of ${job.name}`} tone={toneOf(job.state)} />
           <span className="figures">
-            {whole(step)} / {whole(of)}
-            <span className="muted"> {percent(part)}</span>
+            {whole(step)} / {of === null ? "?" : whole(of)}
+            {of === null ? null : <span className="muted"> {percent(part)}</span>}
           </span>
         </div>
       </td>
