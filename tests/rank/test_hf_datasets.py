@@ -9,7 +9,7 @@ import datasets  # type: ignore[import-untyped]  # it has none
 import pyarrow as pa  # type: ignore[import-untyped]  # it has none
 import pytest
 import torch
-from pyarrow import ipc, parquet  # type: ignore[import-untyped]  # it has none
+from pyarrow import ipc, parquet
 
 from meshloom import MapSource
 from meshloom.data import Batch
