@@ -101,8 +101,8 @@ def job_details(job: JobView) -> Table:
 def ranks_table(ranks: RankList) -> Table:
     """One row a rank; the one for which the others wait is marked."""
     table = _table(
-        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
-        "loss", f"{ranks.throughput_unit}/s", "memory", "seen",
+        "rank", "node", "device", "phase", "unit", "step", "step time", "for data", "lag",
+        "waited for", "loss", f"{ranks.throughput_unit}/s", "memory", "seen",
     )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
@@ -113,6 +113,7 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.data_wait_s, "{:.3f} s"),
             number(rank.arrival_lag_s, "{:.4f} s"),
             _waited_for(rank),
             number(rank.loss, "{:.4f}"),

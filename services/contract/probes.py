@@ -8,8 +8,8 @@ from typing import Final
 from fsdp_core.plan.model import PROFILE_VERSION
 from services.contract.messages.probing import ProbeModel
 
-_OF_THE_SPEC: Final = {"model", "data", "optimizer"}
-_OF_THE_TRAINING: Final = {"precision"}
+_OF_THE_SPEC: Final = {"trainable", "model", "data", "loss", "optimizer"}
+_OF_THE_TRAINING: Final = {"precision", "ema"}
 
 
 def probe_id(question: ProbeModel, versions: Mapping[str, str]) -> str:

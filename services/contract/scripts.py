@@ -20,10 +20,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 UNTOLD_STEPS: Final = 1_000_000_000
 """The ``train.steps`` of a script that does not say how many it makes: more than there can be."""
-SCRIPT: Final = "script"
-"""The factory that stands for the model and the data of a script."""
-
-_NOTHING: Final[Mapping[str, object]] = {"factory": SCRIPT, "args": {}}
 _OF_THE_LOOP: Final = "of_the_loop"
 _BESIDE_A_SCRIPT: Final = frozenset(
     {
@@ -84,9 +80,6 @@ def completed(given: object) -> object:
     if not isinstance(given, Mapping) or given.get("entrypoint") is None:
         return given
     filled = dict(given)
-    for name in ("model", "data"):
-        if filled.get(name) is None:
-            filled[name] = _NOTHING
     train = filled.get("train")
     if train is None:
         filled["train"] = {"steps": UNTOLD_STEPS}
@@ -129,8 +122,6 @@ def _said_to_it(spec: BaseModel) -> Iterator[tuple[str, ...]]:
 def _is_unsaid(name: str, value: object, field: FieldInfo) -> bool:
     if name == "plan":
         return value in ("auto", "default")
-    if name in {"model", "data"} and isinstance(value, BaseModel):
-        return value.model_dump() == _NOTHING
     return bool(value == field.get_default(call_default_factory=True))
 
 

@@ -1,7 +1,7 @@
 """A job spec: what a person asks for. YAML for people, the same as JSON on the wire.
 
-Every field but ``model``, ``data`` and ``train.steps`` has a default, and these have one beside an
-``entrypoint``; unknown fields are refused.
+A job names a ``model`` and its ``data``, or a ``trainable``, or an ``entrypoint``. Every other field but
+``train.steps``, which a script need not say, has a default; unknown fields are refused.
 """
 
 import json
@@ -17,8 +17,10 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -63,8 +65,47 @@ class Factory(_Spec):
     args: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(default_factory=dict)
 
 
+class ParameterGroup(_Spec):
+    """Options of the optimizer for the parameters whose names ``match``, such as ``weight_decay``.
+
+    ``match`` is a pattern in which ``*`` stands for any characters, dots too; a parameter belongs to
+    the first group that matches it, and to the optimizer's own groups if none does.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, JsonValue]
+
+    match: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+    @property
+    def options(self) -> dict[str, JsonValue]:
+        """What holds for the group, by the optimizer's names."""
+        return dict(self.__pydantic_extra__)
+
+
+class OptimizerSpec(Factory):
+    """An optimizer, and what is different for some of the parameters."""
+
+    groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(bounded)] = Field(
+        default=(), max_length=100
+    )
+
+
+class EmaSpec(_Spec):
+    """An exponential moving average of the weights, with which validation is done.
+
+    After every ``every`` steps it becomes ``decay`` of itself and ``1 - decay`` of the weights.
+    """
+
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    every: int = Field(default=1, ge=1, le=_MOST)
+
+
 class PrecisionSpec(_Spec):
-    """Element types: of the gathered parameters and of the gradient reduction."""
+    """Element types: of the gathered parameters and of the gradient reduction.
+
+    With fp16 anywhere in them or in the plan, losses are scaled so that gradients do not underflow.
+    """
 
     params: Precision = "fp32"
     reduce: Precision = "fp32"
@@ -80,6 +121,10 @@ class TrainSpec(_Spec):
     seed: int = Field(default=0, ge=0, lt=1 << 31)
     precision: PrecisionSpec = PrecisionSpec()
     eval_every: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
+    ema: EmaSpec | None = Field(default=None, description="null: no average of the weights is kept")
+    deterministic: bool = Field(
+        default=False, description="only operators that give the same bits each time; slower"
+    )
 
 
 class WorldSpec(_Spec):
@@ -176,9 +221,8 @@ class JobSpec(_Spec):
     """Everything that a job is, apart from what happens to it.
 
     A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-    ``entrypoint``: then all that only our loop reads is left out. In JSON ``model`` and ``data`` of
-    such a job are the factory ``script``, and its ``train.steps``, if it does not say how many it
-    makes, is one more than there can be.
+    ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
+    not say how many it makes, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` nobody looks: all ranks in
@@ -189,18 +233,24 @@ class JobSpec(_Spec):
     model_config = ConfigDict(json_schema_extra=schema_of_both)
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "job"
+    # Before the fields that may be left out with them: their validators look whether they are there.
     entrypoint: EntryPoint | None = Field(
         default=None, description="a script or module to run in each rank, in the place of our loop"
     )
-    model: Factory
-    data: Factory
+    trainable: Factory | None = Field(
+        default=None, description="a subclass of meshloom.Trainable, in place of model"
+    )
+    model: Factory | None = Field(default=None, validate_default=True)
+    data: Factory | None = Field(
+        default=None, validate_default=True, description="may be left out where trainable builds it"
+    )
     loss: Factory | None = Field(
         default=None, description="null: the model's own, else the cross entropy of the next token"
     )
     code: CodeDigest | None = Field(
         default=None, description="an uploaded archive, from which this job imports first"
     )
-    optimizer: Factory = Factory(factory="adamw")
+    optimizer: OptimizerSpec = OptimizerSpec(factory="adamw")
     schedule: Factory = Factory(factory="constant")
     train: TrainSpec
     resources: ResourceSpec = ResourceSpec()
@@ -212,6 +262,20 @@ class JobSpec(_Spec):
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(
         default_factory=dict, max_length=64
     )
+
+    @field_validator("model", "data")
+    @classmethod
+    def _is_there(cls, value: Factory | None, info: ValidationInfo) -> Factory | None:
+        if not {"trainable", "entrypoint"} <= info.data.keys():  # one of them is wrong itself
+            return value
+        by_trainable = info.data["trainable"] is not None
+        if value is None and not by_trainable and info.data["entrypoint"] is None:
+            raise PydanticCustomError("missing", "Field required")
+        if value is not None and by_trainable and info.field_name == "model":
+            raise PydanticCustomError(
+                "one_of_both", "trainable builds the model: give one of trainable and model"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod

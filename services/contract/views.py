@@ -168,6 +168,9 @@ class RankView(_View):
     unit: str | None = None
     step: int = 0
     step_time_s: float | None = None
+    data_wait_s: float | None = Field(
+        None, description="of step_time_s, what the rank waited for its data"
+    )
     arrival_lag_s: float | None = Field(
         None, description="how much later than the first rank it issues a collective, on average"
     )

@@ -1,6 +1,9 @@
 """What a client sees of jobs, ranks, steps, nodes, logs and events."""
 
+import asyncio
+import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from services.contract import redis_keys as keys
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.planning import JobEstimate, MemoryView
+from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
 from tests.controller.conftest import House
 from tests.controller.histories import NODE, running
@@ -362,3 +366,43 @@ def test_a_stream_tells_all_resumes_and_ends_with_the_job(house: House) -> None:
     missing = house.client.get("/v1/jobs/job_nope/events", headers=headers)
     assert missing.status_code == 404
     assert house.client.get(f"/v1/jobs/{job_id}:events").status_code == 404
+
+
+class OneReader:
+    """The telemetry of a controller, which sees how many read all steps at once."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self.readers = 0
+        self.most = 0
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._telemetry, name)
+
+    async def steps(self, job_id: str) -> list[StepRecord]:
+        self.readers += 1
+        self.reads += 1
+        self.most = max(self.most, self.readers)
+        try:
+            for _ in range(20):  # others get their turn, if they may
+                await asyncio.sleep(0)
+            return await self._telemetry.steps(job_id)
+        finally:
+            self.readers -= 1
+
+
+def test_however_many_ask_for_metrics_one_jobs_steps_are_in_memory_at_a_time(
+    quiet_house: House,
+) -> None:
+    job_id = quiet_house.submit()
+    state: Any = quiet_house.client.app
+    context = state.state.context
+    seen = OneReader(context.ports.telemetry)
+    ports = dataclasses.replace(context.ports, telemetry=seen)
+    state.state.context = dataclasses.replace(context, ports=ports)
+    with ThreadPoolExecutor(8) as pool:
+        paths = [f"/v1/jobs/{job_id}/metrics", f"/v1/jobs/{job_id}/metrics?name=loss"] * 8
+        answers = list(pool.map(quiet_house.client.get, paths))
+    assert {answer.status_code for answer in answers} == {200}
+    assert (seen.reads, seen.most) == (16, 1)

@@ -308,6 +308,7 @@ def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: 
         house.agent.join(slots=1)
         other.join(slots=1)
         house.redis.set(keys.node_inbox("loom-2"), "mine")
+        until(lambda: len(house.get("/v1/nodes")["items"]) == 2)
         job_id = house.submit()
         # The command to the second node is a part of the commit that this is told with.
         gang = house.agent.launches(job_id)

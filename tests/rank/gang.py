@@ -254,14 +254,16 @@ class Ranks:
                     threads=1,
                     code_folder=None if code is None else str(code),
                     hears_metrics=True,
-                    data_roots=(str(spec.data.args.get("library", self.root)),),
+                    data_roots=(
+                        str(spec.data.args.get("library", self.root) if spec.data else self.root),
+                    ),
                 )
                 end, theirs = socket.socketpair()
                 with theirs:
                     process = self._context.Process(
                         target=_sit,
                         args=(seat, theirs, listener if rank == 0 else None, trainer),
-                        daemon=True,
+                        daemon=False,  # it may have worker processes of its own
                     )
                     process.start()
                 processes.append(process)

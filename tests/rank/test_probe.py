@@ -135,7 +135,8 @@ def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
             "model: ValueError: 3 heads do not divide",
         ),
         ({"data": at(f"{DATA}:Particular")}, "data: KeyError: 'width'"),
-        ({"data": at("builtins:list")}, "data: DataError: data.factory made a list"),
+        ({"data": at("builtins:list")}, "data: DataError: data.factory: the data set .* is empty"),
+        ({"data": at("builtins:set")}, "data: DataError: data.factory made a set"),
         ({"loss": at("absent")}, "loss.factory: there is no built-in 'absent'"),
         ({"loss": at("mse", reduction="sum")}, "loss.args: mse: .*'reduction'"),
         (

@@ -38,6 +38,9 @@ class RankSample(Message):
     loss: float | None = None
     tokens_per_s: float | None = None
     step_time_s: float | None = None
+    data_wait_s: float | None = Field(
+        default=None, ge=0, description="of step_time_s, spent waiting for the rank's data"
+    )
     memory_bytes: int = Field(default=0, ge=0)
     peak_bytes: int | None = Field(default=None, ge=0)
     issued: Numbers = Field(default_factory=dict)
@@ -74,6 +77,9 @@ class StepRecord(Message):
     learning_rate: float | None = None
     tokens_per_s: float
     step_time_s: float
+    data_wait_s: float | None = Field(
+        default=None, description="of step_time_s, what rank 0 waited for its data"
+    )
     of: int | None = Field(
         default=None, ge=1, description="how many steps there will be, as the job's script says"
     )

@@ -210,7 +210,7 @@ def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
 
 def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:
     """Whether the built-in model's heads divide; a mesh that people chose is theirs to answer for."""
-    if spec.mesh != "auto" or spec.model.factory != "decoder":
+    if spec.mesh != "auto" or spec.model is None or spec.model.factory != "decoder":
         return True
     heads = spec.model.args.get("heads", _DECODER_HEADS)
     return isinstance(heads, int) and heads % max(tp_sizes(question)) == 0

@@ -276,6 +276,7 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler:
         unit=sample.unit,
         step=sample.step,
         step_time_s=sample.step_time_s,
+        data_wait_s=sample.data_wait_s,
         arrival_lag_s=sample.arrival_lag_s,
         straggler_score=sample.straggler_score,
         is_straggler=is_straggler,

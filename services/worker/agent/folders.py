@@ -11,6 +11,7 @@
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
+        metrics.jsonl, tensorboard/events.out.tfevents.<fence>…   what rank 0 reports
         rank-<r>.stdout.log, rank-<r>.stderr.log, and with .1 what was before, where it was cut
     /dev/shm/meshloom-<mark>-<uid>/<job id>-<fence>/rank-<r>.board
 """

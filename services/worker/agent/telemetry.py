@@ -295,6 +295,7 @@ class GangTelemetry:
         units = ready.units if ready is not None else ()
         groups = ready.groups if ready is not None else ()
         lateness = self._meter.of(rank)
+        newest = self._ask(rank, lambda reader: reader.step(max(board.step, 0)))
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -310,6 +311,7 @@ class GangTelemetry:
             loss=_finite(board.loss),
             tokens_per_s=_finite(board.tokens_per_s),
             step_time_s=_finite(board.step_time_s),
+            data_wait_s=None if newest is None else _finite(newest.data_wait_s),
             memory_bytes=max(board.memory_bytes, 0),
             peak_bytes=max(board.peak_bytes, 0) or None,
             issued=dict(zip(groups, board.issued, strict=False)),
@@ -330,6 +332,7 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         learning_rate=_finite(entry.learning_rate),
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
+        data_wait_s=_finite(entry.data_wait_s),
         of=entry.of or None,
     )
 

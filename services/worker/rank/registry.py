@@ -1,4 +1,4 @@
-"""Factories by name: a built-in's short name, or ``package.module:callable``."""
+"""Factories by name: a built-in's short name, or ``package.module:callable`` (or with a dot for the colon)."""
 
 import importlib
 import inspect
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from services.contract.entry_points import is_entry_point
 from services.contract.secret_references import resolved
 from services.contract.specs import Factory, JobSpec
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
@@ -25,12 +26,13 @@ from services.worker.rank.models.loss import (
     mse,
     next_token,
 )
-from services.worker.rank.optim.optimizers import adamw, sgd
-from services.worker.rank.optim.schedules import constant, warmup_cosine
+from services.worker.rank.optim.optimizers import adamw, muon, sgd
+from services.worker.rank.optim.schedules import constant, linear, one_cycle, warmup_cosine, wsd
 from services.worker.rank.process.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
+        "trainable": {},
         "model": {
             "decoder": Decoder,
             "hf_causal_lm": hf_causal_lm,
@@ -43,8 +45,14 @@ BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyT
             "mse": mse,
             "next_token": next_token,
         },
-        "optimizer": {"adamw": adamw, "sgd": sgd},
-        "schedule": {"constant": constant, "warmup_cosine": warmup_cosine},
+        "optimizer": {"adamw": adamw, "muon": muon, "sgd": sgd},
+        "schedule": {
+            "constant": constant,
+            "linear": linear,
+            "one_cycle": one_cycle,
+            "warmup_cosine": warmup_cosine,
+            "wsd": wsd,
+        },
     }
 )
 
@@ -96,7 +104,7 @@ def bound(
     """The factory that a field of the spec names, with its arguments, which it takes.
 
     Args:
-        field: ``model``, ``data``, ``optimizer`` or ``schedule``.
+        field: ``trainable``, ``model``, ``data``, ``optimizer`` or ``schedule``.
         factory: The name, and the keyword arguments from the spec.
         positional: Arguments that the trainer puts first.
         offered: Arguments that are passed if the callable has parameters of these names and the
@@ -186,12 +194,12 @@ def find(field: str, name: str) -> Callable[..., Any]:
     choices = BUILT_INS[field]
     if name in choices:
         return choices[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if not is_entry_point(name):
+        choose = f"choose one of {', '.join(sorted(choices))}, or " if choices else ""
         raise FactoryError(
-            f"{field}.factory: there is no built-in {name!r}; choose one of "
-            f"{', '.join(sorted(choices))}, or write package.module:callable"
+            f"{field}.factory: there is no built-in {name!r}; {choose}write package.module:callable"
         )
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:

@@ -16,7 +16,7 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
@@ -64,7 +64,7 @@ async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Resp
 async def metrics(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     *,
     name: Annotated[
         list[Annotated[str, Query(max_length=_NAMES_CHARACTERS)]] | None,
@@ -82,10 +82,12 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
     A job has at most 64 metrics of the user's; `names` lists them, `names_left_out` counts the rest.
     """
     wanted = of_metrics.StepRange(from_step, to_step, max_points)
-    if name is not None:
-        names = frozenset(part.strip() for each in name for part in each.split(","))
-        return answer(request, await of_metrics.get_some_metrics(ports, job_id, wanted, names))
-    return answer(request, await of_metrics.get_metrics(ports, job_id, wanted))
+    async with context.metrics_turn:
+        if name is not None:
+            names = frozenset(part.strip() for each in name for part in each.split(","))
+            some = await of_metrics.get_some_metrics(context.ports, job_id, wanted, names)
+            return answer(request, some)
+        return answer(request, await of_metrics.get_metrics(context.ports, job_id, wanted))
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])

@@ -35,7 +35,8 @@ def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], No
         raise DataMismatchError(
             f"data: checkpoint {seat.resume_from} was trained on data of digest "
             f"{manifest.data_digest}, here it is {parts.data_digest}: the run would not be "
-            "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
+            "continued exactly. Use the same files (for stdlib_bytes: the same Python), or clone the "
+            "job from this checkpoint: a clone may train on other data"
         )
     fill_from(seat, manifest, lambda readers: restore(parts, readers), send)
     return manifest.step

@@ -108,3 +108,11 @@ def predicted_tokens(batch: Batch) -> int | None:
             return int((labels[:, 1:] != -100).sum())  # noqa: PLR2004 (cross entropy's own mark)
         return cast("int", batch["input_ids"].numel())
     return None
+
+
+def counts_differ(batch: Batch) -> bool:
+    """Whether parts of such a batch may predict different numbers of tokens: some may be masked."""
+    if not isinstance(batch, Mapping) or predicted_tokens(batch) is None:
+        return False
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape

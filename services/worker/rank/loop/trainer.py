@@ -27,6 +27,7 @@ from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.gang.groups import joined, mesh_axes
 from services.worker.rank.loop import narration
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.determinism import make_deterministic
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
@@ -58,6 +59,8 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         Exception: Whatever ends the rank early, the user's own exceptions included.
     """
     torch.set_num_threads(seat.threads)
+    if seat.spec.train.deterministic:
+        make_deterministic()
     groups = (*mesh_axes(seat.plan.sharding.mesh), CONTROL_GROUP)
     watch = BoardWatch(board, groups, torch.device(seat.device))
     watch.enter(RankPhase.RENDEZVOUS)
@@ -79,6 +82,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         with MetricsReporter(seat, pipe.send) as metrics:
             with writer:
                 last, drained = _loop(run, pipe, writer, metrics, resumed)
+                run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
                 writer.finish(last)
             watch.enter(RankPhase.FINISHED)
@@ -116,10 +120,13 @@ def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, st
         learning_rate=figures.learning_rate,
         tokens_per_s=figures.samples / elapsed,
         step_time_s=elapsed,
+        data_wait_s=figures.data_wait_s,
     )
     run.watch.finish_step(done, writer.copied_bytes)
     metrics.report(step, {**figures.metrics, **_figures(run, done)})
     narration.stepped(run, done)
+    if figures.is_skipped:
+        narration.skipped(run, step)
     return figures.loss
 
 
@@ -130,6 +137,7 @@ def _figures(run: Run, step: BoardStep) -> dict[str, float]:
         "learning_rate": step.learning_rate,
         "tokens_per_s" if run.counts_tokens else "samples_per_s": step.tokens_per_s,
         "step_time_s": step.step_time_s,
+        "data_wait_s": step.data_wait_s,
     }
 
 
@@ -153,7 +161,7 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
 
 
 def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int) -> None:
-    evaluation = evaluate(run)
+    evaluation = evaluate(run, step)
     if evaluation is None or run.gang.rank != 0:
         return
     metrics.report(step, {**evaluation.metrics, "loss": evaluation.loss}, validation=True)

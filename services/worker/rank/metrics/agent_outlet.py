@@ -9,7 +9,15 @@ from services.worker.rank.metrics.points import VALIDATION, Point, thinned
 _POINTS_A_LINE: Final = 32
 _POINTS_A_JOB: Final = 20_000
 OWN_FIGURES: Final = frozenset(
-    {"loss", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s", "step_time_s"}
+    {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_s",
+        "samples_per_s",
+        "step_time_s",
+        "data_wait_s",
+    }
 )
 
 

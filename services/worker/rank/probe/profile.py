@@ -12,11 +12,12 @@ makes data or model for real, with as many ranks (that do nothing) as the job ha
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 if __name__ == "__main__":
     gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
@@ -31,6 +32,7 @@ from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
+from meshloom.trainable import Trainable
 from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
@@ -38,10 +40,14 @@ from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.data import batches
-from services.worker.rank.data.source import feed_of
+from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.share import Share
+from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
 from services.worker.rank.models.loss import UserLoss, checked, loss_of
-from services.worker.rank.models.materialise import checked_module, give_values
+from services.worker.rank.models.materialise import give_values
 from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.models.several import ALONE, checked_module
+from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
@@ -125,13 +131,16 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
         FactoryError: One is not there, or does not take its arguments.
     """
     spec = seat.question.spec
-    parts: tuple[tuple[str, Factory, tuple[object, ...], dict[str, object]], ...] = (
+    parts: tuple[tuple[str, Factory | None, tuple[object, ...], dict[str, object]], ...] = (
         ("data", spec.data, (), {"seed": spec.train.seed}),
+        ("trainable", spec.trainable, (), {}),
         ("model", spec.model, (), {}),
         ("optimizer", spec.optimizer, ([],), {}),
         ("schedule", spec.schedule, (), {"steps": spec.train.steps}),
     )
     for part, factory, positional, offered in parts:
+        if factory is None:
+            continue
         course.part = part
         with course.making(partial(registry.find, part, factory.factory)):
             registry.bound(part, factory, *positional, offered=offered, grant=_grant(seat))
@@ -142,11 +151,14 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
 def _sample(seat: ProbeSeat, course: _Course) -> Batch:
     """One sample of the data, as a batch."""
     spec = seat.question.spec
-    make = registry.bound("data", spec.data, offered={"seed": spec.train.seed}, grant=_grant(seat))
+
+    def make() -> Any:  # noqa: ANN401 (whatever the factory makes)
+        return made_data(spec, trainable_of(spec, _grant(seat)), _grant(seat))
+
     course.part = "data"
 
     def taken() -> Batch:
-        sample = feed_of(make(), 1, 0).sample()
+        sample = feed_of(make(), Share(1, 0, 1), spec.train.seed).sample()
         batches.rows(sample)
         return sample
 
@@ -155,37 +167,76 @@ def _sample(seat: ProbeSeat, course: _Course) -> Batch:
 
 
 def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
-    question = seat.question
+    question, spec = seat.question, seat.question.spec
+    trainable = trainable_of(spec, _grant(seat))
 
     def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        named = [(f"parameter{place}", each) for place, each in enumerate(parameters)]
-        made: torch.optim.Optimizer = registry.create(
-            "optimizer", question.spec.optimizer, named, grant=_grant(seat)
-        )
-        return made
+        model = nn.ParameterList(parameters)
+        made = trainable.build_optimizer({ALONE: model})
+        if made is None:
+            named = [(f"parameter{name}", each) for name, each in model.named_parameters()]
+            made = registry.create("optimizer", spec.optimizer, named, grant=_grant(seat))
+        several = Optimizers.of(made, "optimizer.factory")
+        return cast("torch.optim.Optimizer", _StepsAll(several.named(None)))
 
-    return optimizer_facts(make, question.device_type)
+    facts = optimizer_facts(make, question.device_type)
+    return facts if spec.train.ema is None else _with_averages(facts)
+
+
+def _with_averages(facts: OptimizerFacts) -> OptimizerFacts:
+    """The same with a copy more of each parameter."""
+    matrices = facts.matrices
+    if matrices is not None:
+        matrices = replace(matrices, copies=matrices.copies + 1)
+    return replace(facts, state_copies=facts.state_copies + 1, matrices=matrices)
+
+
+@dataclass(frozen=True)
+class _StepsAll:
+    """Several optimizers, as far as their steps are looked at."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        """One of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     question = seat.question
-    bound = registry.bound("model", question.spec.model, grant=_grant(seat))
-    by_meta = getattr(registry.find("model", question.spec.model.factory), "meta_init", False)
+    spec = question.spec
+    by_meta = built_by_meta(spec, trainable_of(spec, _grant(seat)))
+    # A pass belongs to the trainable that built its model.
+    builders: WeakKeyDictionary[nn.Module, Trainable] = WeakKeyDictionary()
 
-    def for_real() -> nn.Module:
+    def built(trainable: Trainable) -> nn.Module | None:
+        built = trainable.build_model()
+        return None if isinstance(built, Mapping) else checked_module(built)
+
+    def for_real() -> nn.Module | None:
         with torch.device("meta" if by_meta else "cpu"):
-            return checked_module(bound())
+            return built(trainable_of(spec, _grant(seat)))
 
     def make() -> nn.Module:
         with course.making(for_real):
-            return checked_module(bound())
+            trainable = trainable_of(spec, _grant(seat))
+            model = built(trainable)
+        if model is None:
+            raise NotFollowedError("the probe does not follow several models in one trainable")
+        if trainable.steps_itself:
+            raise NotFollowedError("the probe does not follow a trainable that steps itself")
+        builders[model] = trainable
+        return model
 
-    chosen = registry.chosen_loss(question.spec, _grant(seat))
+    chosen = registry.chosen_loss(spec, _grant(seat))
 
     def loss(model: nn.Module, samples: int) -> torch.Tensor:
-        again = partial(_loss_for_real, for_real, chosen, sample, seat)
+        again = partial(_pass_for_real, sample, seat)
         with course.making(again, is_a_pass=True):
-            return mean_loss(model, batches.zeros_like(sample, samples), chosen)
+            context = _ProbeContext(model, chosen)
+            given = batches.zeros_like(sample, samples)
+            return checked(builders[model].train_batch(given, context)).loss
 
     return ModelUnderStudy(
         make,
@@ -196,9 +247,7 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     )
 
 
-def _loss_for_real(
-    make: Callable[[], nn.Module], chosen: UserLoss | None, sample: Batch, seat: ProbeSeat
-) -> None:
+def _pass_for_real(sample: Batch, seat: ProbeSeat) -> None:
     """A forward pass with values, over as many samples as a rank has in a pass.
 
     A loss that cannot be followed without values is none that fails in a rank.
@@ -208,12 +257,42 @@ def _loss_for_real(
     asked = spec.train.micro_batch
     length = batches.predicted_tokens(sample) or 1
     size = default_micro_batch(per_rank, length) if asked == "auto" else asked
-    model = make()
+    trainable = trainable_of(spec, _grant(seat))
+    with torch.device("meta" if built_by_meta(spec, trainable) else "cpu"):
+        model = checked_module(trainable.build_model())
     if any(each.is_meta for each in model.parameters()):
         model.to_empty(device="cpu")
         give_values(model, spec.train.seed)
+    context = _ProbeContext(model, registry.chosen_loss(spec, _grant(seat)))
     with torch.no_grad():
-        loss_of(model, chosen)(batches.joined([sample] * size))
+        checked(trainable.train_batch(batches.joined([sample] * size), context))
+
+
+class NotFollowedError(Exception):
+    """A trainable does what the probe cannot look at; its job runs by the default layout."""
+
+
+class _ProbeContext:
+    """What ``train_batch`` is given while its passes are looked at."""
+
+    step_number = 1
+    is_training = True
+
+    def __init__(self, model: nn.Module, chosen: UserLoss | None) -> None:
+        self._model = model
+        self._chosen = chosen
+        self.models = {ALONE: model}
+        self.device = torch.device("cpu")
+
+    def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As the loop computes it."""
+        return {"loss": mean_loss(self._model, batch, self._chosen)}
+
+    def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
+        """Whoever calls it was refused before."""
+
+    def step(self, optimizer: str | None = None) -> None:
+        """As above."""
 
 
 def mean_loss(model: nn.Module, batch: Batch, chosen: UserLoss | None = None) -> torch.Tensor:

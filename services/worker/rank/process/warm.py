@@ -30,6 +30,7 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
 )
+from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.process.host_memory import limit_memory
 from services.worker.rank.process.seat import take_seat
 
@@ -171,7 +172,7 @@ class WarmProcess:
                 socket.socket(fileno=channel),
                 listen_fd,
                 self._is.trainer,
-                lambda: self._become_user(warm),
+                lambda: self._become_user(warm, seat),
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
@@ -179,8 +180,10 @@ class WarmProcess:
         finally:
             os._exit(_NOT_STARTED)
 
-    def _become_user(self, warm: int) -> None:
+    def _become_user(self, warm: int, seat: RankSeat) -> None:
         if self._is.user is not None:
+            if seat.rank == 0:
+                MetricFiles.of(Path(seat.log_folder), seat.fence).open_early()
             self._is.user.become()
             die_with_parent(warm)  # the kernel forgets it with the old user
 

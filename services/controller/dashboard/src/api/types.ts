@@ -108,6 +108,22 @@ export interface Factory {
   args: Record<string, unknown>;
 }
 
+export interface ParameterGroup {
+  match: string;
+  [option: string]: unknown;
+}
+
+export interface OptimizerSpec {
+  factory: string;
+  args: Record<string, unknown>;
+  groups: ParameterGroup[];
+}
+
+export interface EmaSpec {
+  decay: number;
+  every: number;
+}
+
 export interface PrecisionSpec {
   params: "fp32" | "bf16" | "fp16";
   reduce: "fp32" | "bf16" | "fp16";
@@ -121,6 +137,8 @@ export interface TrainSpec {
   seed: number;
   precision: PrecisionSpec;
   eval_every: number;
+  ema: EmaSpec | null;
+  deterministic: boolean;
 }
 
 export interface ResourceSpec {
@@ -162,11 +180,12 @@ export interface EntryPoint {
 export interface JobSpec {
   name: string;
   entrypoint: EntryPoint | null;
-  model: Factory;
-  data: Factory;
+  trainable: Factory | null;
+  model: Factory | null;
+  data: Factory | null;
   loss: Factory | null;
   code: string | null;
-  optimizer: Factory;
+  optimizer: OptimizerSpec;
   schedule: Factory;
   train: TrainSpec;
   resources: ResourceSpec;
@@ -309,6 +328,7 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
+  data_wait_s: number | null;
   arrival_lag_s: number | null;
   straggler_score: number | null;
   is_straggler: boolean;
@@ -391,6 +411,7 @@ export interface StepView {
   step_time_s: number;
   of: number | null;
   mfu: number | null;
+  data_wait_s: number | null;
 }
 
 export interface MetricPoint {

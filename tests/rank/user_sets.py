@@ -1,0 +1,50 @@
+"""Data sets as users of PyTorch write them, named in specs as ``tests.rank.user_sets:…``."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from meshloom import MapSource
+from meshloom.data import Batch
+
+CLASSES = 4
+
+
+def pictures(count: int) -> TensorDataset:
+    """Noise with a bright spot; its place is the class."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    noise = torch.rand(count, 8, generator=generator)
+    return TensorDataset(noise + functional.one_hot(labels, 8), labels)
+
+
+class Shaken(Dataset[Batch]):
+    """Pictures with noise that is drawn anew whenever one is read."""
+
+    def __init__(self, count: int) -> None:
+        self._pictures = pictures(count)
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getitem__(self, index: int) -> Batch:
+        pixels, label = self._pictures[index]
+        return pixels + 0.1 * torch.randn(8), label
+
+
+def pair(count: int = 20) -> tuple[Dataset[Any], Dataset[Any]]:
+    return Shaken(count), pictures(10)
+
+
+def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
+    """The same, read ahead by a process that leaves its number in ``folder``."""
+
+    def note(_: int) -> None:
+        if folder is not None:
+            (Path(folder) / f"worker-{os.getpid()}").touch()
+
+    return MapSource(dataset=Shaken(count), validation=pictures(10), workers=1, worker_init_fn=note)
