@@ -754,6 +754,18 @@ def accumulated(run: Run) -> None:
 
 
 @way
+def zeroed_after_a_backward_that_is_not_the_last(run: Run) -> None:
+    """As after a microbatch whose forward raised: the step begins anew."""
+    model = run.net()
+    optimizer = torch.optim.SGD(run.params.values())
+    model.set_is_last_backward(False)
+    run.backward(model(run.x()))
+    optimizer.zero_grad()
+    model.set_is_last_backward(True)
+    run.backward(model(run.x(1)))
+
+
+@way
 def in_place_on_an_output(run: Run) -> None:
     model = run.net()
     model.first.register_forward_hook(lambda _, __, out: out.mul_(2))
