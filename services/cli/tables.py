@@ -145,7 +145,16 @@ def diagnosis_table(diagnosis: DiagnosisView) -> Table:
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
     table = _table(
-        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+        "checkpoint",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "size",
+        "world",
+        "age",
+        "kept",
+        "verified",
     )
     for checkpoint in checkpoints.items:
         table.add_row(
@@ -153,6 +162,7 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             state_text(checkpoint.state),
             str(checkpoint.step),
             number(checkpoint.loss, "{:.4f}"),
+            _judged(checkpoint),
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
@@ -172,6 +182,7 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         ("state", state_text(checkpoint.state)),
         ("why", checkpoint.reason),
         ("step", str(checkpoint.step)),
+        ("validation", _judged(checkpoint) or None),
         ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
         ("kept", _kept(checkpoint) or None),
         ("export", _export(checkpoint)),
@@ -184,6 +195,12 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         if value is not None:
             table.add_row(name, value)
     return table
+
+
+def _judged(checkpoint: CheckpointView) -> str:
+    """Figures of its evaluation; the best one says so."""
+    told = (f"{name} {number(value, '{:.4f}')}" for name, value in checkpoint.evaluation.items())
+    return ", ".join([*told, *(["best"] if checkpoint.best else [])])
 
 
 def nodes_table(nodes: NodeList) -> Table:
