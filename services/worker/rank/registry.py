@@ -15,7 +15,9 @@ from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.secret_references import resolved
 from services.contract.specs import Factory, JobSpec
+from services.worker.rank.data.hf_datasets import hf_dataset
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
+from services.worker.rank.data.tokens import tokens
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.models.hugging_face import (
     hf_causal_lm,
@@ -40,7 +42,7 @@ BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyT
             "hf_causal_lm": hf_causal_lm,
             "hf_sequence_classification": hf_sequence_classification,
         },
-        "data": {"stdlib_bytes": stdlib_bytes},
+        "data": {"hf_dataset": hf_dataset, "stdlib_bytes": stdlib_bytes, "tokens": tokens},
         "loss": {
             "bce_with_logits": bce_with_logits,
             "cross_entropy": cross_entropy,
