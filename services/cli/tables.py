@@ -80,7 +80,7 @@ def job_details(job: JobView) -> Table:
         ("loss", loss(job.progress.loss, job.progress)),
         ("validation", _evaluation(job)),
         (per_s(job.progress), number(job.progress.tokens_per_s, "{:,.0f}")),
-        ("MFU", number(job.progress.mfu, "{:.1%}")),
+        ("MFU", None if job.progress.mfu is None else f"{100 * job.progress.mfu:.3g} %"),
         *_user_metrics(job),
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
@@ -362,7 +362,10 @@ def _evaluation(job: JobView) -> Text | None:
 
 def _user_metrics(job: JobView) -> list[tuple[Text, str]]:
     # The names are the user's: as a plain string they could hold markup.
-    return [(Text(name), figure(value)) for name, value in job.progress.metrics.items()]
+    passed = {} if job.evaluation is None else job.evaluation.metrics
+    shown = {f"validation/{name}" for name in passed}
+    values = job.progress.metrics.items()
+    return [(Text(name), figure(value)) for name, value in values if name not in shown]
 
 
 def _ranks(job: JobView) -> str:

@@ -136,7 +136,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
             f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
-    grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    grant = registry.Grant.of(seat)
     trainable = trainable_of(spec, grant)
     make = _with_mark(trainable.build_model, is_meta=built_by_meta(spec, trainable))
     watch.memory.begin_model()
