@@ -347,7 +347,7 @@ def clone(
     ] = None,
     from_checkpoint: Annotated[
         str | None,
-        typer.Option("--from", help="A committed checkpoint of the job, or 'latest'."),
+        typer.Option("--from", help="A committed checkpoint of the job, 'latest' or 'best'."),
     ] = None,
     key: Annotated[
         str | None,

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from services.contract.entry_points import is_entry_point
+from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.rank_pipe import RankSeat
 from services.contract.secret_references import resolved
 from services.contract.specs import Factory, JobSpec
 from services.worker.rank.data.hf_datasets import hf_dataset
@@ -71,6 +73,12 @@ class Grant:
 
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     data_roots: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, seat: RankSeat | ProbeSeat) -> Self:
+        """What a seat grants: a job may read its own uploaded code too, which comes first."""
+        code = () if seat.code_folder is None else (seat.code_folder,)
+        return cls(seat.secrets, tuple(map(Path, (*code, *seat.data_roots))))
 
 
 NOTHING_GRANTED: Final = Grant()
