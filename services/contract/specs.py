@@ -35,6 +35,7 @@ from services.contract.scripts import (
     for_a_loop_alone,
     schema_of_both,
 )
+from services.contract.secret_references import SECRET_NAME
 from services.contract.worlds import Share, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
@@ -217,6 +218,52 @@ class FaultSpec(_Spec):
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
 
 
+class SecretReference(_Spec):
+    """A secret by name: the value lies in a file on the nodes."""
+
+    secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")]
+
+
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class WandbSpec(_Spec):
+    """Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+
+    Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
+    logs, for ``wandb sync``.
+    """
+
+    project: _Word | None = None
+    entity: _Word | None = None
+    mode: Literal["online", "offline"] = "online"
+    base_url: _Word | None = None
+    api_key: SecretReference | None = None
+    tags: tuple[_Word, ...] = Field(default=(), max_length=16)
+
+
+class MlflowSpec(_Spec):
+    """MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+
+    Each attempt is a run of the experiment, the job's name unless another is given. Without a
+    ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
+    read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
+    """
+
+    tracking_uri: _Word | None = None
+    experiment: _Word | None = None
+    token: SecretReference | None = None
+    username: SecretReference | None = None
+    password: SecretReference | None = None
+
+
+class MetricsSpec(_Spec):
+    """Where the metrics go beside the API, JSON lines and TensorBoard's event files."""
+
+    wandb: WandbSpec | None = None
+    mlflow: MlflowSpec | None = None
+
+
 class JobSpec(_Spec):
     """Everything that a job is, apart from what happens to it.
 
@@ -258,6 +305,9 @@ class JobSpec(_Spec):
     plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     faults: FaultSpec = FaultSpec()
+    metrics: MetricsSpec | None = Field(
+        default=None, description="services that take the metrics, beside files and the API"
+    )
     priority: int = Field(default=0, ge=-1000, le=1000)
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(
         default_factory=dict, max_length=64

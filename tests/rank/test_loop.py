@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.plan.model import UnitPlan
 from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
 from services.contract.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks, Trained
@@ -141,6 +142,19 @@ def test_owned_matrices_of_replicas_are_saved_once(ranks: Ranks, spec: Spec) -> 
     assert resumed.losses() == whole.losses_after(1)
 
 
+def test_an_evaluation_of_averages_leaves_no_trace_in_the_training(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    """Not even where units stay gathered after a pass."""
+    gathered = (UnitPlan(("blocks.*",), reshard_after_forward=False),)
+    averaged = spec(train={**TRAIN, "eval_every": 2, "ema": {"decay": 0.9}})
+    run = ranks.start(averaged, units=gathered).succeeded()
+    assert run.losses() == trained.of(spec()).losses()
+    mine, weights = run.of_kind(0, RankEvaluated)[-1], trained.of(spec()).of_kind(0, RankEvaluated)
+    assert mine.loss is not None
+    assert mine.loss > (weights[-1].loss or 0.0) + 0.01
+
+
 def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) -> None:
     none = [{"match": "*", "lr": 0.0}]
     job = spec(
@@ -157,7 +171,7 @@ def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) 
     assert "optimizer.groups.0.match: '*.bais' matches no parameter" in failure(refused)
 
 
-def evaluation(attempt: Attempt) -> float:
+def evaluation(attempt: Attempt) -> float | None:
     (found,) = attempt.of_kind(0, RankEvaluated)
     assert found.loss is not None
     return found.loss

@@ -48,3 +48,23 @@ def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
             (Path(folder) / f"worker-{os.getpid()}").touch()
 
     return MapSource(dataset=Shaken(count), validation=pictures(10), workers=1, worker_init_fn=note)
+
+
+class Wide(Dataset[Batch]):
+    """Tokens of which sample 3 has one beyond what a model of bytes embeds."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Batch:
+        tokens = torch.arange(9) + index
+        return tokens + 1_000 * (index == 3)
+
+
+def spoilt(kind: str) -> Dataset[Any]:
+    """Pictures in bytes, or with a number that is none in sample 7."""
+    pixels, labels = pictures(12).tensors
+    if kind == "nan":
+        pixels[7, 2] = torch.nan
+        return TensorDataset(pixels, labels)
+    return TensorDataset(pixels.to(torch.uint8), labels)

@@ -77,7 +77,7 @@ class Gan(Trainable):
         )
         context.backward(against, into="discriminator")
         context.step("discriminator")
-        loss = -functional.logsigmoid(discriminator(generator(batch["noise"]))).mean()
+        loss = -functional.logsigmoid(discriminator(fake)).mean()
         context.backward(loss, into="generator")
         context.step("generator")
         if context.is_training:
@@ -104,6 +104,17 @@ class Alone(Trainable):
 
     def build_model(self) -> nn.Module:
         return Classifier()
+
+
+class Doubled(Alone):
+    """Makes two passes of a batch, and has an optimizer of its own."""
+
+    def build_optimizer(self, models: Models) -> torch.optim.Optimizer:
+        return torch.optim.Adam(models["model"].parameters(), lr=0.01)
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        again = context.models["model"](batch[0]).square().mean()
+        return {"loss": context.loss(batch)["loss"] + again, "again": again}
 
 
 class Spoilt(Alone):

@@ -20,6 +20,7 @@ from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens
 from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.samples import own_random_state, seed_all
 from services.worker.rank.data.share import Share
 from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
 from services.worker.rank.gang.groups import Gang
@@ -80,7 +81,9 @@ class Run:
 
     @property
     def loss_unit(self) -> LossUnit:
-        """Nats where the loss is that of the next token."""
+        """Nats where the loss is that of the next token; what a user's ``train_batch`` gives has none."""
+        if type(self.trainable).train_batch is not Trainable.train_batch:
+            return ""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""
@@ -140,7 +143,9 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
     ema = None if spec.train.ema is None else Ema(models.whole, spec.train.ema)
-    with watch.memory.apart():
+    # What draws as it is made, as samplers do, is the same on all ranks and in every attempt.
+    with watch.memory.apart(), own_random_state():
+        seed_all(derive(spec.train.seed, "data"))
         made = made_data(spec, trainable, grant)
         share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
         data = feed_of(made, share, spec.train.seed)

@@ -177,6 +177,32 @@ export interface EntryPoint {
   args: string[];
 }
 
+export interface SecretReference {
+  secret: string;
+}
+
+export interface WandbSpec {
+  project: string | null;
+  entity: string | null;
+  mode: "online" | "offline";
+  base_url: string | null;
+  api_key: SecretReference | null;
+  tags: string[];
+}
+
+export interface MlflowSpec {
+  tracking_uri: string | null;
+  experiment: string | null;
+  token: SecretReference | null;
+  username: SecretReference | null;
+  password: SecretReference | null;
+}
+
+export interface MetricsSpec {
+  wandb: WandbSpec | null;
+  mlflow: MlflowSpec | null;
+}
+
 export interface JobSpec {
   name: string;
   entrypoint: EntryPoint | null;
@@ -193,6 +219,7 @@ export interface JobSpec {
   plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
+  metrics: MetricsSpec | null;
   priority: number;
   labels: Record<string, string>;
 }
