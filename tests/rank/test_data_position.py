@@ -77,6 +77,17 @@ def test_a_data_set_trains_with_its_epoch_ends_and_goes_on_with_other_ranks(
     assert not any(map(lives, workers))
 
 
+def test_a_stream_goes_on_with_other_ranks(trained: Trained, ranks: Ranks, spec: Spec) -> None:
+    job = of(spec, "Flow")
+    losses = trained.of(job).losses()
+    log = (trained.of(job).root / "rank-0.log").read_text(encoding="utf-8")
+    assert "a stream that every rank reads" in log
+    source = trained.committed(3, ranks, job)
+    again = ranks.start(job, 3, fence=2, resume_from=source.checkpoint_id).succeeded()
+    expected = {step: loss for step, loss in losses.items() if step > 3}
+    assert again.losses() == pytest.approx(expected, abs=1e-5)
+
+
 def test_workers_die_with_their_rank(ranks: Ranks, spec: Spec, tmp_path: Path) -> None:
     noted = of(
         spec,

@@ -44,6 +44,14 @@ def test_a_masked_token_weighs_nothing_however_the_batch_is_split(
     assert one.losses()[6] < one.losses()[1]
 
 
+def test_a_step_without_a_token_says_so(ranks: Ranks, spec: Spec) -> None:
+    attempt = ranks.start(tokens(spec, "AllMasked"), 1)
+    assert attempt.ended() == [1]
+    assert "step 1 is the mean over no token: all labels of its batch are masked" in failure(
+        attempt
+    )
+
+
 def test_where_all_tokens_count_the_arithmetic_is_that_without_labels(
     trained: Trained, spec: Spec
 ) -> None:

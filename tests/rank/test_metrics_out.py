@@ -14,7 +14,13 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
 from meshloom.trainable import Trainable
-from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMessage, RankMetrics, RankReady
+from services.contract.bounds import METRIC_NAMES_KEPT
+from services.contract.messages.rank_pipe import (
+    RANK_MESSAGE,
+    RankMessage,
+    RankMetrics,
+    RankReady,
+)
 from services.contract.specs import Factory, JobSpec
 from services.worker.rank.loop.run import Run
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
@@ -116,17 +122,27 @@ class Refusing(Taking):
         raise OSError("gone")
 
 
-def test_a_loop_of_thousands_of_steps_a_second_sends_a_message_a_second() -> None:
+def test_a_loop_of_thousands_of_steps_a_second_sends_few_messages() -> None:
     sent: list[RankMetrics] = []
     outlet = AgentOutlet(lambda message: sent.append(cast("RankMetrics", message)), steps=60_000)
     outlet.write([Point(step, {"hits": step, "loss": 1.0}, 0.0) for step in range(1, 5_001)])
     outlet.write([Point(5_001, {"loss": 1.0}, 0.0)])
-    (message,) = sent
-    steps = [point.step for point in message.points]
-    assert (len(steps), steps[-1]) == (32, 4_998)
+    steps = [point.step for message in sent for point in message.points]
+    assert (len(sent), len(steps), steps[-1]) == (4, 256, 4_998)
     assert all(step % 3 == 0 for step in steps)
-    assert len(message.model_dump_json()) < 4_096
-    assert RANK_MESSAGE.validate_json(message.model_dump_json()) == message
+    assert all(len(message.model_dump_json()) < 4_096 for message in sent)
+
+
+def test_of_a_second_with_many_names_an_agent_is_sent_less_than_it_reads() -> None:
+    sent: list[RankMetrics] = []
+    outlet = AgentOutlet(lambda message: sent.append(cast("RankMetrics", message)), steps=100)
+    values = {f"{number:04d}-{'x' * 80}": 1 / 3 for number in range(200)}
+    outlet.write([Point(step, values, 0.0) for step in range(1, 101)])
+    assert {message.left_out for message in sent} == {200 - METRIC_NAMES_KEPT}
+    assert {len(point.values) for message in sent for point in message.points} == {64}
+    lines = [message.model_dump_json() for message in sent]
+    assert sum(map(len, lines)) < 1 << 19
+    assert [RANK_MESSAGE.validate_json(line) for line in lines] == sent
 
 
 def test_a_file_of_metrics_is_bounded_and_has_whole_records_only(tmp_path: Path) -> None:

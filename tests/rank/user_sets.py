@@ -1,12 +1,13 @@
 """Data sets as users of PyTorch write them, named in specs as ``tests.rank.user_sets:…``."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from meshloom import MapSource
 from meshloom.data import Batch
@@ -38,6 +39,17 @@ class Shaken(Dataset[Batch]):
 
 def pair(count: int = 20) -> tuple[Dataset[Any], Dataset[Any]]:
     return Shaken(count), pictures(10)
+
+
+class Flow(IterableDataset[Batch]):
+    """Pictures one after the other, in an order that is drawn when an epoch begins."""
+
+    def __init__(self, count: int = 20) -> None:
+        self._pictures = pictures(count)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in torch.randperm(len(self._pictures)).tolist():
+            yield self._pictures[index]
 
 
 def with_workers(count: int = 20, folder: str | None = None) -> MapSource:

@@ -155,6 +155,14 @@ class Masked(DataSource):
         return [self.batch(99, [0, 1]), self.batch(99, range(2, 7))]
 
 
+class AllMasked(Masked):
+    """The same tokens, none of which counts."""
+
+    def batch(self, step: int, indices: Sequence[int]) -> Batch:
+        tokens = super().batch(step, indices)["input_ids"]
+        return {"input_ids": tokens, "labels": torch.full_like(tokens, -100)}
+
+
 class Whole(Masked):
     """The same tokens, all of which count."""
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -63,8 +64,10 @@ def embedded_tokens(model: nn.Module) -> int | None:
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     said = getattr(model, "get_input_embeddings", None)
     if callable(said):
-        found: object = said()
-        tables = [found] if isinstance(found, nn.Embedding) else tables
+        # Models of transformers have the method also where they cannot answer.
+        with suppress(NotImplementedError, AttributeError):
+            found: object = said()
+            tables = [found] if isinstance(found, nn.Embedding) else tables
     return max((table.num_embeddings for table in tables), default=None)
 
 

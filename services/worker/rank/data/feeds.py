@@ -66,6 +66,12 @@ def _source(made: object) -> object:
         return _validated(made[_TRAIN], made.get(_VALIDATION))
     if isinstance(made, tuple) and len(made) == _PAIR and all(map(_gives_samples, made)):
         return _validated(*made)
+    if isinstance(made, tuple):
+        kinds = ", ".join(type(each).__name__ for each in made)
+        raise DataError(
+            f"data.factory made a tuple of {kinds or 'nothing'}, which is no pair of data sets (train, "
+            "validation); columns of samples make one by torch.utils.data.TensorDataset(x, y)"
+        )
     return _single(made)
 
 

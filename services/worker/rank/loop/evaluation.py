@@ -28,6 +28,11 @@ class Evaluation:
     tokens: int
     metrics: Mapping[str, float]
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """The loss, and then the metrics beside it, by name."""
+        return {"loss": self.loss, **self.metrics}
+
 
 def evaluate(run: Run, step: int) -> Evaluation | None:
     """Evaluates the models after ``step`` on the validation batches; None if the data has none.

@@ -25,6 +25,7 @@ from services.worker.rank.data.share import Share
 from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.early_stop import EarlyStop
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
 from services.worker.rank.models.loss import Computed, Loss, LossError, UserLoss, loss_of
 from services.worker.rank.models.materialise import sharded_models
@@ -61,6 +62,7 @@ class Run:
         weighs_tokens: Whether micro-batches predict different numbers of tokens.
         scaler: Of losses, where anything is computed or reduced in fp16.
         ema: Averages of the weights, if the spec wants them.
+        early_stop: By which evaluations may end the run, if the spec wants that.
         watch: Tells the board.
     """
 
@@ -77,6 +79,7 @@ class Run:
     weighs_tokens: bool
     scaler: LossScaler | None
     ema: Ema | None
+    early_stop: EarlyStop | None
     watch: BoardWatch
 
     @property
@@ -107,6 +110,7 @@ class Run:
             scaler=self.scaler,
             files=self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
             data=self.data,
+            early_stop=self.early_stop,
         )
 
     @property
@@ -132,7 +136,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
             f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
-    grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    grant = registry.Grant.of(seat)
     trainable = trainable_of(spec, grant)
     make = _with_mark(trainable.build_model, is_meta=built_by_meta(spec, trainable))
     watch.memory.begin_model()
@@ -181,6 +185,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         weighs_tokens=counts_differ(sample) and not trainable.steps_itself,
         scaler=LossScaler() if _computes_in_fp16(seat.plan.sharding) else None,
         ema=ema,
+        early_stop=None if spec.train.early_stop is None else EarlyStop(spec.train.early_stop),
         watch=watch,
     )
 
