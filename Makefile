@@ -10,8 +10,9 @@ PIP_OPTIONS ?=
 PYTEST_OPTIONS ?=
 # Options of the chaos program; its --help names them.
 CHAOS ?= --seed 7 --minutes 20 --kill-every 60
-# Tests mostly wait for processes: two at a time, those of one file together (they share servers).
-WORKERS ?= 2
+# Tests mostly wait for processes, so three at a time keep two cores busy; those of one file stay
+# together (they share servers).
+WORKERS ?= 3
 EXAMPLE ?= examples/stdlib-gpt.yaml
 
 BIN := .venv/bin
@@ -19,6 +20,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 CHOICE := $(shell printf '%s' '$(TORCH) $(PIP_OPTIONS)' | cksum | cut -d' ' -f1)
 RUNNABLE := .venv/.runnable-$(CHOICE)
 TESTABLE := .venv/.testable-$(CHOICE)
+
+TYPES := $(BIN)/mypy
+FLOORS := $(BIN)/lint-imports --no-cache
+# They start some hundred processes, each of which would compile our sources anew.
+TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
 .PHONY: help run up install test test-full lint types floors tests chaos format dashboard clean
@@ -34,7 +40,12 @@ up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctr
 
 install: $(RUNNABLE) ## Only set up .venv
 
-test: lint types floors tests ## Lint, types, floors and all tests
+# Types and floors take a core for a minute: they give way to the tests, and are told after them.
+test: lint ## Lint, types, floors and all tests
+	@(set -x; nice $(TYPES) && nice $(FLOORS)) >.venv/checks.log 2>&1 & checks=$$!; \
+	(set -x; $(TESTS)); tested=$$?; \
+	wait $$checks; checked=$$?; \
+	cat .venv/checks.log; exit $$((tested | checked))
 
 test-full: override PYTEST_OPTIONS += --grid=full
 test-full: test ## The same with every cell of the engine's grid and the whole example
@@ -44,14 +55,13 @@ lint: $(TESTABLE) ## Style
 	$(BIN)/ruff format --check .
 
 types: $(TESTABLE) ## mypy --strict
-	$(BIN)/mypy
+	$(TYPES)
 
 floors: $(TESTABLE) ## Who may import whom
-	$(BIN)/lint-imports --no-cache
+	$(FLOORS)
 
-# They start some hundred processes, each of which would compile our sources anew.
 tests: $(TESTABLE) ## The tests alone
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	$(TESTS)
 
 chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -1,4 +1,4 @@
-"""What plans foresee of memory beside what real ranks on CPUs took, for models of several sizes.
+"""What plans estimate of memory beside what real ranks on CPUs took, for models of several sizes.
 
     python -m benchmarks.measured_memory
 
@@ -25,7 +25,7 @@ _MIB: Final = 1 << 20
 def main() -> None:
     """Prints a row for each size."""
     _print(
-        f"{'decoder':<16}{'parameters':>12}{'foreseen MiB':>14}{'measured MiB':>14}{'ratio':>7}"
+        f"{'decoder':<16}{'parameters':>12}{'estimated MiB':>14}{'measured MiB':>14}{'ratio':>7}"
         f"{'resident MiB':>14}"
     )
     with (

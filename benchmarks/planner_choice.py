@@ -8,7 +8,7 @@ whole share of the batch at once) and some of the others train in turns, a step 
 the lower quartile of a layout's steps, on the slower rank.
 
 `chosen/default` and `chosen/best` compare measured seconds; `order` is Spearman's correlation of
-foreseen and measured seconds over the layouts; `foreseen/taken` is that of the chosen one.
+estimated and measured seconds over the layouts; `estimated/taken` is that of the chosen one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
     _print(f"load of {os.cpu_count()} processors: {os.getloadavg()[0]:.1f}")
     _print(
         f"{'model':<12}{'chosen':<34}{'ms':>8}{'default':>9}{'best':>8}{'chosen/default':>16}"
-        f"{'chosen/best':>13}{'order':>7}{'foreseen/taken':>16}"
+        f"{'chosen/best':>13}{'order':>7}{'estimated/taken':>16}"
     )
     rows = [
         _row(gangs, facts, name, chosen.seconds, verbose=chosen.verbose) for name in chosen.models
@@ -94,7 +94,7 @@ def main() -> None:
     _print(
         f"{'median':<12}{'':<59}{_median(rows, 'of_default'):>16.2f}"
         f"{_median(rows, 'of_best'):>13.2f}{_median(rows, 'order'):>7.2f}"
-        f"{_median(rows, 'foreseen'):>16.2f}"
+        f"{_median(rows, 'estimated'):>16.2f}"
     )
     _print(
         f"at worst {max(row['of_default'] for row in rows):.2f} of the default, "
@@ -110,7 +110,7 @@ class Row(TypedDict):
     of_default: float
     of_best: float
     order: float
-    foreseen: float
+    estimated: float
 
 
 def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: bool) -> Row:
@@ -128,9 +128,9 @@ def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: 
         (plan, training.micro_batch): (estimate(profile, plan, training, facts), training)
         for plan, training in every
     }
-    foreseen = {key: cost.time.total for key, (cost, _) in costs.items() if cost.time}
+    estimated = {key: cost.time.total for key, (cost, _) in costs.items() if cost.time}
     taken_first = [(best.plan, best.micro_batch), default]
-    rest = sorted((key for key in foreseen if key not in taken_first), key=lambda k: foreseen[k])
+    rest = sorted((key for key in estimated if key not in taken_first), key=lambda k: estimated[k])
     spread = (
         [rest[round(n * (len(rest) - 1) / (OTHERS - 1))] for n in range(OTHERS)] if rest else []
     )
@@ -147,13 +147,13 @@ def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: 
         model=name,
         of_default=mine / took[default],
         of_best=mine / fastest,
-        order=_spearman([foreseen[key] for key in keys], [took[key] for key in keys]),
-        foreseen=foreseen[taken_first[0]] / mine,
+        order=_spearman([estimated[key] for key in keys], [took[key] for key in keys]),
+        estimated=estimated[taken_first[0]] / mine,
     )
     _print(
         f"{name:<12}{_title(best):<34}{1e3 * mine:>8.1f}{1e3 * took[default]:>9.1f}"
         f"{1e3 * fastest:>8.1f}{row['of_default']:>16.2f}{row['of_best']:>13.2f}"
-        f"{row['order']:>7.2f}{row['foreseen']:>16.2f}"
+        f"{row['order']:>7.2f}{row['estimated']:>16.2f}"
     )
     if verbose:
         _print(f"    {profile.timed}")
@@ -166,7 +166,7 @@ def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: 
             parts |= {axis: s for axis, s in time_.communication.items() if s}
             words = " ".join(f"{k}{1e3 * v:.2f}" for k, v in parts.items())
             _print(
-                f"    {_title(one):<40}{1e3 * took[key]:>9.2f}{1e3 * foreseen[key]:>9.2f}  {words}"
+                f"    {_title(one):<40}{1e3 * took[key]:>9.2f}{1e3 * estimated[key]:>9.2f}  {words}"
             )
     return row
 

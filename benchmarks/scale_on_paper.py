@@ -68,7 +68,7 @@ def main() -> None:
     chosen = parser.parse_args()
     _print(
         f"{'shape':<6}{'ranks':>6} {'mesh':<14}{'ideal':>9}{'engine':>9}{'estimate':>9}{'off':>8}"
-        f"{'started':>9}{'foreseen':>9}{'operators':>11}{'host s':>8}  GiB; peak in"
+        f"{'started':>9}{'estimated':>10}{'operators':>10}{'host s':>8}  GiB; peak in"
     )
     for name in chosen.shapes:
         make = partial(Llama, SHAPES[name])

@@ -152,4 +152,4 @@ def staging_in_a_thread() -> DefaultStager:
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """What all ways save; sharded."""
-    return {**model_state(run.model), **optimizer_state(run.model, run.optimizer)}
+    return {**model_state(run.model), **optimizer_state(run.model, run.optimizers.named(None)[0])}

@@ -17,20 +17,33 @@ if TYPE_CHECKING:
 
 
 WAITING = {"agent", "chaos", "dashboard", "e2e", "local"}
-# They take a minute or more: whoever began one of them last would leave the other worker idle.
-LONGEST = {
+# They take longest, these in this order: whoever began one of them last would leave others idle.
+LONGEST = (
+    "test_gangs_over_nodes.py",
+    "test_faults.py",
+    "test_training.py",
+    "test_example.py",
+    "test_stack.py",
     "test_browser.py",
     "test_checkpoint_faults.py",
-    "test_example.py",
-    "test_faults.py",
-    "test_gangs_over_nodes.py",
-    "test_grid_of_four_ranks.py",
+    "test_search.py",
     "test_memory_suite.py",
-    "test_meshes.py",
     "test_short_run.py",
-    "test_stack.py",
-    "test_training.py",
-}
+    "test_grid_of_four_ranks.py",
+    "test_meshes.py",
+    "test_plans.py",
+    "test_probes.py",
+    "test_scripts.py",
+    "test_checkpoints.py",
+    "test_command_line.py",
+    "test_scale.py",
+    "test_process.py",
+    "test_redis_wiped.py",
+    "test_full_home.py",
+    "test_spmd.py",
+    "test_rank_states.py",
+    "test_lifecycle_properties.py",
+)
 
 # On a busy machine any single example may take long; a hang ends by the test's own time-out.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -63,7 +76,8 @@ def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         files.setdefault(item.path, []).append(item)
     kinds: dict[bool, list[Path]] = {True: [], False: []}
-    for path in sorted(files, key=lambda path: path.name not in LONGEST):
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    for path in sorted(files, key=lambda path: ranks.get(path.name, len(LONGEST))):
         kinds[path.parent.name in WAITING].append(path)
     places = {
         path: (place + 0.5) / len(paths)

@@ -129,7 +129,9 @@ def _is_first_elsewhere(tensor: DTensor, mesh: DeviceMesh | None) -> bool:
     """Whether this rank is the first along the axes of `mesh` on which `tensor` does not lie."""
     if mesh is None or mesh.mesh_dim_names is None or mesh.ndim == 1:
         return True
-    own = tensor.device_mesh.mesh_dim_names or ()
+    own = tensor.device_mesh.mesh_dim_names
+    if own is None:  # the mesh of an owned parameter: all that hold it are in it
+        return True
     coordinate = mesh.get_coordinate() or ()
     places = zip(mesh.mesh_dim_names, coordinate, strict=False)
     return all(place == 0 for name, place in places if name not in own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core.comm import Owned
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import (
     MeshPlan,
@@ -38,7 +39,13 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
-def apply_plan(model: M, plan: ShardingPlan, mesh: DeviceMesh) -> M:
+IsOwned = Callable[[str, nn.Parameter], bool]
+"""Whether one rank of the shard axis is to hold a parameter, given its name, whole: see `Owned`."""
+
+
+def apply_plan(
+    model: M, plan: ShardingPlan, mesh: DeviceMesh, is_owned: IsOwned | None = None
+) -> M:
     """Splits matrices over the `tp` axis, then applies `fully_shard` to the units of `plan`.
 
     Units are sharded innermost first, the root last.
@@ -48,6 +55,7 @@ def apply_plan(model: M, plan: ShardingPlan, mesh: DeviceMesh) -> M:
         plan: See `fsdp_core.plan.model`.
         mesh: Its axes are named as in `MeshPlan`, in that order; those of one rank may be
             missing, apart from `dp_shard`. A mesh of one axis needs no name.
+        is_owned: Which parameters are not cut; none by default. A unit's `shard_dims` go first.
 
     Returns:
         `model` itself.
@@ -65,14 +73,20 @@ def apply_plan(model: M, plan: ShardingPlan, mesh: DeviceMesh) -> M:
         for name in unit.names:
             _wrap_forward(modules[name], unit.plan)
     data_mesh = _data_mesh(plan.mesh, mesh)
+    named = model.named_parameters() if is_owned is not None else ()
+    owned = {each for name, each in named if is_owned is not None and is_owned(name, each)}
     for unit in units:
-        _shard(unit, modules, plan, data_mesh)
+        _shard(unit, modules, plan, data_mesh, owned)
     _set_prefetch(units, modules)
     return model
 
 
 def _shard(
-    unit: ResolvedUnit, modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: DeviceMesh
+    unit: ResolvedUnit,
+    modules: Mapping[str, nn.Module],
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    owned: Collection[nn.Parameter],
 ) -> None:
     targets = [modules[name] for name in unit.names]
     output_dtype = plan.output_dtype if unit.is_root else None
@@ -80,7 +94,9 @@ def _shard(
         targets[0] if len(targets) == 1 else targets,
         mesh=mesh,
         reshard_after_forward=unit.plan.reshard_after_forward,
-        shard_placement_fn=_placement(unit, modules) if unit.plan.shard_dims else None,
+        shard_placement_fn=(
+            _placement(unit, modules, owned) if unit.plan.shard_dims or owned else None
+        ),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_dtype(unit.plan.param_dtype or plan.param_dtype),
             reduce_dtype=_dtype(unit.plan.reduce_dtype or plan.reduce_dtype),
@@ -91,9 +107,9 @@ def _shard(
 
 
 def _placement(
-    unit: ResolvedUnit, modules: Mapping[str, nn.Module]
-) -> Callable[[nn.Parameter], Shard | None]:
-    """Which dim each named parameter is sharded along; the others along dim 0."""
+    unit: ResolvedUnit, modules: Mapping[str, nn.Module], owned: Collection[nn.Parameter]
+) -> Callable[[nn.Parameter], Shard | Owned | None]:
+    """Which dim each named parameter is sharded along; the others along dim 0, or not at all."""
     dims: dict[nn.Parameter, int] = {}
     for wish in unit.plan.shard_dims:
         found = list(_named(wish, [modules[name] for name in unit.names]))
@@ -109,8 +125,10 @@ def _placement(
                 )
             dims[parameter] = wish.dim
 
-    def place(parameter: nn.Parameter) -> Shard | None:
-        return Shard(dims[parameter]) if parameter in dims else None
+    def place(parameter: nn.Parameter) -> Shard | Owned | None:
+        if parameter in dims:
+            return Shard(dims[parameter])
+        return Owned() if parameter in owned else None
 
     return place
 

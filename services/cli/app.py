@@ -10,6 +10,7 @@ from services.cli import planning, tables
 from services.cli.access import audit, tokens
 from services.cli.attempts import attempts_table
 from services.cli.client import Client
+from services.cli.code_folder import with_code
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
 from services.cli.connect import WATCHING_PATIENCE_S as _WATCHING_PATIENCE_S
 from services.cli.connect import connect as _connect
@@ -18,11 +19,13 @@ from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
+from services.cli.metrics import show_metrics
 from services.cli.moments import Since, Until
 from services.cli.nodes import nodes
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
+from services.cli.tokenizing import data
 from services.contract.ids import JobId
 from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
@@ -54,6 +57,7 @@ app = typer.Typer(
     "MESHLOOM_TOKEN is sent where it is set. JOB is a job's id, or 'last' for the newest.",
 )
 app.add_typer(tokens, name="tokens")
+app.add_typer(data, name="data")
 app.command()(audit)
 app.command()(nodes)
 app.command()(planning.plan)
@@ -94,10 +98,14 @@ def submit(  # noqa: PLR0913 one parameter an option
     rejoin: Annotated[
         bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
     ] = False,
+    code: planning.Code = None,
 ) -> None:
     """Submit the job in FILE, or the one of a plan."""
     spec = _what_to_submit(file, plan_id)
+    if code is not None and file is None:
+        raise CliError("--code is for a FILE; a plan names the code that it was made with")
     with _connect() as client:
+        spec = with_code(client, spec, code)
         unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
         if plan and unfinished is None:
             spec = _through_a_plan(spec)
@@ -237,6 +245,23 @@ def attempts(job: Job) -> None:
 
 
 @app.command()
+def metrics(
+    job: Job,
+    *,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME", help="This metric step by step; may be repeated."),
+    ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="All points as CSV, a column a metric.")
+    ] = False,
+) -> None:
+    """Show what a job's steps are measured by, the user's metrics among it."""
+    with _connect() as client:
+        show_metrics(client, _resolve(client, job), name or (), as_csv=csv)
+
+
+@app.command()
 def cancel(job: Job, *, checkpoint: Keep = "best_effort", grace: Grace = 60.0) -> None:
     """Stop a job for good, after a checkpoint."""
     with _connect() as client:
@@ -322,17 +347,20 @@ def clone(
     ] = None,
     from_checkpoint: Annotated[
         str | None,
-        typer.Option("--from", help="A committed checkpoint of the job, or 'latest'."),
+        typer.Option("--from", help="A committed checkpoint of the job, 'latest' or 'best'."),
     ] = None,
     key: Annotated[
         str | None,
         typer.Option("--idempotency-key", help="The same key clones the job only once."),
     ] = None,
     follow: Follow = False,
+    code: planning.Code = None,
 ) -> None:
     """Submit another job of the same spec, from a checkpoint or from the beginning."""
-    wanted = {"overrides": read_overrides(overrides or []), "from_checkpoint": from_checkpoint}
+    patch = read_overrides(overrides or [])
     with _connect() as client:
+        patch = with_code(client, patch, code)
+        wanted = {"overrides": patch, "from_checkpoint": from_checkpoint}
         request = read_model(CloneRequest, wanted)
         view = client.clone(_resolve(client, job), request, idempotency_key=key)
         console.print(f"submitted {view.id}  {client.base_url}/#/jobs/{view.id}", soft_wrap=True)

@@ -7,7 +7,7 @@ Example:
 """
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -25,6 +25,7 @@ from tenacity import (
 
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
+from services.contract.code_archives import digest_of
 from services.contract.planning import PlanList, PlanView
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
@@ -33,6 +34,7 @@ from services.contract.views import (
     AttemptList,
     CheckpointList,
     CheckpointView,
+    CodeView,
     DiagnosisView,
     EventPage,
     Health,
@@ -40,6 +42,7 @@ from services.contract.views import (
     JobView,
     LogPage,
     LogView,
+    MetricsPart,
     MetricsView,
     NodeList,
     NodeView,
@@ -54,6 +57,8 @@ _NO_CONTENT: Final = 204
 _NOT_MODIFIED: Final = 304
 _ERRORS_FROM: Final = 400
 _PLANNED_WITHIN_S: Final = 90.0
+_KEPT_WITHIN_S: Final = 120.0
+_UPLOADING_PATIENCE_S: Final = 30.0
 _LATER: Final = frozenset({429, 503})
 
 
@@ -115,6 +120,25 @@ class Client:
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
         return JobView.model_validate_json(response.content)
+
+    def upload_code(self, body: bytes) -> tuple[CodeView, bool]:
+        """Upload an archive unless it is there; answers what is kept, and whether it was sent."""
+        path = f"/v1/code/{digest_of(body)}"
+        known = self._send("GET", path)
+        if known.status_code == httpx.codes.OK:
+            return CodeView.model_validate_json(known.content), False
+        if known.status_code != httpx.codes.NOT_FOUND:
+            raise _refusal(known)
+        response = self._request(
+            "PUT",
+            path,
+            content=body,
+            headers={"Content-Type": "application/gzip"},
+            # Its turn may come late, and it is judged before it is answered.
+            timeout=httpx.Timeout(15.0, read=_KEPT_WITHIN_S, write=_KEPT_WITHIN_S),
+            patience_s=_UPLOADING_PATIENCE_S,
+        )
+        return CodeView.model_validate_json(response.content), True
 
     def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
         """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
@@ -197,6 +221,13 @@ class Client:
     def metrics(self, job_id: str, *, max_points: int = 1000) -> MetricsView:
         """Its steps."""
         return self._get(f"/v1/jobs/{job_id}/metrics", MetricsView, {"max_points": max_points})
+
+    def some_metrics(
+        self, job_id: str, names: Sequence[str], *, max_points: int = 1000
+    ) -> MetricsPart:
+        """Those of these names."""
+        asked = {"name": list(names), "max_points": max_points}
+        return self._get(f"/v1/jobs/{job_id}/metrics", MetricsPart, asked)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """Its checkpoints, newest first."""
@@ -381,12 +412,13 @@ class Client:
         path: str,
         *,
         patient: bool = True,
+        patience_s: float | None = None,
         **options: Any,  # noqa: ANN401 passed through to httpx
     ) -> httpx.Response:
         ask = Retrying(
             retry=retry_if_exception_type(httpx.TransportError) | retry_if_result(_asks_to_wait),
             wait=wait_exponential(multiplier=0.1, max=2),
-            stop=stop_after_delay(self._patience_s if patient else 0),
+            stop=stop_after_delay((patience_s or self._patience_s) if patient else 0),
             retry_error_callback=_last_outcome,
         )
         try:

@@ -13,7 +13,8 @@ from services.contract.states import NodeState
 
 _RECORDS: Final = (
     "the controller's log names each (record_unreadable): run the version that wrote it, or delete "
-    "the job; a node's record is written anew when its agent starts"
+    "the job; a node's record is written anew when its agent starts; a key of another type is renamed "
+    "or deleted in Redis"
 )
 
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from services.cli.client import Client
-from services.cli.tables import duration, number, state_text
+from services.cli.tables import duration, number, state_text, throughput
 from services.contract.states import TERMINAL_STATES, JobState
 from services.contract.views import JobView, RankList
 
@@ -60,9 +60,9 @@ def _follow_plainly(client: Client, job_id: str, console: Console) -> JobView:
             next_line = time.monotonic() + _PLAIN_EVERY_S
             phases = " ".join(f"{rank.rank}:{rank.phase}" for rank in ranks.items)
             why = f" ({job.reason})" if changed and job.reason else ""
+            told = "?" if job.progress.of is None else job.progress.of
             console.print(
-                f"{job.state}{why} step {job.progress.step}/{job.progress.of} "
-                f"{_figures(job)} {phases}",
+                f"{job.state}{why} step {job.progress.step}/{told} {_figures(job)} {phases}",
                 soft_wrap=True,
             )
     return job
@@ -85,8 +85,8 @@ def _headline(job: JobView) -> Text:
 def _figures(job: JobView) -> str:
     progress = job.progress
     return (
-        f"loss {number(progress.loss, '{:.4f}')}  "
-        f"{number(progress.tokens_per_s, '{:,.0f}')} tokens/s  eta {duration(progress.eta_s)}"
+        f"loss {number(progress.loss, '{:.4f}')}  {throughput(progress)}  "
+        f"eta {duration(progress.eta_s)}"
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from services.cli.client import Client
+from services.cli.code_folder import with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.plan_tables import plan_parts, plans_table
@@ -20,6 +21,14 @@ from services.contract.states import PlanState
 _EXIT_FAILED: Final = 1
 _EXIT_INFEASIBLE: Final = 3
 _LOOK_EVERY_S: Final = 0.5
+Code = Annotated[
+    Path | None,
+    typer.Option(
+        "--code",
+        metavar="DIR",
+        help="Upload this folder, without what .gitignore lists, for the job to import from first.",
+    ),
+]
 _PLAN_ID: Final = TypeAdapter(PlanId)
 
 
@@ -28,11 +37,12 @@ def plan(
     *,
     json: Annotated[bool, typer.Option("--json", help="The plan as the API answers it.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model anew.")] = False,
+    code: Code = None,
 ) -> None:
     """Say what the job in FILE will need, and whether it fits. Exit code 3: it does not."""
     spec = read_spec(file)
     with connect(WATCHING_PATIENCE_S) as client:
-        made = planned(client, spec, fresh=fresh)
+        made = planned(client, with_code(client, spec, code), fresh=fresh)
     if json:
         print_json(made)
     else:

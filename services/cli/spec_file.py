@@ -20,7 +20,7 @@ from ruamel.yaml.events import (
 )
 
 from services.cli.errors import CliError, SpecFileError
-from services.contract.bounded_json import MAX_DEPTH
+from services.contract.bounded_json import INT_END, MAX_DEPTH
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""
@@ -51,8 +51,13 @@ def read_spec(path: Path) -> dict[str, Any]:
             f"{path} holds no job spec: it must be a mapping with model, data, train"
         )
     for place, value in _beyond_json(loaded, ""):
+        where = f"{path}: {place or 'a key'}"
+        if isinstance(value, int) and not isinstance(value, bool):  # too long to be shown, perhaps
+            raise SpecFileError(
+                f"{where} is a whole number beyond 64 bits; quote it if it is a text"
+            )
         raise SpecFileError(
-            f"{path}: {place or 'a key'} is {value!r}, a {type(value).__name__}, which JSON cannot "
+            f"{where} is {value!r}, a {type(value).__name__}, which JSON cannot "
             "carry; write it as a number or a quoted text"
         )
     return loaded
@@ -73,6 +78,8 @@ def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
         if next(_beyond_json(loaded, ""), None) is not None:
             raise CliError(f"--set {path}: {value!r} holds what JSON cannot carry; quote it")
         *folders, last = path.split(".")
+        if len(folders) >= MAX_DEPTH:
+            raise CliError(f"--set {path} is nested deeper than {MAX_DEPTH} levels")
         here = patch
         for name in folders:
             inner = here.setdefault(name, {})
@@ -182,8 +189,13 @@ def _beyond_json(value: object, place: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list):
         for index, each in enumerate(value):
             yield from _beyond_json(each, f"{place}[{index}]")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            yield place, value
-    elif not isinstance(value, str | int | None):
+    elif not _is_of_json(value):
         yield place, value
+
+
+def _is_of_json(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -INT_END <= value < INT_END
+    return isinstance(value, str | None)

@@ -18,6 +18,7 @@ from services.contract.views import (
     JobPage,
     JobView,
     NodeList,
+    Progress,
     RankList,
     RankView,
 )
@@ -44,19 +45,24 @@ def state_text(state: JobState | CheckpointState | NodeState) -> Text:
 
 def jobs_table(page: JobPage) -> Table:
     """One row a job, in their order."""
-    table = _table("job", "name", "state", "step", "loss", "tokens/s", "eta", "age")
+    table = _table("job", "name", "state", "step", "loss", "throughput", "eta", "age")
     for job in page.items:
         table.add_row(
             job.id,
             job.name,
             state_text(job.state),
-            f"{job.progress.step}/{job.progress.of}",
+            f"{job.progress.step}/{_all_steps(job)}",
             number(job.progress.loss, "{:.4f}"),
-            number(job.progress.tokens_per_s, "{:,.0f}"),
+            throughput(job.progress),
             duration(job.progress.eta_s),
             age(job.created_at),
         )
     return table
+
+
+def _all_steps(job: JobView) -> str:
+    """How many steps it makes; a script may not say."""
+    return "?" if job.progress.of is None else str(job.progress.of)
 
 
 def job_details(job: JobView) -> Table:
@@ -64,19 +70,22 @@ def job_details(job: JobView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    rows: list[tuple[str, str | Text | None]] = [
+    rows: list[tuple[str | Text, str | Text | None]] = [
         ("job", job.id),
         ("name", job.name),
         ("state", state_text(job.state)),
         ("why", job.reason),
         ("exit reason", job.exit_reason),
-        ("step", f"{job.progress.step} of {job.progress.of}"),
-        ("loss", number(job.progress.loss, "{:.5f}")),
+        ("step", f"{job.progress.step} of {_all_steps(job)}"),
+        ("loss", loss(job.progress.loss, job.progress)),
         ("validation", _evaluation(job)),
-        ("tokens/s", number(job.progress.tokens_per_s, "{:,.0f}")),
+        (per_s(job.progress), number(job.progress.tokens_per_s, "{:,.0f}")),
+        ("MFU", None if job.progress.mfu is None else f"{100 * job.progress.mfu:.3g} %"),
+        *_user_metrics(job),
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
         ("ranks", _ranks(job)),
+        ("code", job.spec.code),
         ("mesh", _mesh(job)),
         ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
@@ -92,8 +101,8 @@ def job_details(job: JobView) -> Table:
 def ranks_table(ranks: RankList) -> Table:
     """One row a rank; the one for which the others wait is marked."""
     table = _table(
-        "rank", "node", "device", "phase", "unit", "step", "step time", "lag", "waited for",
-        "loss", "tokens/s", "memory", "seen",
+        "rank", "node", "device", "phase", "unit", "step", "step time", "for data", "lag",
+        "waited for", "loss", f"{ranks.throughput_unit}/s", "memory", "seen",
     )  # fmt: skip
     for rank in ranks.items:
         table.add_row(
@@ -104,6 +113,7 @@ def ranks_table(ranks: RankList) -> Table:
             rank.unit or "",
             str(rank.step),
             number(rank.step_time_s, "{:.3f} s"),
+            number(rank.data_wait_s, "{:.3f} s"),
             number(rank.arrival_lag_s, "{:.4f} s"),
             _waited_for(rank),
             number(rank.loss, "{:.4f}"),
@@ -135,7 +145,16 @@ def diagnosis_table(diagnosis: DiagnosisView) -> Table:
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
     table = _table(
-        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+        "checkpoint",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "size",
+        "world",
+        "age",
+        "kept",
+        "verified",
     )
     for checkpoint in checkpoints.items:
         table.add_row(
@@ -143,6 +162,7 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             state_text(checkpoint.state),
             str(checkpoint.step),
             number(checkpoint.loss, "{:.4f}"),
+            _judged(checkpoint),
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
@@ -162,6 +182,7 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         ("state", state_text(checkpoint.state)),
         ("why", checkpoint.reason),
         ("step", str(checkpoint.step)),
+        ("validation", _judged(checkpoint) or None),
         ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
         ("kept", _kept(checkpoint) or None),
         ("export", _export(checkpoint)),
@@ -174,6 +195,12 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         if value is not None:
             table.add_row(name, value)
     return table
+
+
+def _judged(checkpoint: CheckpointView) -> str:
+    """Figures of its evaluation; the best one says so."""
+    told = (f"{name} {number(value, '{:.4f}')}" for name, value in checkpoint.evaluation.items())
+    return ", ".join([*told, *(["best"] if checkpoint.best else [])])
 
 
 def nodes_table(nodes: NodeList) -> Table:
@@ -243,6 +270,26 @@ def number(value: float | None, pattern: str) -> str:
     return "-" if value is None else pattern.format(value)
 
 
+def loss(value: float | None, progress: Progress) -> str:
+    """A loss of a job, with its unit where that is known."""
+    return number(value, f"{{:.5f}} {progress.loss_unit}".rstrip())
+
+
+def throughput(progress: Progress) -> str:
+    """What a job's data counts in a second, or a dash."""
+    return number(progress.tokens_per_s, f"{{:,.0f}} {per_s(progress)}")
+
+
+def per_s(progress: Progress) -> str:
+    """The unit of a job's throughput."""
+    return f"{progress.throughput_unit}/s"
+
+
+def figure(value: float | None) -> str:
+    """A number of any size in few digits; a metric without a value was no finite number."""
+    return "not finite" if value is None else f"{value:.5g}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as ``4m 03s``, or a dash."""
     if seconds is None:
@@ -258,15 +305,15 @@ def age(moment: datetime) -> str:
 
 
 def estimate_line(estimate: EstimateView) -> str:
-    """What a plan foresaw of memory, and what was seen."""
-    foreseen = f"{size(estimate.peak.total)} in {estimate.where}"
+    """What a plan estimated of memory, and what was measured."""
+    estimated = f"{size(estimate.peak.total)} in {estimate.where}"
     if estimate.unit:
-        foreseen += f" of {estimate.unit}"
+        estimated += f" of {estimate.unit}"
     if estimate.measured_peak_bytes is None:
-        return f"{foreseen} foreseen; nothing measured yet"
+        return f"{estimated} estimated; nothing measured yet"
     kinds = {"resident_growth": "of the process's memory", "allocated": "allocated"}
     measured_as = kinds.get(estimate.measured_as or "", "")
-    words = f"{foreseen} foreseen; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
+    words = f"{estimated} estimated; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
     return words if estimate.ratio is None else f"{words}: {estimate.ratio:.2f} times as much"
 
 
@@ -302,13 +349,23 @@ def _export(checkpoint: CheckpointView) -> str | None:
     return f"{export.bytes:,} bytes in {export.folder} of the storage: {files}"
 
 
-def _evaluation(job: JobView) -> str | None:
-    if job.evaluation is None:
+def _evaluation(job: JobView) -> Text | None:
+    passed = job.evaluation
+    if passed is None:
         return None
-    beside = ", ".join(f"{name} {loss:.3f}" for name, loss in job.evaluation.baselines.items())
-    loss = job.evaluation.loss
-    told = "not finite" if loss is None else f"{loss:.4f} nats"
-    return told + (f" ({beside})" if beside else "")
+    unit = f" {job.progress.loss_unit}".rstrip()
+    told = "not finite" if passed.loss is None else f"{passed.loss:.4f}{unit}"
+    beside = [f"{name} {value:.3f}" for name, value in passed.baselines.items()]
+    beside += [f"{name} {figure(value)}" for name, value in passed.metrics.items()]
+    return Text(told + (f" ({', '.join(beside)})" if beside else ""))
+
+
+def _user_metrics(job: JobView) -> list[tuple[Text, str]]:
+    # The names are the user's: as a plain string they could hold markup.
+    passed = {} if job.evaluation is None else job.evaluation.metrics
+    shown = {f"validation/{name}" for name in passed}
+    values = job.progress.metrics.items()
+    return [(Text(name), figure(value)) for name, value in values if name not in shown]
 
 
 def _ranks(job: JobView) -> str:

@@ -11,7 +11,7 @@ from services.contract.problems import MOST_FAULTS
 
 MAX_DEPTH: Final = 32
 _MAX_VALUES: Final = 65_536
-_INT_END: Final = 1 << 63
+INT_END: Final = 1 << 63
 
 
 def bounded(value: object) -> object:
@@ -44,7 +44,7 @@ def _faults(root: object) -> Iterator[InitErrorDetails]:
             todo += [((*place, str(key)), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
             todo += [((*place, index), item) for index, item in enumerate(value)]
-        elif isinstance(value, int) and not -_INT_END <= value < _INT_END:
+        elif isinstance(value, int) and not -INT_END <= value < INT_END:
             yield _fault(place, "int_beyond_64_bits", "a whole number beyond 64 bits")
 
 

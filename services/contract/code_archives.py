@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import stat
 import tarfile
 import time
@@ -35,9 +36,11 @@ RESERVED_NAMES: Final = ("services", "fsdp_core", "meshloom")
 _MOST_PATH_BYTES: Final = 1_024
 _MOST_NAME_BYTES: Final = 255
 _MOST_FOLDERS: Final = 32
-# A header with its extensions: a path, times, labels. What tarfile does with one takes time by its
-# square, while no other thread of the process runs.
+# A header with its extensions: a path, times, labels.
 _HEADER_BYTES: Final = 4_096
+# tarfile looks for numbers in a time that grows with the square of their digits, and meanwhile no other
+# thread of the process runs.
+_MANY_DIGITS: Final = re.compile(rb"[0-9]{100}")
 _READ_WITHIN_S: Final = 30.0
 _PIECE: Final = 1 << 20
 _MODULE_SUFFIXES: Final = (".py", ".pyc", ".so")
@@ -227,6 +230,7 @@ class _Metered:
         self._text = gzip.GzipFile(fileobj=io.BytesIO(body))
         self._read = 0
         self._allowed = 0
+        self._header_at = 0
         self._over_at = time.monotonic() + _READ_WITHIN_S
         self.allow(0)
 
@@ -237,6 +241,7 @@ class _Metered:
             CodeArchiveError: The archive took too long.
         """
         self._allowed = self._read + content_bytes + _HEADER_BYTES
+        self._header_at = self._read + -(-content_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if time.monotonic() > self._over_at:
             raise CodeArchiveError(f"the archive cannot be read within {_READ_WITHIN_S:g} s")
 
@@ -244,9 +249,11 @@ class _Metered:
         """Read up to ``size`` bytes.
 
         Raises:
-            CodeArchiveError: They are more than was allowed.
+            CodeArchiveError: They are more than was allowed, or a header that is not to be read.
         """
         piece = self._text.read(size)
+        if self._read >= self._header_at and _MANY_DIGITS.search(piece):
+            raise CodeArchiveError("the archive has a header with a number of 100 digits or more")
         self._read += len(piece)
         if self._read > self._allowed:
             raise CodeArchiveError(

@@ -9,6 +9,11 @@ from services.contract.specs import Factory, JobSpec
 ANY: Final = "*"
 
 
+def is_entry_point(factory: str) -> bool:
+    """Whether a factory's name says where it is imported from; else it is the short name of a built-in."""
+    return ":" in factory or "." in factory
+
+
 @dataclass(frozen=True)
 class EntryPoints:
     """The allow-list. ``prefixes``: of dotted names; None: every entry point there is.
@@ -32,12 +37,24 @@ class EntryPoints:
 
     def allows(self, factory: str) -> bool:
         """Whether a job may name this: a prefix ends where a part of the name ends."""
-        if ":" not in factory or self.prefixes is None:
+        if not is_entry_point(factory) or self.prefixes is None:
             return True
         return any(
             factory == prefix or factory.startswith((f"{prefix}.", f"{prefix}:"))
             for prefix in self.prefixes
         )
+
+    def allows_script_of(self, spec: JobSpec) -> bool:
+        """Whether this job may run its script: a module by its dotted name, a file by its path's parts.
+
+        ``examples`` allows the module ``examples.train`` and the script ``examples/train.py``. With
+        uploaded code a job may run whatever it brings.
+        """
+        script = spec.entrypoint
+        if script is None or self.prefixes is None or (spec.code is not None and self.take_uploads):
+            return True
+        named = (tuple(prefix.split(".")) for prefix in self.prefixes)
+        return any(script.parts[: len(prefix)] == prefix for prefix in named)
 
 
 def entry_points(
@@ -57,10 +74,15 @@ def entry_points(
 
 
 def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:
-    """The factories that a spec names, by field."""
-    yield "model", spec.model
-    yield "data", spec.data
-    if spec.loss is not None:
-        yield "loss", spec.loss
-    yield "optimizer", spec.optimizer
-    yield "schedule", spec.schedule
+    """The factories that a spec names, by field; a script names none."""
+    if spec.entrypoint is not None:
+        return
+    named = {
+        "trainable": spec.trainable,
+        "model": spec.model,
+        "data": spec.data,
+        "loss": spec.loss,
+        "optimizer": spec.optimizer,
+        "schedule": spec.schedule,
+    }
+    yield from ((field, factory) for field, factory in named.items() if factory is not None)

@@ -7,10 +7,11 @@ deleted has ``deleted.json`` in its stead.
 
 import secrets
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.contract.bounds import Text
 from services.contract.commit_chain import DRAFT_PREFIX
 from services.contract.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.ids import CheckpointId, JobId
@@ -35,13 +36,13 @@ class JobCard(BaseModel):
     version: Literal[1] = 1
     job_id: JobId
     spec: CarriedSpec
-    owner: str
+    owner: Annotated[str, Field(max_length=200)]
     created_ms: int = Field(ge=0)
     fence: int = Field(ge=1)
     plan: GangPlan
     resume_from: CheckpointId | None = None
     standing: JobState = JobState.PAUSED
-    reason: str = ""
+    reason: Text = ""
     exit_reason: ExitReason | None = None
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from services.contract.bounds import AtMostOnePerRank, Digest, EvaluationMetrics, Name, Text
 from services.contract.ids import CheckpointId, JobId
 
 FORMAT_VERSION: Final = 1
@@ -26,7 +27,8 @@ class ShardFile(_Record):
 class Manifest(_Record):
     """The file whose existence is the commit. All shards together hold the whole state.
 
-    ``step`` optimizer steps had been made; ``loss`` is that of the last of them.
+    ``step`` optimizer steps had been made; ``loss`` is that of the last of them, ``evaluation`` what a
+    validation pass gave after it: its loss, and metrics.
     """
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
@@ -37,8 +39,9 @@ class Manifest(_Record):
     step: int = Field(ge=0)
     world_size: int = Field(ge=1)
     loss: float | None = None
-    data_digest: str = ""
-    shards: tuple[ShardFile, ...]
+    data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
+    shards: Annotated[tuple[ShardFile, ...], AtMostOnePerRank]
 
     @property
     def total_bytes(self) -> int:
@@ -69,8 +72,8 @@ class DamagedRecord(_Record):
     """A number of the chain that is taken and whose record cannot be read."""
 
     number: int = Field(ge=1)
-    name: str
-    reason: str
+    name: Name
+    reason: Text
 
 
 ChainRecord = Annotated[Manifest | AttemptOpened | CheckpointDeleted, Field(discriminator="kind")]

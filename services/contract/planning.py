@@ -65,7 +65,7 @@ class AxisTraffic(_View):
 class StepTimeView(_View):
     """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
 
-    ``scale``: what the first steps of earlier jobs of the model took, over what was foreseen for
+    ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
     them; all seconds are multiplied by it.
     """
 
@@ -127,6 +127,12 @@ class PlanOutcome(_View):
     memory_limit_bytes: int | None = None
     traffic: tuple[AxisTraffic, ...] = ()
     step_time: StepTimeView | None = None
+    model_flops: int | None = Field(
+        None, description="floating-point operations of a step over all ranks, none counted twice"
+    )
+    peak_flops: float | None = Field(
+        None, description="of a rank's device in a second, measured by large matrix products"
+    )
     alternatives: tuple[PlanAlternative, ...] = ()
     ranks: tuple[RankPlacement, ...] = ()
     placement: str | None = None
@@ -201,9 +207,12 @@ class PlanList(_View):
 
 
 class JobEstimate(_View):
-    """What a job's plan foresaw of its fullest rank. ``reason``: why this layout was chosen.
+    """What a job's plan estimated of its fullest rank. ``reason``: why this layout was chosen.
 
     ``probe_id``: where the model's profile is; ``time_scale``: that of ``step_time_s``.
+    ``model_flops``: floating-point operations of a step over all ranks, forward and backward, none
+    computed again counted; ``peak_flops``: how many a rank's device was measured to do in a second,
+    in large matrix products.
     """
 
     plan_id: PlanId
@@ -216,6 +225,8 @@ class JobEstimate(_View):
     step_time_s: float | None = None
     time_scale: float = 1.0
     probe_id: ProbeId | None = None
+    model_flops: int | None = None
+    peak_flops: float | None = None
 
 
 class EstimateView(JobEstimate):

@@ -5,9 +5,10 @@ it by ``pread``, because a mapped page of a file that the rank has cut would kil
 
     0      magic, version                                       two 8-byte slots
     16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
+    24     how many steps there will be, as a script says       one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
-    4096   ring of the last 256 steps, each 64 bytes: step, five figures, spare, checksum
+    4096   ring of the last 256 steps, each 64 bytes: step, six figures, checksum
     20480  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
 
 An arrival is the moment at which the rank issued a collective: its number in the group and the
@@ -42,6 +43,8 @@ MAX_STEP: Final = 999_999_999
 _MAGIC: Final = 0x4D4C424F41524431
 _VERSION: Final = 3
 _PULSE: Final = 16
+_ALL_STEPS: Final = 24
+_NEW_FILE: Final = 0o666  # less the umask
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
 _RING_LENGTH: Final = 256
@@ -57,7 +60,7 @@ _COUNTERS: Final = 11
 
 _HEADER: Final = struct.Struct("<QQ")
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)
-_STEP: Final = struct.Struct("<qdddddq")
+_STEP: Final = struct.Struct("<qdddddd")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ARRIVAL: Final = struct.Struct("<qqq")
 _CLOCK: Final = struct.Struct("<q")
@@ -71,7 +74,11 @@ class BoardError(ValueError):
 
 @dataclass(frozen=True)
 class BoardStep:
-    """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure."""
+    """One finished step. Loss in nats a token, times in seconds; NaN where there is no figure.
+
+    ``data_wait_s`` of ``step_time_s`` were spent waiting for the rank's share of the data. ``of``: how
+    many steps there will be; 0: only the spec says it, or nobody. It is that of the newest step.
+    """
 
     step: int
     loss: float
@@ -79,6 +86,8 @@ class BoardStep:
     learning_rate: float
     tokens_per_s: float
     step_time_s: float
+    data_wait_s: float = math.nan
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,26 @@ class BoardSnapshot:
     completed: Sequence[int] = field(default=(0,) * MAX_GROUPS)
 
 
+def make_room_for_board(path: Path) -> None:
+    """Make the file of a board whose rank is not there yet: then the rank will not lack room.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    os.close(_with_room(path))
+
+
+def _with_room(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _NEW_FILE)
+    try:
+        # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
+        os.posix_fallocate(descriptor, 0, BOARD_BYTES)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class BoardWriter:
     """The rank's side. Not thread-safe: one thread writes, but for the pulse.
 
@@ -125,10 +154,12 @@ class BoardWriter:
         Raises:
             OSError: There is no room for it.
         """
-        with path.open("w+b") as file:
-            # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
-            os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
-            memory = mmap.mmap(file.fileno(), BOARD_BYTES)
+        descriptor = _with_room(path)
+        try:
+            memory = mmap.mmap(descriptor, BOARD_BYTES)
+        finally:
+            os.close(descriptor)
+        memory[:] = bytes(BOARD_BYTES)
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION)
         return cls(memory, fence)
 
@@ -184,8 +215,10 @@ class BoardWriter:
             step.learning_rate,
             step.tokens_per_s,
             step.step_time_s,
-            0,
+            # Zero is no figure: so wrote ranks that did not measure it.
+            0.0 if math.isnan(step.data_wait_s) else step.data_wait_s,
         )
+        _CLOCK.pack_into(self._memory, _ALL_STEPS, step.of)
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
             replace(
@@ -272,12 +305,24 @@ class BoardReader:
             if record is not None:
                 fields = _STEP.unpack(record)
                 if fields[0] > step:
-                    entry = BoardStep(*fields[:6])
-                    _check_step(entry.step)
-                    if entry.step_time_s < 0:
-                        raise BoardError(f"wrote a step of {entry.step_time_s} s to its board")
-                    found.append(entry)
+                    found.append(_board_step(fields, self._all_steps()))
         return sorted(found, key=lambda entry: entry.step)
+
+    def step(self, number: int) -> BoardStep | None:
+        """The finished step of that number, if the ring still holds it.
+
+        Raises:
+            BoardError: It is a step that there cannot be, or the file is no board any more.
+        """
+        record = _whole(self._read(_ring_offset(number), _STEP.size + _CHECKSUM.size))
+        fields = None if record is None else _STEP.unpack(record)
+        is_it = fields is not None and fields[0] == number
+        return _board_step(fields, self._all_steps()) if fields is not None and is_it else None
+
+    def _all_steps(self) -> int:
+        (steps,) = _CLOCK.unpack(self._read(_ALL_STEPS, _CLOCK.size))
+        _check_step(steps)
+        return int(steps)
 
     def arrivals(self, place: int) -> dict[int, int]:
         """When the last collectives of the group at ``place`` were issued, by their number.
@@ -350,6 +395,22 @@ def _snapshot(fields: Sequence[Any]) -> BoardSnapshot:
         issued=tuple(counters[0::2]),
         completed=tuple(counters[1::2]),
     )
+
+
+def _board_step(fields: Sequence[Any], all_steps: int) -> BoardStep:
+    """A record of the ring.
+
+    Raises:
+        BoardError: There can be no such step.
+    """
+    entry = replace(BoardStep(*fields), of=all_steps)
+    if not entry.data_wait_s:
+        entry = replace(entry, data_wait_s=math.nan)
+    _check_step(entry.step)
+    for seconds in (entry.step_time_s, entry.data_wait_s):
+        if seconds < 0:
+            raise BoardError(f"wrote a step of {seconds} s to its board")
+    return entry
 
 
 def _ring_offset(step: int) -> int:

@@ -9,6 +9,7 @@
 | ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:metrics`` | stream: ``m`` = MetricRecord JSON | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
@@ -74,8 +75,11 @@ PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
 TELEMETRY_KEPT_S: Final = 7 * 86_400
+# Of a model's profile the most; to parse so much takes less than a lease.
+LONGEST_FACT: Final = 8 << 20
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
+METRICS_KEPT: Final = 50_000
 EVENTS_KEPT: Final = 10_000
 HISTORY_KEPT: Final = 20_000
 AUDIT_KEPT: Final = 50_000
@@ -108,6 +112,11 @@ def job_ranks(job_id: str) -> str:
 def job_steps(job_id: str) -> str:
     """One record a training step."""
     return f"ml:job:{job_id}:steps"
+
+
+def job_metrics(job_id: str) -> str:
+    """What the user's code measures, a record a step."""
+    return f"ml:job:{job_id}:metrics"
 
 
 def job_logs(job_id: str) -> str:

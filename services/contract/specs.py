@@ -1,6 +1,7 @@
 """A job spec: what a person asks for. YAML for people, the same as JSON on the wire.
 
-Every field but ``model``, ``data`` and ``train.steps`` has a default; unknown fields are refused.
+A job names a ``model`` and its ``data``, or a ``trainable``, or an ``entrypoint``. Every other field but
+``train.steps``, which a script need not say, has a default; unknown fields are refused.
 """
 
 import json
@@ -16,8 +17,10 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -25,6 +28,14 @@ from pydantic_core import PydanticCustomError
 
 from services.contract.bounded_json import bounded
 from services.contract.code_archives import CodeDigest
+from services.contract.scripts import (
+    UNTOLD_STEPS,
+    EntryPoint,
+    completed,
+    for_a_loop_alone,
+    schema_of_both,
+)
+from services.contract.secret_references import SECRET_NAME
 from services.contract.worlds import Share, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
@@ -55,11 +66,84 @@ class Factory(_Spec):
     args: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(default_factory=dict)
 
 
+class ParameterGroup(_Spec):
+    """Options of the optimizer for the parameters whose names ``match``, such as ``weight_decay``.
+
+    ``match`` is a pattern in which ``*`` stands for any characters, dots too; a parameter belongs to
+    the first group that matches it, and to the optimizer's own groups if none does.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, JsonValue]
+
+    match: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+    @property
+    def options(self) -> dict[str, JsonValue]:
+        """What holds for the group, by the optimizer's names."""
+        return dict(self.__pydantic_extra__)
+
+
+class OptimizerSpec(Factory):
+    """An optimizer, and what is different for some of the parameters."""
+
+    groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(bounded)] = Field(
+        default=(), max_length=100
+    )
+
+
+class EmaSpec(_Spec):
+    """An exponential moving average of the weights, with which validation is done.
+
+    After every ``every`` steps it becomes ``decay`` of itself and ``1 - decay`` of the weights.
+    """
+
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    every: int = Field(default=1, ge=1, le=_MOST)
+
+
 class PrecisionSpec(_Spec):
-    """Element types: of the gathered parameters and of the gradient reduction."""
+    """Element types: of the gathered parameters and of the gradient reduction.
+
+    With fp16 anywhere in them or in the plan, losses are scaled so that gradients do not underflow.
+    """
 
     params: Precision = "fp32"
     reduce: Precision = "fp32"
+
+
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class _ByMetric(_Spec):
+    """By which figure of evaluations something is decided, and whether less or more of it is better.
+
+    ``loss`` is the validation loss; other names are those of metrics that the loss gives beside it.
+    """
+
+    metric: MetricName = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Whether ``value`` is better ``than`` another by more than ``by``."""
+        return value < than - by if self.mode == "min" else value > than + by
+
+
+class EarlyStopSpec(_ByMetric):
+    """Ends the run, as one that succeeded, once evaluations no longer get better.
+
+    That is after ``patience`` evaluations in a row of which none was better than the best one before
+    them by more than ``min_delta``.
+    """
+
+    patience: int = Field(ge=1, le=_MOST)
+    min_delta: float = Field(default=0.0, ge=0)
+
+
+class KeepBestSpec(_ByMetric):
+    """Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step."""
+
+    count: int = Field(default=1, ge=1, le=1_000)
 
 
 class TrainSpec(_Spec):
@@ -72,6 +156,25 @@ class TrainSpec(_Spec):
     seed: int = Field(default=0, ge=0, lt=1 << 31)
     precision: PrecisionSpec = PrecisionSpec()
     eval_every: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
+    ema: EmaSpec | None = Field(default=None, description="null: no average of the weights is kept")
+    deterministic: bool = Field(
+        default=False, description="only operators that give the same bits each time; slower"
+    )
+    early_stop: EarlyStopSpec | None = Field(
+        default=None, description="null: all steps are made; needs eval_every"
+    )
+
+    @field_validator("early_stop")
+    @classmethod
+    def _has_evaluations(
+        cls, value: EarlyStopSpec | None, info: ValidationInfo
+    ) -> EarlyStopSpec | None:
+        if value is not None and info.data.get("eval_every") == 0:
+            raise ValueError(
+                "it is decided by evaluations, and there are none before the last step: set "
+                "train.eval_every"
+            )
+        return value
 
 
 class WorldSpec(_Spec):
@@ -148,6 +251,10 @@ class CheckpointSpec(_Spec):
     every_steps: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
     keep_last: int = Field(default=2, ge=1, le=_MOST)
     mode: Literal["sync", "async"] = "async"
+    keep_best: KeepBestSpec | None = Field(
+        default=None,
+        description="keeps the best ones beside the last; evaluates before each checkpoint that is due",
+    )
 
 
 class FaultSpec(_Spec):
@@ -164,8 +271,58 @@ class FaultSpec(_Spec):
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
 
 
+class SecretReference(_Spec):
+    """A secret by name: the value lies in a file on the nodes."""
+
+    secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")]
+
+
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class WandbSpec(_Spec):
+    """Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+
+    Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
+    logs, for ``wandb sync``.
+    """
+
+    project: _Word | None = None
+    entity: _Word | None = None
+    mode: Literal["online", "offline"] = "online"
+    base_url: _Word | None = None
+    api_key: SecretReference | None = None
+    tags: tuple[_Word, ...] = Field(default=(), max_length=16)
+
+
+class MlflowSpec(_Spec):
+    """MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+
+    Each attempt is a run of the experiment, the job's name unless another is given. Without a
+    ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
+    read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
+    """
+
+    tracking_uri: _Word | None = None
+    experiment: _Word | None = None
+    token: SecretReference | None = None
+    username: SecretReference | None = None
+    password: SecretReference | None = None
+
+
+class MetricsSpec(_Spec):
+    """Where the metrics go beside the API, JSON lines and TensorBoard's event files."""
+
+    wandb: WandbSpec | None = None
+    mlflow: MlflowSpec | None = None
+
+
 class JobSpec(_Spec):
     """Everything that a job is, apart from what happens to it.
+
+    A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
+    ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
+    not say how many it makes, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` nobody looks: all ranks in
@@ -173,16 +330,27 @@ class JobSpec(_Spec):
     ``code`` is the digest of an uploaded archive: ranks and probes of this job import from it first.
     """
 
+    model_config = ConfigDict(json_schema_extra=schema_of_both)
+
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "job"
-    model: Factory
-    data: Factory
+    # Before the fields that may be left out with them: their validators look whether they are there.
+    entrypoint: EntryPoint | None = Field(
+        default=None, description="a script or module to run in each rank, in the place of our loop"
+    )
+    trainable: Factory | None = Field(
+        default=None, description="a subclass of meshloom.Trainable, in place of model"
+    )
+    model: Factory | None = Field(default=None, validate_default=True)
+    data: Factory | None = Field(
+        default=None, validate_default=True, description="may be left out where trainable builds it"
+    )
     loss: Factory | None = Field(
         default=None, description="null: the model's own, else the cross entropy of the next token"
     )
     code: CodeDigest | None = Field(
         default=None, description="an uploaded archive, from which this job imports first"
     )
-    optimizer: Factory = Factory(factory="adamw")
+    optimizer: OptimizerSpec = OptimizerSpec(factory="adamw")
     schedule: Factory = Factory(factory="constant")
     train: TrainSpec
     resources: ResourceSpec = ResourceSpec()
@@ -190,10 +358,43 @@ class JobSpec(_Spec):
     plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     faults: FaultSpec = FaultSpec()
+    metrics: MetricsSpec | None = Field(
+        default=None, description="services that take the metrics, beside files and the API"
+    )
     priority: int = Field(default=0, ge=-1000, le=1000)
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(
         default_factory=dict, max_length=64
     )
+
+    @field_validator("model", "data")
+    @classmethod
+    def _is_there(cls, value: Factory | None, info: ValidationInfo) -> Factory | None:
+        if not {"trainable", "entrypoint"} <= info.data.keys():  # one of them is wrong itself
+            return value
+        by_trainable = info.data["trainable"] is not None
+        if value is None and not by_trainable and info.data["entrypoint"] is None:
+            raise PydanticCustomError("missing", "Field required")
+        if value is not None and by_trainable and info.field_name == "model":
+            raise PydanticCustomError(
+                "one_of_both", "trainable builds the model: give one of trainable and model"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_no_loop(cls, given: object) -> object:
+        return completed(given)
+
+    @model_validator(mode="after")
+    def _says_nothing_to_no_loop(self) -> Self:
+        if self.entrypoint is not None:
+            for_a_loop_alone(self)
+            if self.checkpoint.keep_best is not None:
+                raise ValueError(
+                    "checkpoint.keep_best: it is decided by evaluations of our loop, and a script has "
+                    "none; leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _is_small(self) -> Self:
@@ -207,12 +408,20 @@ class JobSpec(_Spec):
 
     @property
     def leaves_layout_open(self) -> bool:
-        """Whether mesh or units are to be chosen; the mesh of an elastic job follows its ranks."""
-        if self.plan == "default":
+        """Whether mesh or units are to be chosen; the mesh of an elastic job follows its ranks.
+
+        Nobody can look into a script.
+        """
+        if self.plan == "default" or self.entrypoint is not None:
             return False
         said = () if self.plan == "auto" else self.plan
         has_mesh = self.mesh != "auto" or self.resources.world is not None or "mesh" in said
         return not has_mesh or "units" not in said
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the job makes; None: it is a script, and does not say."""
+        return None if self.train.steps == UNTOLD_STEPS else self.train.steps
 
     @property
     def share(self) -> Share:
@@ -222,7 +431,7 @@ class JobSpec(_Spec):
         return Share(
             copy=mesh.dp_shard * mesh.tp,
             tp=mesh.tp,
-            batch=self.train.global_batch,
+            batch=self.train.global_batch if self.entrypoint is None else None,
             micro=None if micro == "auto" else micro,
         )
 
@@ -249,11 +458,16 @@ class JobSpec(_Spec):
             some = ", ".join(map(str, named[:_WORLDS_NAMED]))
             more = ", …" if len(named) > _WORLDS_NAMED else ""
             possible = f"possible are {some}{more}" if named else "no number is possible"
+            copies = f"copies of the parameters have {self.share.copy} ranks"
+            if self.entrypoint is not None:
+                raise ValueError(
+                    f"resources.world: no number of ranks from {bounds.min} to {bounds.max} is "
+                    f"possible ({copies}); {possible}"
+                )
             raise ValueError(
                 f"resources.world: no number of ranks from {bounds.min} to {bounds.max} shares "
-                f"train.global_batch {self.train.global_batch} out evenly (copies of the "
-                f"parameters have {self.share.copy} ranks, train.micro_batch is "
-                f"{self.train.micro_batch}); {possible}"
+                f"train.global_batch {self.train.global_batch} out evenly ({copies}, "
+                f"train.micro_batch is {self.train.micro_batch}); {possible}"
             )
         return self
 
@@ -271,7 +485,7 @@ class JobSpec(_Spec):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        if self.resources.world is not None:
+        if self.resources.world is not None or self.entrypoint is not None:
             return self
         data_ranks = self.resources.ranks // (1 if self.mesh == "auto" else self.mesh.tp)
         batch = self.train.global_batch

@@ -80,6 +80,7 @@ class RankPhase(IntEnum):
     CHECKPOINT = 12
     FINISHED = 13
     FAILED = 14
+    SCRIPT = 15
 
 
 class CheckpointState(StrEnum):

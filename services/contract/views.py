@@ -9,6 +9,7 @@ from fsdp_core.plan.model import MeshPlan, NodeFacts
 from services.contract.code_archives import CodeDigest
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
+from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
 from services.contract.planning import EstimateView
 from services.contract.plans import GangPlan
@@ -27,26 +28,37 @@ class _View(BaseModel):
 
 
 class Progress(_View):
-    """How far a job is. ``eta_s`` from the median of the last step times."""
+    """How far a job is. ``eta_s`` from the median of the last step times.
+
+    ``of`` is null as long as a script has not told how many steps it makes.
+    ``tokens_per_s`` counts what ``throughput_unit`` says; the losses of the job, validation's too,
+    are in ``loss_unit``: nats a token, or none that is known. ``metrics``: the newest values of the user's
+    metrics, by name. ``mfu``: model FLOPs utilisation of the newest step, from 0 to 1.
+    """
 
     step: int = 0
-    of: int
+    of: int | None
     loss: float | None = None
     tokens_per_s: float | None = None
+    throughput_unit: ThroughputUnit = "tokens"
+    loss_unit: LossUnit = "nats"
     step_time_s: float | None = None
+    mfu: float | None = None
     eta_s: float | None = None
+    metrics: dict[str, float | None] = {}
 
 
 class Evaluation(_View):
-    """A validation pass: mean loss in nats a token, and simple models' losses beside it.
+    """A validation pass: mean loss, and simple models' losses beside it.
 
-    A loss that is no finite number is null.
+    ``tokens``: over how many, or over how many samples. A loss that is no finite number is null.
     """
 
     step: int
     loss: float | None
     tokens: int
     baselines: dict[str, float] = {}
+    metrics: dict[str, float | None] = Field({}, description="the user's, at most 16")
 
 
 class FailureView(_View):
@@ -115,7 +127,7 @@ class JobView(_View):
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
-        None, description="what its plan foresaw, and what was seen; null without a plan_id"
+        None, description="what its plan estimated, and what was measured; null without a plan_id"
     )
     latest_checkpoint: CheckpointId | None = None
     cloned_from: CloneOrigin | None = None
@@ -156,6 +168,9 @@ class RankView(_View):
     unit: str | None = None
     step: int = 0
     step_time_s: float | None = None
+    data_wait_s: float | None = Field(
+        None, description="of step_time_s, what the rank waited for its data"
+    )
     arrival_lag_s: float | None = Field(
         None, description="how much later than the first rank it issues a collective, on average"
     )
@@ -186,9 +201,10 @@ class RankView(_View):
 
 
 class RankList(_View):
-    """All ranks of the newest attempt, by number."""
+    """All ranks of the newest attempt, by number. ``throughput_unit``: what ``tokens_per_s`` counts."""
 
     attempt: int
+    throughput_unit: ThroughputUnit = "tokens"
     items: tuple[RankView, ...]
 
 
@@ -245,20 +261,55 @@ class LogPage(_View):
     next_cursor: str | None = None
 
 
-class MetricsView(_View):
-    """Training steps, oldest first, at most ``max_points`` of them, the first and last kept."""
+class StepView(StepRecord):
+    """A training step.
 
-    items: tuple[StepRecord, ...]
+    ``mfu``: model FLOPs utilisation, from 0 to 1: the floating-point operations that forward and
+    backward of the model need, none computed again counted, over those that its devices could have
+    made in the step's time (PaLM, arXiv:2204.02311, appendix B). The operations are those of the
+    model's profile, the devices' peak is measured by large matrix products. None where either is not
+    known.
+    """
+
+    mfu: float | None = None
+
+
+class MetricPoint(_View):
+    """What the user's code measured at a step; validation's names begin with ``validation/``."""
+
+    step: int
+    fence: int
+    values: dict[str, float | None]
+
+
+class _OfMetrics(_View):
+    """What answers on metrics have in common."""
+
     evaluations: tuple[Evaluation, ...] = ()
     total: int = Field(description="how many records the range has before downsampling")
+    names: tuple[str, ...] = Field(
+        (),
+        description="the user's metrics, of which a job may have 64; each is a `name` to ask for",
+    )
+    names_left_out: int = Field(0, description="further names, of which nothing is kept")
+    throughput_unit: ThroughputUnit = Field("tokens", description="what `tokens_per_s` counts")
+    loss_unit: LossUnit = Field("nats", description="nats a token, or no unit that is known")
 
 
-class MetricsPart(_View):
-    """The same with some metrics alone: each item has ``step``, ``fence`` and those."""
+class MetricsView(_OfMetrics):
+    """Training steps, oldest first, at most ``max_points`` of them, the first and last kept.
+
+    ``user_metrics``: as many points of the user's metrics.
+    """
+
+    items: tuple[StepView, ...]
+    user_metrics: tuple[MetricPoint, ...] = ()
+
+
+class MetricsPart(_OfMetrics):
+    """The same with some metrics alone: each item has ``step``, ``fence`` and those it knows."""
 
     items: tuple[dict[str, int | float | None], ...]
-    evaluations: tuple[Evaluation, ...] = ()
-    total: int = Field(description="how many records the range has before downsampling")
 
 
 class ShardView(_View):
@@ -286,6 +337,8 @@ class CheckpointView(_View):
     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
     when one last was done with reading, whatever it found. ``held_by``:
     jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
+    ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
+    ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
     """
 
     id: CheckpointId
@@ -296,6 +349,8 @@ class CheckpointView(_View):
     world_size: int
     bytes: int = 0
     loss: float | None = None
+    evaluation: dict[str, float | None] = {}
+    best: bool = False
     reason: str | None = None
     votes: int = 0
     shards: tuple[ShardView, ...] = ()

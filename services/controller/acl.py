@@ -68,7 +68,9 @@ def _agent(node_id: str, password: str) -> str:
 def _agent_rules(node_id: str) -> Iterator[str]:
     """What an agent may do to which keys."""
     own = [keys.node_lease(node_id), keys.node_beat(node_id), keys.node_inbox(node_id)]
-    told = [keys.job_ranks(_ANY_JOB), keys.job_steps(_ANY_JOB), keys.job_logs(_ANY_JOB)]
+    told = [
+        key(_ANY_JOB) for key in (keys.job_ranks, keys.job_steps, keys.job_metrics, keys.job_logs)
+    ]
     record = keys.job(_ANY_JOB)
     # Running a script takes all rights on the keys that it names; what it does to them is judged
     # by the rules below.

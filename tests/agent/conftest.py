@@ -27,7 +27,7 @@ from services.contract.messages.facts import (
     GangProgressed,
     NodeJoined,
 )
-from services.contract.messages.telemetry import LogLine, StepRecord
+from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import MAX_STEP, BoardReader
 from services.contract.specs import JobSpec
@@ -93,6 +93,10 @@ class Controller:
     def steps(self) -> list[StepRecord]:
         stream = self._stream(redis_keys.job_steps(JOB))
         return [StepRecord.model_validate_json(text) for text in stream]
+
+    def metrics(self) -> list[MetricRecord]:
+        stream = self._stream(redis_keys.job_metrics(JOB))
+        return [MetricRecord.model_validate_json(text) for text in stream]
 
     def logs(self) -> list[LogLine]:
         stream = self._stream(redis_keys.job_logs(JOB))

@@ -1,13 +1,17 @@
 """The beat's script against a real Redis: once, fenced, and under the lease."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
+from redis.exceptions import NoPermissionError
 
 from services.contract import redis_keys
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.ids import new_job_id
+from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.worker.agent.beat import Beat, BeatAnswer
 from services.worker.agent.redis_clients import writing_client
 from services.worker.agent.telemetry import Records
@@ -107,6 +111,43 @@ def test_a_lease_is_released_by_its_holder_alone(job: Controller, redis_url: str
     assert job.client.exists(redis_keys.node_lease(NODE))
     run(release("one"))
     assert not job.client.exists(redis_keys.node_lease(NODE))
+
+
+METRICS = tuple(MetricRecord(step=n, fence=2, values={"hits": n / 7}) for n in range(1, 4))
+
+
+def write_metrics(url: str, *told: Records) -> None:
+    async def beat() -> None:
+        async with writing_client(url) as redis:
+            await Beat(redis, NODE, "one").write_metrics(told)
+
+    run(beat())
+
+
+def test_metrics_are_written_of_jobs_that_live_and_attempts_that_hold(
+    job: Controller, redis_url: str
+) -> None:
+    deleted, unknown = (new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in (1, 2))
+    job.client.hset(redis_keys.job(deleted), "fence", "1")
+    job.client.sadd(redis_keys.DELETED_JOBS, deleted)
+    told = Records(JOB, 2, (), (), METRICS)
+    others = [Records(name, 2, (), (), METRICS[:1]) for name in (deleted, unknown)]
+    write_metrics(redis_url, others[0], told, others[1], replace(told, fence=1))
+    assert job.metrics() == list(METRICS)
+    assert not job.client.exists(*map(redis_keys.job_metrics, (deleted, unknown)))
+
+
+def test_rules_of_redis_that_know_no_metrics_refuse_them_alone(
+    job: Controller, redis_url: str
+) -> None:
+    of_job = (redis_keys.job, redis_keys.job_ranks, redis_keys.job_steps, redis_keys.job_logs)
+    keys = [redis_keys.DELETED_JOBS, "ml:node:*", *(key(JOB) for key in of_job)]
+    job.client.acl_setuser("old", enabled=True, passwords="+old", keys=keys, commands=["+@all"])
+    url = re.sub("//:[^@]*@", "//old:old@", redis_url)
+    assert write(url, 1) == BeatAnswer(lapsed=True)
+    with pytest.raises(NoPermissionError):
+        write_metrics(url, Records(JOB, 2, (), (), METRICS))
+    assert job.steps() == [STEP]
 
 
 def test_a_stream_to_which_nothing_can_be_added_costs_no_lease(

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import stat
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangEnded, LaunchRefused, NodeJoined
 from services.contract.messages.probing import ModelProbed
 from services.contract.probes import probe_id
+from services.contract.rank_user import RankUser
 from services.contract.specs import JobSpec
 from services.controller.adapters.redis import redis_ports
 from services.controller.domain.code import CodeLimits, UploadedCode
@@ -193,6 +196,32 @@ async def test_the_least_recently_used_code_is_removed_unless_it_is_in_use(node:
     assert gone == [1, 2]
     assert len(names) == 2 * (KEPT_UNUSED + 1)
     assert await node.holds(bodies[1])  # it is fetched again
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can have ranks of another user")
+def test_ranks_of_another_user_read_the_code_and_nothing_beside_it(redis_url: str) -> None:
+    body, nobody = archive(), RankUser.named("nobody")
+    upload(redis_url, body)
+
+    async def lend(folder: Path) -> Path:
+        async with writing_client(redis_url) as client:
+            return await CodeCache(client, folder, folder, nobody).lend(digest_of(body))
+
+    with tempfile.TemporaryDirectory() as home:
+        Path(home).chmod(0o711)
+        node = Path(home) / "nodes" / "node-1"
+        node.mkdir(parents=True, mode=0o700)
+        node.parent.chmod(0o700)
+        folder = asyncio.run(lend(node / "code"))
+
+        def run(*command: str | Path) -> bytes:
+            done = subprocess.run(command, user=nobody.uid, group=nobody.gid, capture_output=True)  # noqa: PLW1510 its code says nothing
+            return done.stdout or done.stderr
+
+        assert run("cat", folder / "pkg/brought.py") == b"WIDTH = 1\n"
+        assert run("ls", folder) == b"pkg\n"
+        for command in (("ls", node), ("ls", node / "code"), ("touch", folder / "x")):
+            assert b"ermission denied" in run(*command)
 
 
 def test_what_an_agent_that_died_left_is_removed(tmp_path: Path) -> None:

@@ -7,24 +7,34 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 from pydantic import JsonValue
-from redis.asyncio import Redis
 
 from services.contract.entry_points import entry_points
+from services.contract.messages.facts import Fact, GangLaunched, LaunchRefused
 from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
 from services.worker.agent import template_link, warm_keeper
 from services.worker.agent.admission import Admission
+from services.worker.agent.answers import Answers
 from services.worker.agent.code_cache import CodeCache
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.launch import Crew, Launcher, LaunchError
+from services.worker.agent.storage import Storage
+from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.template_link import Imported
 from services.worker.agent.warm_keeper import WarmKeeper
-from tests.agent.conftest import FOREVER, NODE, PROGRAMS, is_gone, launch
+from tests.agent.conftest import FOREVER, JOB, NODE, PROGRAMS, is_gone, launch
+from tests.agent.test_forked_for_nothing import NoAnswers
+from tests.disk import Disk, small_disk
 from tests.waiting import until
+
+
+class NoCode:
+    """No job here brings code."""
 
 
 @dataclass
@@ -61,8 +71,7 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     )
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
-    # No job here names uploaded code, so nobody connects.
-    codes = CodeCache(Redis(), folder / "code", folder / "checkpoints")
+    codes = cast("CodeCache", NoCode())
     launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
@@ -169,3 +178,31 @@ def memory_of(pid: int) -> bytes:
                     memory.seek(start)
                     found += memory.read(end - start)
     return found
+
+
+def test_a_launch_for_whose_boards_others_left_no_room_is_refused_for_that_and_then_tried_again(
+    tmp_path: Path,
+) -> None:
+    async def run(shared: Disk) -> None:
+        async with forkers(tmp_path) as made:
+            told: list[Fact] = []
+            node = NodeFolder(tmp_path, NODE, shared.path)
+            storage = Storage(tmp_path / "checkpoints", NODE)
+            answers = cast("Answers", NoAnswers())
+            supervisor = Supervisor(NODE, node, storage, answers, made.launcher, told.append)
+            shared.fill()
+            await supervisor.handle(launch(1, ranks=1))
+            shared.free()
+            await supervisor.handle(launch(2, ranks=1))
+            refused, launched = told
+            assert isinstance(refused, LaunchRefused)
+            words = f"the shared memory, where boards lie, of {NODE} is full"
+            assert refused.condition == words
+            assert isinstance(launched, GangLaunched)
+            assert [path.name for path in node.attempt(JOB, 1).boards.parent.iterdir()] == [
+                f"{JOB}-2"
+            ]
+            supervisor.condemn_all("the test is over")
+
+    with small_disk(tmp_path / "shm") as shared:
+        asyncio.run(run(shared))

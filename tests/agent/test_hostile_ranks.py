@@ -6,13 +6,14 @@ import pytest
 
 from services.contract import redis_keys
 from services.contract.ids import new_job_id
-from services.contract.messages.commands import StopGang
+from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
     Evaluated,
     GangEnded,
+    JobPurged,
 )
 from tests.agent.conftest import (
     FOREVER,
@@ -20,6 +21,7 @@ from tests.agent.conftest import (
     AgentProcess,
     Controller,
     ended,
+    is_gone,
     launch,
     running,
 )
@@ -39,6 +41,15 @@ WORDS = {
     "another's vote": "rank 1 voted for rank 0",
     "child writes nonsense": "",
     "child writes on": "left with exit code 7",
+    **dict.fromkeys(
+        (
+            *("log folder: pipe", "log folder: link", "board folder: pipe", "board folder: link"),
+            *("storage: pipe", "storage: link", "chain: pipe", "chain: file"),
+            *("descriptors", "hangs up", "log kept from"),
+        ),
+        "left with exit code 7",
+    ),
+    "stranger": "left with exit code 7",
     "log cut": "left with exit code 7",
     "log replaced": "left with exit code 7",
 }
@@ -74,8 +85,17 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
         assert first.rank == 1, deed
         assert words in (first.error or ""), deed
     assert len(controller.all_of(GangEnded)) == len(jobs)
+    stranger = agent.folder.attempt(jobs["stranger"], 1).path / "stranger"
+    assert is_gone(int(stranger.read_text()))
     assert controller.all_of(CheckpointCorrupt) == []
     assert controller.all_of(CheckpointVoted) == []
+    spoilt = {job for deed, job in jobs.items() if deed.startswith(("storage", "chain"))}
+    for job in spoilt:
+        controller.client.hset(redis_keys.job(job), "fence", "2")
+        again = launch(2, 1).model_copy(update={"job_id": job})
+        controller.send(again, PurgeJob(job_id=job, fence=2))
+    until(lambda: {fact.job_id for fact in controller.all_of(JobPurged)} == spoilt)
+    assert {fact.error for fact in controller.all_of(JobPurged)} == {None}
     last = len(controller.steps())
     until(lambda: len(controller.steps()) > last + 50)
     assert agent.process.poll() is None

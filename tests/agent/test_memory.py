@@ -36,9 +36,15 @@ def test_a_rank_beyond_its_limit_ends_with_the_limit_and_what_to_do_and_the_node
     controller.open_job(fence=2)
     controller.send(launch(2, 2, FOREVER, pause_s=0.01))
     controller.fact(GangProgressed, lambda fact: fact.fence == 2)
-    assert launched(controller, fence=2).pids
+    pid = launched(controller, fence=2).pids[0]
+    assert dies_at(pid) == min(dies_at(agent.process.pid) + 500, 999)
+    assert dies_at(agent.warm().pid) == dies_at(agent.process.pid)
     assert not [fact for fact in controller.all_of(GangEnded) if fact.fence == 2]
     assert agent.process.poll() is None
+
+
+def dies_at(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody_killed() -> None:

@@ -157,6 +157,14 @@ def test_a_model_that_hangs_is_ended_with_all_that_it_started(node: Node) -> Non
     assert is_gone(int(child.read_text()))
 
 
+def test_what_a_model_disowns_ends_with_its_probe_though_it_has_no_mark(node: Node) -> None:
+    child = node.folder / "stranger"
+    failure = node.fails(question("probed_models:disowns", {"child_to": str(child)}, timeout_s=6))
+    assert failure.code == "timed_out"
+    assert failure.reason.endswith("in disowns")
+    assert is_gone(int(child.read_text()))
+
+
 def test_a_model_that_takes_all_memory_is_told_that_it_may_not(node: Node) -> None:
     failure = node.fails(question("probed_models:hoards", {}))
     assert failure.code == "out_of_memory"
@@ -170,6 +178,18 @@ def test_a_model_that_crashes_is_told_with_where_it_did_and_its_last_words(node:
     assert failure.reason.startswith("its process was ended by SIGSEGV; it was at ")
     assert failure.reason.endswith("in crashes")
     assert "I have had enough" in str(failure.traceback)
+
+
+def test_what_a_model_says_is_cut_and_what_it_forges_is_an_answer_to_its_own_question(
+    node: Node,
+) -> None:
+    failure = node.fails(question("probed_models:talks", {"megabytes": 600}))
+    assert failure.code == "raised"
+    assert failure.reason.startswith("yyy")
+    assert "characters cut" in failure.reason
+    assert len(failure.reason) <= 4_096
+    assert int(str(failure.traceback)) < 500 << 20, "it was cut while it was written"
+    assert node.agent.process.poll() is None
 
 
 def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
@@ -272,10 +292,10 @@ def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_kil
     node.controller.send(question("probed_models:hangs", {"child_to": str(child)}))
     until(child.exists, timeout_s=240)
     processes = [psutil.Process(pid) for pid in node.agent.marked()]
-    (probe,) = (
-        each for each in processes if "services.worker.rank.probe.profile" in each.cmdline()
-    )
-    assert probe.nice() == min(19, psutil.Process(node.agent.process.pid).nice() + NICENESS)
-    assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
+    probes = [each for each in processes if "services.worker.rank.probe.profile" in each.cmdline()]
+    assert len(probes) == 2, "the user's code runs in a child"
+    for probe in probes:
+        assert probe.nice() == min(19, psutil.Process(node.agent.process.pid).nice() + NICENESS)
+        assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
     node.agent.kill()  # nobody can be asked after this test, which is the last
     until(lambda: is_gone(int(child.read_text())) and not node.agent.marked())

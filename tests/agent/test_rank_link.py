@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.bounds import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
 from services.contract.ids import checkpoint_id
 from services.contract.mask import NOTHING_MASKED
 from services.contract.messages.rank_pipe import (
-    ERROR_CHARACTERS,
     LINE_BYTES,
-    TRACEBACK_CHARACTERS,
     RankEvaluated,
     RankFailed,
     RankMessage,

@@ -1,6 +1,7 @@
 """The agent with the trainer that it really has: torch is imported once, in the warm process."""
 
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -35,6 +36,31 @@ def test_forked_ranks_train_to_the_end(start_agent: StartAgent, controller: Cont
     assert [(e.exit_code, e.finished, e.error) for e in end.exits] == [(0, True, None)] * 2
     assert [record.step for record in controller.steps()] == list(range(1, 7))
     assert controller.all_of(Evaluated)[0].step == 6
+    assert controller.metrics() == []
+
+
+def test_what_a_users_loss_gives_beside_reaches_redis_with_the_units_of_the_job(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    controller.open_job()
+    start_agent(MESHLOOM_TRAINER=DEFAULT_TRAINER, MESHLOOM_USER_PATH=str(Path(__file__).parents[2]))
+    user = "tests.rank.user_vision"
+    pictures = {
+        "model": {"factory": f"{user}:Classifier"},
+        "data": {"factory": f"{user}:Pictures"},
+        "loss": {"factory": f"{user}:smoothed"},
+        "optimizer": {"factory": "sgd", "args": {"lr": 0.1}},
+    }
+    spec = tiny(steps=6).spec.model_dump() | pictures
+    controller.send(tiny(6).model_copy(update={"spec": JobSpec.model_validate(spec)}))
+    assert [e.error for e in ended(controller).exits] == [None] * 2
+    training, (passed,) = controller.metrics()[:6], controller.metrics()[6:]
+    assert [record.step for record in training] == list(range(1, 7))
+    assert all(record.values.keys() == {"hits", "largest"} for record in training)
+    assert passed.values.keys() == {"validation/hits", "validation/largest"}
+    assert controller.all_of(Evaluated)[0].metrics["hits"] == passed.values["validation/hits"]
+    units = [(f.throughput_unit, f.loss_unit) for f in controller.all_of(GangProgressed)]
+    assert units[-1] == ("samples", "")
 
 
 def test_a_checkpoint_on_demand_is_taken_once_by_all_ranks_at_one_step(

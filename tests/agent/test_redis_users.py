@@ -19,6 +19,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from services.contract import redis_keys as keys
 from services.contract.access import Scope
+from services.contract.code_archives import digest_of, hex_of, pack
 from services.contract.ids import new_job_id
 from services.contract.redis_address import redis_address
 from services.controller.acl import acl_file
@@ -134,9 +135,17 @@ def test_a_job_runs_and_no_role_meets_a_refusal(guarded: Guarded, start_agent: S
         client = controller.client
         agent = start_agent(agent_user.pop("MESHLOOM_REDIS_URL"), **agent_user)
         until(lambda: client.get("/v1/nodes").json()["items"])
-        body = job_body(model={"factory": "rank_program:train"})
+        code = pack([("brought.py", b"", False)])
+        kept = client.put(
+            f"/v1/code/{digest_of(code)}",
+            content=code,
+            headers={"Content-Type": "application/gzip"},
+        )
+        assert kept.status_code == 201
+        body = job_body(model={"factory": "rank_program:train"}, code=digest_of(code))
         done = client.post("/v1/jobs", json=body).json()["id"]
         until(lambda: controller.state(done) == "SUCCEEDED", timeout_s=120)
+        assert (agent.folder.code / hex_of(digest_of(code)) / "brought.py").is_file()
         endless = job_body(
             model={"factory": "rank_program:train", "args": {"pause_s": 0.01, "lines": 3}},
             train={"steps": 10**6},
@@ -196,6 +205,10 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("DEL", keys.ARRIVED_FACTS),
         ("SET", keys.ARRIVED_FACTS, "x"),
         ("RPUSH", keys.TAKEN_FACTS, "{}"),
+        ("HSET", keys.code("a" * 64), "0", "import os"),
+        ("DEL", keys.code("a" * 64)),
+        ("HGET", keys.code_draft("a" * 64, "x"), "0"),
+        ("ZRANGE", keys.CODES, "0", "-1"),
         ("HGETALL", keys.TOKENS),
         ("HSET", keys.TOKENS, "tok", "{}"),
         ("XRANGE", keys.AUDIT, "-", "+"),

@@ -1,6 +1,9 @@
 """Folders that ranks have made as deep, as odd or as unquiet as they can are removed all the same."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,31 @@ def test_a_deep_folder_goes_with_its_links_and_what_they_lead_to_stays(tmp_path:
     assert (others / "file").read_text() == "whole"
     with pytest.raises(FileNotFoundError):
         remove_tree(tmp_path / "deep")
+
+
+def test_folders_that_nobody_may_list_or_write_in_go_for_their_owner() -> None:
+    program = (
+        "import os, pathlib, sys; os.getuid() or os.setresuid(*[65534] * 3); "
+        "folder = pathlib.Path(sys.argv[1]); "
+        "inner = folder / 'a' / 'b' / 'c'; inner.mkdir(parents=True); (inner / 'file').touch(); "
+        "[each.chmod(0) for each in (inner, *inner.parents[:3])]; "
+        "removal.remove_tree(folder); print(folder.exists())"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"from services.worker.agent import removal; {program}",
+                f"{folder}/x",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_one_call_removes_so_many_levels_and_the_next_ones_the_rest(

@@ -46,7 +46,9 @@ def set_pace(orders: Path, pace_s: float) -> None:
 
 def finish(cluster: Cluster, job_id: str, undisturbed: Losses, tolerance: float = 0.0) -> JobView:
     """See the job to its end, without further rests; nothing may be lost or done twice."""
-    set_pace(Path(str(cluster.job(job_id).spec.model.args["orders"])), 0.0)
+    model = cluster.job(job_id).spec.model
+    assert model is not None
+    set_pace(Path(str(model.args["orders"])), 0.0)
     done = cluster.rested(job_id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
     attempts = cluster.client.attempts(job_id).items

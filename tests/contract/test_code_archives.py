@@ -103,6 +103,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "long path": (tar(("/".join(["a" * 60] * 20), b"x")), "too long"),
     "many folders": (tar(("a/" * 40 + "x.py", b"x")), "folders"),
     "long header": (tar(("a" * 100_000, b"x"), form=tarfile.PAX_FORMAT), "header of more"),
+    "many digits": (raw(header("x", 900, tarfile.XHDTYPE), b"9" * 900, header("a")), "100 digits"),
     "ours": (tar(("services/__init__.py", b"")), "Meshloom's own package services"),
     "our module": (tar(("fsdp_core.py", b"")), "Meshloom's own package fsdp_core"),
     "our folder": (tar(("meshloom", of_kind(tarfile.DIRTYPE))), "own package meshloom"),
@@ -154,6 +155,10 @@ def test_what_unpacks_to_more_than_it_says_is_stopped_early(
         with pytest.raises(CodeArchiveError):
             examine(body)
         assert read < 2 << 20
+
+
+def test_digits_are_many_in_headers_alone() -> None:
+    assert examine(pack([("digits.txt", b"9" * 5_000, False), ("b.py", b"", False)])).files == 2
 
 
 def test_members_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The board: whole records only, whatever a kill or a stop tore."""
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -64,6 +65,17 @@ def test_a_board_has_all_of_its_memory_from_the_beginning(tmp_path: Path) -> Non
 def test_an_empty_board_has_no_snapshot_and_no_step(board: Board) -> None:
     assert board.reader.read() is None
     assert board.reader.steps_after(-1) == []
+
+
+def test_the_wait_for_data_is_a_figure_only_where_it_was_measured(board: Board) -> None:
+    board.finish(1)  # as by a rank that knows no such figure: zero bits are in its place
+    measured = BoardStep(2, 1.0, 2.0, 1e-3, 10.0, 0.5, data_wait_s=0.125)
+    board.writer.finish_step(measured, memory_bytes=7, peak_bytes=5, now_ns=2)
+    first, second = board.reader.steps_after(0)
+    assert math.isnan(first.data_wait_s)
+    assert second == measured == board.reader.step(2)
+    assert board.reader.step(3) is None
+    assert board.reader.step(2 + RING_LENGTH) is None
 
 
 def test_a_snapshot_is_read_back_exactly(board: Board) -> None:

@@ -31,7 +31,7 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 
@@ -144,6 +144,11 @@ class AgentDouble:
                 job_id=gang.job_id, fence=gang.fence, node_id=self.node_id, step=numbers[0]
             )
         )
+
+    def tells_metrics(self, gang: LaunchGang, *records: MetricRecord) -> None:
+        for record in records:
+            told = record.model_copy(update={"fence": gang.fence})
+            self._append(keys.job_metrics(gang.job_id), told)
 
     def samples(
         self,

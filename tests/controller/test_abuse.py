@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,9 @@ from services.contract.problems import MOST_FAULTS
 from services.controller.api.framing import MAX_BODY_BYTES, BodyLimit
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
+from tests.controller.test_connections import answered
 from tests.controller.test_process import Controller, started
+from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 BOOTSTRAP = "the-operators-own-token"
@@ -217,6 +220,23 @@ def test_no_browser_may_take_an_answer_for_another_kind(controller: Controller, 
         answer = controller.client.get(path, headers=headers)
         assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
         assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_strangers_do_not_fill_the_log(controller: Controller) -> None:
+    before = len(controller.lines)
+    path = "/v1/" + "x" * 10_000
+    for _ in range(400):
+        assert controller.client.post(path).status_code == 401
+    for sent in (b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000) * 100:
+        with contextlib.suppress(ConnectionError):
+            answered(controller, sent)
+    made = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).headers[
+        "x-request-id"
+    ]
+    until(lambda: controller.lines[-1].get("request_id") == made)
+    said = controller.lines[before:]
+    assert len(said) < 300
+    assert sum(len(str(line)) for line in said) < 300_000
 
 
 # --- streams ------------------------------------------------------------------------------------

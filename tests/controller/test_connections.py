@@ -95,6 +95,28 @@ def test_silent_clients_in_any_number_shut_nobody_out(strict: Controller) -> Non
             until(lambda each=each: is_closed(each), timeout_s=30)  # type: ignore[misc] # a default
 
 
+def answered(controller: Controller, sent: bytes) -> bytes:
+    """All that comes back until the connection is closed."""
+    url = controller.client.base_url
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as client:
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
+@pytest.mark.redis
+def test_a_request_with_two_ends_is_refused_and_what_follows_it_is_not_read(
+    strict: Controller,
+) -> None:
+    framed = (
+        b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+    )
+    after = b"0\r\n\r\nGET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for head in (HEAD, HEAD.replace(b"POST", b"GET"), HEAD.replace(TOKEN.encode(), b"x")):
+        back = answered(strict, head + framed + after)
+        assert back.startswith(b"HTTP/1.1 400 ")
+        assert back.count(b"HTTP/1.1") == 1
+
+
 # --- one protocol in this process ---------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """``meshloom ls`` and ``logs`` narrowed down, and moments as people type them."""
 
+import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -10,9 +12,13 @@ from typer.testing import CliRunner
 from services.cli.app import app
 from services.cli.moments import moment
 from services.cli.terminal import console
+from services.contract.messages.commands import LaunchGang
+from services.contract.messages.facts import GangProgressed
+from services.contract.messages.telemetry import MetricRecord
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.test_process import started
+from tests.waiting import until
 
 HOUR_MS = 3_600_000
 
@@ -55,6 +61,7 @@ def test_jobs_and_lines_are_sorted_and_narrowed(
         now_ms = int(datetime.now(UTC).timestamp() * 1000)
         for words, time_ms in (("before", now_ms - 3 * HOUR_MS), ("lately", now_ms)):
             agent.writes(gang, 0, words, time_ms=time_ms)
+        _metrics_are_shown(agent, gang, typed)
         assert typed("logs", newest, "--since", "2h") == "[0] lately\n"
         assert typed("logs", newest, "--until", "2h") == "[0] before\n"
         since = datetime.fromtimestamp(now_ms / 1000 - 4 * 3600, tz=UTC).isoformat()
@@ -77,3 +84,27 @@ def test_a_moment_is_a_time_or_an_age() -> None:
 def test_what_is_no_moment_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="neither a time"):
         moment(text)
+
+
+def _metrics_are_shown(agent: AgentDouble, gang: LaunchGang, typed: Callable[..., str]) -> None:
+    job_id = gang.job_id
+    agent.trains(gang, [1, 2])
+    told = GangProgressed(job_id=job_id, fence=1, node_id=agent.node_id, step=1)
+    agent.tell(told.model_copy(update={"throughput_unit": "samples", "loss_unit": ""}))
+    record = MetricRecord(step=2, fence=1, values={"hits": 0.75, "[red]x": None}, left_out=3)
+    agent.tells_metrics(gang, record, record.model_copy(update={"step": 3}))
+    until(lambda: "samples/s" in typed("status", job_id), every_s=0.1)
+    table = typed("status", job_id)
+    assert re.search(r"^loss +2\.50000 *$", table, re.MULTILINE)
+    assert re.search(r"^hits +0\.75 *$", table, re.MULTILINE)
+    assert re.search(r"^\[red\]x +not finite *$", table, re.MULTILINE)
+    assert "1,000 samples/s" in typed("ls")
+    overview = typed("metrics", job_id)
+    assert re.search(r"^hits +0\.75 +3 +0\.75 +0\.75 *$", overview, re.MULTILINE)
+    assert "of 3 further names nothing is kept" in overview
+    both = ("metrics", job_id, "--name", "hits", "--name", "loss")
+    assert re.search(r"^1 +- +5 *$", typed(*both), re.MULTILINE)
+    assert typed(*both, "--csv") == ("step,attempt,hits,loss\n1,1,,5.0\n2,1,0.75,2.5\n3,1,0.75,\n")
+    header, *rows = typed("metrics", job_id, "--csv").splitlines()
+    assert header.endswith(",[red]x,hits")
+    assert len(rows) == 3

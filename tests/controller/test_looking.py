@@ -1,15 +1,22 @@
 """What a client sees of jobs, ranks, steps, nodes, logs and events."""
 
+import asyncio
+import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from services.contract import redis_keys as keys
-from services.contract.messages.telemetry import RankSample
+from services.contract.messages.facts import GangProgressed
+from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.planning import JobEstimate, MemoryView
+from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
 from tests.controller.conftest import House
 from tests.controller.histories import NODE, running
+from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -190,6 +197,89 @@ def test_metrics_show_the_newest_attempt_of_each_step_thinned_out(house: House) 
     assert [(r["step"], r["fence"]) for r in part["items"]] == [(49, 1), (50, 2), (51, 2)]
 
 
+def test_metrics_of_the_user_are_named_thinned_out_and_bounded(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit(train={"steps": 100})
+    gang = house.agent.launches(job_id)
+    house.agent.trains(gang, [1, 2])
+    house.in_state(job_id, "RUNNING")
+    assert house.get(f"/v1/jobs/{job_id}/metrics")["names"] == []
+    house.agent.tells_metrics(
+        gang,
+        *(
+            MetricRecord(step=n, fence=1, values={"hits": n / 100, "gap": None})
+            for n in range(1, 61)
+        ),
+        MetricRecord(step=60, fence=1, values={"validation/hits": 0.5}, left_out=7),
+    )
+    again = gang.model_copy(update={"fence": 2})
+    house.agent.tells_metrics(
+        again, *(MetricRecord(step=n, fence=2, values={"hits": -n}) for n in range(50, 81))
+    )
+    whole = house.get(f"/v1/jobs/{job_id}/metrics?max_points=9")
+    assert whole["names"] == ["gap", "hits", "validation/hits"]
+    assert whole["names_left_out"] == 7
+    assert [p["step"] for p in whole["user_metrics"]] == [1, 11, 21, 31, 41, 50, 60, 70, 80]
+    assert [p["fence"] for p in whole["user_metrics"]] == [1] * 5 + [2] * 4
+    one = house.get(f"/v1/jobs/{job_id}/metrics?name=hits&from_step=49&to_step=50")
+    assert one["items"] == [
+        {"step": 49, "fence": 1, "hits": 0.49},
+        {"step": 50, "fence": 2, "hits": -50.0},
+    ]
+    both = house.get(f"/v1/jobs/{job_id}/metrics?name=loss&name=hits&to_step=3")["items"]
+    assert [set(item) - {"step", "fence"} for item in both] == [{"loss", "hits"}] * 2 + [{"hits"}]
+    assert house.get(f"/v1/jobs/{job_id}")["progress"]["metrics"] == {"hits": -80.0}
+    many = [MetricRecord(step=90, fence=2, values={f"n{k}": k}) for k in range(500)]
+    house.agent.tells_metrics(again, *many)
+    flooded = house.get(f"/v1/jobs/{job_id}/metrics")
+    assert len(flooded["names"]) == 64
+    assert flooded["names_left_out"] == 7 + 503 - 64
+    assert set(flooded["names"]) >= {name for p in flooded["user_metrics"] for name in p["values"]}
+    refused = house.client.get(f"/v1/jobs/{job_id}/metrics?name=n499")
+    assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "unknown_metric")
+
+
+def test_the_units_of_a_job_are_those_that_its_ranks_told_last(house: House) -> None:
+    house.agent.join()
+    job_id = house.submit()
+    gang = house.agent.launches(job_id)
+    progressed = GangProgressed(job_id=job_id, fence=1, node_id=NODE, step=1)
+
+    def units() -> tuple[str, str]:
+        told = house.get(f"/v1/jobs/{job_id}")["progress"]
+        return told["throughput_unit"], told["loss_unit"]
+
+    house.agent.trains(gang, [1])  # an older agent tells none
+    house.in_state(job_id, "RUNNING")
+    assert units() == ("tokens", "nats")
+    late = progressed.model_copy(update={"throughput_unit": "samples", "loss_unit": ""})
+    house.agent.tell(late)
+    until(lambda: units() == ("samples", ""))
+    metrics = house.get(f"/v1/jobs/{job_id}/metrics")
+    assert (metrics["throughput_unit"], metrics["loss_unit"]) == ("samples", "")
+
+
+@pytest.mark.parametrize(
+    ("told", "mfu"),
+    [
+        ({}, None),
+        ({"model_flops": 4 * 10**12}, None),
+        ({"model_flops": 4 * 10**12, "peak_flops": 1e13}, 0.4),
+    ],
+)
+def test_the_utilisation_is_known_where_operations_and_the_peak_are(
+    told: dict[str, Any], mfu: float | None
+) -> None:
+    memory = MemoryView(total=1)
+    estimate = JobEstimate(
+        plan_id=f"plan_{0:026d}", peak=memory, where="", unit="", micro_batch=1, **told
+    )
+    job = running().model_copy(update={"estimate": estimate})
+    world = job.attempts[-1].world_size
+    step = StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1 / world)
+    assert job_view(job, (step,), {}).progress.mfu == mfu
+
+
 def test_nodes_show_what_runs_there(house: House) -> None:
     house.agent.join()
     job_id = house.submit()
@@ -276,3 +366,43 @@ def test_a_stream_tells_all_resumes_and_ends_with_the_job(house: House) -> None:
     missing = house.client.get("/v1/jobs/job_nope/events", headers=headers)
     assert missing.status_code == 404
     assert house.client.get(f"/v1/jobs/{job_id}:events").status_code == 404
+
+
+class OneReader:
+    """The telemetry of a controller, which sees how many read all steps at once."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self.readers = 0
+        self.most = 0
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._telemetry, name)
+
+    async def steps(self, job_id: str) -> list[StepRecord]:
+        self.readers += 1
+        self.reads += 1
+        self.most = max(self.most, self.readers)
+        try:
+            for _ in range(20):  # others get their turn, if they may
+                await asyncio.sleep(0)
+            return await self._telemetry.steps(job_id)
+        finally:
+            self.readers -= 1
+
+
+def test_however_many_ask_for_metrics_one_jobs_steps_are_in_memory_at_a_time(
+    quiet_house: House,
+) -> None:
+    job_id = quiet_house.submit()
+    state: Any = quiet_house.client.app
+    context = state.state.context
+    seen = OneReader(context.ports.telemetry)
+    ports = dataclasses.replace(context.ports, telemetry=seen)
+    state.state.context = dataclasses.replace(context, ports=ports)
+    with ThreadPoolExecutor(8) as pool:
+        paths = [f"/v1/jobs/{job_id}/metrics", f"/v1/jobs/{job_id}/metrics?name=loss"] * 8
+        answers = list(pool.map(quiet_house.client.get, paths))
+    assert {answer.status_code for answer in answers} == {200}
+    assert (seen.reads, seen.most) == (16, 1)

@@ -627,7 +627,7 @@ def test_a_job_whose_node_is_lost_while_it_profiles_asks_another_one_and_no_thir
     play(course)
 
 
-def test_the_first_steps_of_a_job_correct_what_is_foreseen_of_its_model() -> None:
+def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> None:
     async def course(office: Office) -> None:
         first = await office.submits()
         await office.looks()
@@ -635,6 +635,8 @@ def test_the_first_steps_of_a_job_correct_what_is_foreseen_of_its_model() -> Non
         await office.looks()
         job = await office.job(first)
         assert job.estimate is not None
+        assert job.estimate.model_flops
+        assert job.estimate.peak_flops == FACTS.matmul_flops["fp32"]
         foreseen_s = job.estimate.step_time_s or 0.0
         await office.happens(first, launched(job))
         await office.happens(first, progressed(job))

@@ -298,6 +298,34 @@ def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
             assert failed == []
 
 
+def test_commands_that_redis_forbids_singly_are_told_and_end_no_reign(redis_url: str) -> None:
+    with (
+        started(redis_url) as controller,
+        Redis.from_url(redis_url, decode_responses=True) as owner,
+    ):
+        owner.execute_command("ACL", "SETUSER", "test", "on", ">test", "~*", "&*", "+@all")
+        url = f"unix://test:test@{redis_url.rpartition('@')[2]}"
+        until(lambda: owner.exists(keys.LEADER))
+        with Redis.from_url(url, decode_responses=True) as redis:
+            try:
+                # Within scripts, within transactions, at the begin of both.
+                for command in ("publish", "xadd", "time", "multi", "smembers", "evalsha"):
+                    redis.acl_setuser("default", enabled=True, commands=[f"-{command}"])
+                    refused = controller.client.post("/v1/jobs", json=job_body())
+                    assert (refused.status_code, refused.json()["code"]) == (
+                        503,
+                        "store_unavailable",
+                    ), command
+                    assert "ACL" in refused.json()["detail"]
+                    redis.acl_setuser("default", enabled=True, commands=["+@all"])
+            finally:
+                redis.acl_setuser("default", enabled=True, commands=["+@all"])
+                redis.acl_deluser("test")
+        until(lambda: controller.client.post("/v1/jobs", json=job_body()).status_code == 201)
+        for word in ("request_failed", "reign_failed", "leader_died"):
+            assert not controller.said(word), word
+
+
 def test_the_loops_bear_a_disk_so_full_that_redis_ends(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with EmbeddedRedis.start(tmp_path) as server:

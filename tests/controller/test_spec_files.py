@@ -32,6 +32,8 @@ MERGES = "a0: &a0 {x0: 0}\n" + "".join(
         ("\n".join(" " * depth + "a:" for depth in range(600)), "nested deeper than 32 levels"),
         ("a: &a [[[[[[[[[[x]]]]]]]]]]\nb: &b [[[[[[[[[[*a]]]]]]]]]]\nc: [[[[[[[[[[[[*b]]]]]]]]]]]]", "deeper"),
         (f"a: {'9' * 5_000}", "digits"),
+        (f"a: 0x{'f' * 100_000}", "a is a whole number beyond 64 bits"),
+        ("a: [0o7777777777777777777777]", "a[0] is a whole number beyond 64 bits"),
         ("a: 2026-13-45", "month"),
         ("a: *nothing", "undefined alias"),
         ("a: !!python/object/apply:os.system [ls]", "constructor"),
@@ -54,6 +56,13 @@ def test_an_override_is_bounded_alike() -> None:
     for value in ("&a [*a]", "[" * 100 + "]" * 100, "9" * 5_000):
         with pytest.raises(CliError, match=r"--set model\.args is not valid YAML"):
             read_overrides([f"model.args={value}"])
+
+
+def test_the_field_of_an_override_is_bounded_too() -> None:
+    with pytest.raises(CliError, match="deeper than 32 levels"):
+        read_overrides([".".join("a" * 2_000) + "=1"])
+    with pytest.raises(CliError, match="what JSON cannot carry"):
+        read_overrides([f"a=0x{'f' * 100_000}"])
 
 
 def test_aliases_within_bounds_stand_for_what_they_name(tmp_path: Path) -> None:

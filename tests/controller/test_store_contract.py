@@ -21,7 +21,7 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.messages.telemetry import RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
 from services.contract.states import JobState, NodeState, PlanState
 from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
@@ -61,6 +61,7 @@ class Outside(Protocol):
     def fact(self, body: str) -> None: ...
     def lease(self, node_id: str, incarnation: str) -> None: ...
     def step(self, job_id: str, record: StepRecord) -> None: ...
+    def metric(self, job_id: str, record: MetricRecord) -> None: ...
     def output(self, job_id: str, body: str) -> None: ...
     def trim(self, job_id: str) -> None: ...
     def inbox(self, node_id: str) -> list[Command]: ...
@@ -78,6 +79,9 @@ class OutsideRedis:
 
     def step(self, job_id: str, record: StepRecord) -> None:
         self.redis.xadd(keys.job_steps(job_id), {keys.MESSAGE_FIELD: record.model_dump_json()})
+
+    def metric(self, job_id: str, record: MetricRecord) -> None:
+        self.redis.xadd(keys.job_metrics(job_id), {keys.MESSAGE_FIELD: record.model_dump_json()})
 
     def output(self, job_id: str, body: str) -> None:
         self.redis.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: body})
@@ -102,6 +106,9 @@ class OutsideMemory:
 
     def step(self, job_id: str, record: StepRecord) -> None:
         self.server.steps[job_id].append(record)
+
+    def metric(self, job_id: str, record: MetricRecord) -> None:
+        self.server.metrics[job_id].append(record)
 
     def output(self, job_id: str, body: str) -> None:
         self.server.logs[job_id, Log.OUTPUT].append(self.server.entry(body))
@@ -381,7 +388,13 @@ async def test_what_a_job_told_is_kept_for_some_days_after_its_end(redis_url: st
                 name, StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1)
             )
             world.outside.output(name, "{}")
-            streams = (keys.job_steps(name), keys.job_logs(name), keys.job_history(name))
+            world.outside.metric(name, MetricRecord(step=1, fence=1, values={"hits": 1}))
+            streams = (
+                keys.job_steps(name),
+                keys.job_metrics(name),
+                keys.job_logs(name),
+                keys.job_history(name),
+            )
             for event, kept in (
                 (PauseAsked(StopRequest()), False),
                 (KillAsked(), True),
@@ -392,6 +405,17 @@ async def test_what_a_job_told_is_kept_for_some_days_after_its_end(redis_url: st
                 found = [redis.ttl(stream) for stream in streams]
                 assert all(0 < left <= 1_000 if kept else left == -1 for left in found), event
             assert redis.ttl(keys.job_events(name)) == -1
+
+
+async def test_metrics_of_users_are_kept_by_job(world: World) -> None:
+    one, other = job().id, job().id
+    telemetry = world.ports.telemetry
+    records = [MetricRecord(step=n, fence=1, values={"hits": n / 7, "gap": None}) for n in (1, 2)]
+    for record in records:
+        world.outside.metric(one, record)
+    assert await telemetry.metrics(one) == records
+    assert await telemetry.metrics(other) == []
+    assert await telemetry.last_metrics([other, one], 1) == {other: [], one: records[1:]}
 
 
 async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:

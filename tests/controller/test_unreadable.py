@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,7 @@ from services.controller.domain.events import (
 from services.controller.domain.gang import ANSWER_DUE_MS, RESENT_MOST, is_overdue
 from services.controller.domain.job import Job
 from tests.controller.agent_double import AgentDouble
-from tests.controller.conftest import job_body, open_house
+from tests.controller.conftest import House, job_body, open_house
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes
 from tests.controller.test_process import Controller, started, unready
 from tests.waiting import until
@@ -282,12 +283,32 @@ def test_an_entry_that_cannot_be_read_costs_itself_and_is_logged_once(
 
 
 @pytest.mark.redis
+def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
+    many = json.dumps({"kind": "gang_launched", "pids": {f"a{n}": "x" for n in range(60_000)}})
+    house.redis.rpush(keys.ARRIVED_FACTS, many)
+    house.agent.join()
+    until(lambda: house.get("/v1/nodes")["items"])
+    said = [vars(record) for record in caplog.records if record.msg == "unreadable_fact"]
+    assert [
+        len(str(line["body"])) < 1_000 and len(str(line["error"])) < 3_000 for line in said
+    ] == [
+        True,
+        True,
+    ]
+    assert f'"bytes":{keys.LONGEST_FACT + 1}' in str(said[0]["body"])
+
+
+@pytest.mark.redis
 def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: str) -> None:
     with open_house(redis_url, AccessPolicy()) as house:
         other = AgentDouble(house.redis, "loom-2")
         house.agent.join(slots=1)
         other.join(slots=1)
         house.redis.set(keys.node_inbox("loom-2"), "mine")
+        until(lambda: len(house.get("/v1/nodes")["items"]) == 2)
         job_id = house.submit()
         # The command to the second node is a part of the commit that this is told with.
         gang = house.agent.launches(job_id)

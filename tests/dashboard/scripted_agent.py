@@ -24,7 +24,7 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.probing import NodeMeasured, ProbeModel
-from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.states import RankPhase
 from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
@@ -153,6 +153,14 @@ class ScriptedAgent:
             text=text,
         )
         self._append(redis_keys.job_logs(gang.job_id), line)
+
+    def measure(self, gang: LaunchGang, steps: Iterable[int]) -> None:
+        """The user's code measures at these steps, and after the last one in validation."""
+        told = [(step, {"toString": step / 100, "accuracy": step / 150}) for step in steps]
+        told.append((told[-1][0], {"validation/accuracy": 0.5}))
+        for step, values in told:
+            record = MetricRecord(step=step, fence=gang.fence, values=values)
+            self._append(redis_keys.job_metrics(gang.job_id), record)
 
     def evaluate(self, gang: LaunchGang, step: int, loss: float) -> None:
         self._tell(

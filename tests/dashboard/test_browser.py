@@ -84,6 +84,7 @@ def scene(controller: Controller, agent: ScriptedAgent) -> Scene:
     gang = agent.launch(running.id)
     agent.train(gang, range(1, _STEPS + 1))
     agent.beat(gang, _STEPS)
+    agent.measure(gang, range(1, _STEPS + 1))
     agent.evaluate(gang, 100, 2.1)
     for step in (1, 60, _STEPS):
         agent.write(gang, 0, f"rank 0 made step {step}")
@@ -140,12 +141,17 @@ def test_jobs_are_filtered_by_state_and_by_text(scene: Scene, visit: Open) -> No
     expect(page.get_by_text("No job matches")).to_be_visible()
 
 
-def test_the_job_page_draws_both_curves(scene: Scene, visit: Open, tmp_path: Path) -> None:
+def test_the_job_page_draws_a_curve_for_each_measure(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
     page = visit(viewport={"width": 1440, "height": 900}).open(f"#/jobs/{scene.running.id}")
-    expect(page.locator(".plot canvas")).to_have_count(2)
+    expect(page.locator(".plot canvas")).to_have_count(4)
     until(lambda: all(count > 300 for count in _curve_pixels(page)))
     expect(page.get_by_role("img", name=re.compile("Training loss from 5"))).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("Validation loss 2.1"))).to_be_visible()
+    measured = "accuracy: 0.800 at step 120, in validation 0.500 at step 120."
+    expect(page.get_by_role("img", name=measured)).to_be_visible()
+    expect(page.get_by_role("img", name="toString: 1.200 at step 120.")).to_be_visible()
     page.get_by_role("button", name="log", exact=True).click()
     expect(page.get_by_role("button", name="log", exact=True)).to_have_attribute(
         "aria-pressed", "true"

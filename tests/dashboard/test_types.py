@@ -67,15 +67,17 @@ def _plain(schema: Schema) -> str:
             values = schema.get("additionalProperties", True)
             for pattern in schema.get("patternProperties", {}).values():
                 values = pattern
-            (value,) = _typescript(values) if isinstance(values, dict) else ("unknown",)
-            return f"Record<string, {value}>"
+            found = sorted(_typescript(values), reverse=True) if isinstance(values, dict) else []
+            return f"Record<string, {' | '.join(found) or 'unknown'}>"
         case "string" | "boolean" | "null" as name:
             return str(name)
     return "unknown"
 
 
 def _split(text: str) -> Alternatives:
-    return frozenset(part.strip() for part in text.split("|") if part.strip())
+    # Not within Record<string, number | null>.
+    parts = re.split(r"\|(?![^<]*>)", text)
+    return frozenset(part.strip() for part in parts if part.strip())
 
 
 def _interfaces() -> dict[str, dict[str, Alternatives]]:

@@ -103,6 +103,10 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         ranks = [psutil.Process(r.pid) for r in stack.client.ranks(job_id).items if r.pid]
         assert {rank.uids().real for rank in ranks} == {USER.pw_uid}
         assert "NoNewPrivs:\t1" in Path(f"/proc/{ranks[0].pid}/status").read_text()
+        of_rank_0 = {"metrics.jsonl", "events.out.tfevents.0000000001.attempt-1"}
+        written = [file for file in home.glob("**/attempt-1/**/*") if file.name in of_rank_0]
+        assert all(file.stat().st_size for file in written)
+        assert len(written) == 2
         stack.client.diagnose(job_id)
         until(lambda: diagnosed(stack, job_id))
         os.kill(ranks[0].ppid(), signal.SIGSTOP)  # so that the kernel alone can end its ranks

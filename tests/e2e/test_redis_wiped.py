@@ -9,6 +9,8 @@ import pytest
 import redis
 
 from services.cli.errors import CliError
+from services.contract.code_archives import pack
+from services.contract.requests import CloneRequest
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from tests.e2e.conftest import LONG, Stack
@@ -16,10 +18,19 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
+_MODEL: Final = """
+from torch import nn
+
+def table(width):
+    return nn.Sequential(nn.Embedding(256, width), nn.Linear(width, 256))
+"""
 _ENDLESS: Final = {
     "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7},
     "checkpoint": {"every_steps": 50, "keep_last": 2},
 }
+
+
+_CODE: Final = pack([("brought.py", _MODEL.encode(), False)])
 
 
 def wipe(stack: Stack) -> None:
@@ -86,7 +97,9 @@ def assert_trains_on(stack: Stack, job_id: str, ranks: list[int]) -> None:
 def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stack) -> None:
     done = stack.rested(stack.submit(name="done", labels={"team": "loom"}).id)
     assert done.state is JobState.SUCCEEDED, done.failure
-    standing_id = stack.submit(**LONG).id
+    code, _ = stack.client.upload_code(_CODE)
+    model = {"factory": "brought:table", "args": {"width": 16}}
+    standing_id = stack.submit(**LONG, model=model, code=code.digest).id
     stack.at_step(standing_id, 20)
     stack.client.pause(standing_id, StopRequest(checkpoint="required"))
     standing = stack.rested(standing_id)
@@ -115,7 +128,13 @@ def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stac
     assert found.latest_checkpoint == standing.latest_checkpoint
     assert {job: committed(stack, job) for job in before} == before
 
-    # And goes on from there, in an attempt that no older one shares its number with.
+    # And goes on from there, in an attempt that no older one shares its number with. Its code is now in
+    # its folder of the storage alone.
+    (here,) = stack.home.glob("nodes/*/code")
+    here.rename(stack.home / "code-that-is-gone")
+    assert found.spec.code == code.digest
+    with pytest.raises(CliError, match="meshloom submit FILE --code DIR"):
+        stack.client.clone(standing_id, CloneRequest())
     stack.client.resume(standing_id, ResumeRequest())
     assert job_in(stack, standing_id, JobState.SUCCEEDED).attempt == 2
     (attempt,) = stack.client.attempts(standing_id).items

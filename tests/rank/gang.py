@@ -214,8 +214,12 @@ class Ranks:
         units: tuple[UnitPlan, ...] = BLOCKS,
         param_dtype: Precision = "fp32",
         trainer: str = DEFAULT_TRAINER,
+        code: Path | None = None,
     ) -> Attempt:
-        """Launches an attempt of ``world`` ranks, or of those of a fixed job's mesh."""
+        """Launches an attempt of ``world`` ranks, or of those of a fixed job's mesh.
+
+        ``code`` is where uploaded code would lie.
+        """
         sharding = ShardingPlan(
             MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
         )
@@ -248,15 +252,18 @@ class Ranks:
                     store_host="127.0.0.1",
                     store_port=listener.getsockname()[1],
                     threads=1,
+                    code_folder=None if code is None else str(code),
                     hears_metrics=True,
-                    data_roots=(str(spec.data.args.get("library", self.root)),),
+                    data_roots=(
+                        str(spec.data.args.get("library", self.root) if spec.data else self.root),
+                    ),
                 )
                 end, theirs = socket.socketpair()
                 with theirs:
                     process = self._context.Process(
                         target=_sit,
                         args=(seat, theirs, listener if rank == 0 else None, trainer),
-                        daemon=True,
+                        daemon=False,  # it may have worker processes of its own
                     )
                     process.start()
                 processes.append(process)

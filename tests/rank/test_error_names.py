@@ -5,7 +5,7 @@ import torch
 from fsdp_core.errors import DesyncError
 from services.controller.domain import diagnose
 from services.worker.rank.checkpoints.writer import CheckpointWriteError
-from services.worker.rank.loop.step import NonFiniteLossError
+from services.worker.rank.loop.context import NonFiniteLossError
 
 
 def name(kind: type[BaseException]) -> str:

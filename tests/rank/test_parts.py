@@ -109,7 +109,10 @@ def test_only_matrices_decay() -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (Factory(factory="lion"), "optimizer.factory: there is no built-in 'lion'; .*adamw, sgd"),
+        (
+            Factory(factory="lion"),
+            "optimizer.factory: there is no built-in 'lion'; .*adamw, muon, sgd",
+        ),
         (
             Factory(factory="adamw", args={"learning_rate": 1}),
             "optimizer.args: adamw: .*'learning_rate'; it takes lr, weight_decay, betas, eps",

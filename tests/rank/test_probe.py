@@ -2,6 +2,8 @@
 
 import errno
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.contract.specs import JobSpec
 from services.worker.rank.probe.profile import _chain, _is_out_of_memory, mean_loss, probe
+from tests.rank.test_hugging_face import saved
 
 LENGTH = 8
 MODELS = "tests.rank.user_models"
 DATA = "tests.rank.user_data"
+VISION = "tests.rank.user_vision"
 
 
 def ask(
@@ -40,7 +44,10 @@ def ask(
         conditions=(Conditions(),),
         stops=stops,
     )
-    return probe(ProbeSeat(node_id="here", question=question, memory_bytes=1 << 30))
+    seat = ProbeSeat(
+        node_id="here", question=question, memory_bytes=1 << 30, data_roots=(tempfile.gettempdir(),)
+    )
+    return probe(seat)
 
 
 class ByForward(nn.Module):
@@ -76,6 +83,38 @@ def test_a_model_with_a_loss_of_its_own_is_profiled_as_the_engine_runs_it() -> N
     assert begins.index(("forward_end", "")) < begins.index(("loss_backward", ""))
     assert [unit.module for unit in answer.profile.units] == ["embedding", "head"]
     assert (answer.sequence_tokens, answer.optimizer) == (LENGTH, SGD)
+
+
+def of_trainable(name: str, **wishes: JsonValue) -> ModelProbed:
+    trainable = at(f"tests.rank.user_trainables:{name}")
+    return ask(wishes={"model": None, "trainable": trainable, **wishes})
+
+
+def test_a_trainable_is_profiled_by_its_own_passes_and_optimizer() -> None:
+    pictures: dict[str, JsonValue] = {
+        "data": at("tests.rank.user_vision:Pictures"),
+        "loss": at("cross_entropy"),
+    }
+    alone = of_trainable("Alone", **pictures)
+    by_name = ask(wishes={"model": at("tests.rank.user_vision:Classifier"), **pictures})
+    assert alone.profile is not None, alone.failure
+    assert by_name.profile is not None
+    assert boundaries(alone.profile) == boundaries(by_name.profile)
+    assert alone.optimizer == by_name.optimizer == SGD
+    doubled = of_trainable("Doubled", train={"steps": 1, "ema": {}}, **pictures)
+    assert doubled.profile is not None, doubled.failure
+    assert len(boundaries(doubled.profile)) > len(boundaries(alone.profile))
+    assert doubled.optimizer is not None
+    # Adam's two, and the average of the weights.
+    assert doubled.optimizer.state_copies == 3
+
+
+def test_a_trainable_that_cannot_be_followed_says_why_and_is_not_judged() -> None:
+    failure = of_trainable("Gan", data=None).failure
+    assert failure is not None
+    assert failure.code == "raised"
+    assert "does not follow several models" in failure.reason
+    assert failure.reason.startswith("model: NotFollowedError")
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -128,6 +167,23 @@ def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
             "model: ValueError: 3 heads do not divide",
         ),
         ({"data": at(f"{DATA}:Particular")}, "data: KeyError: 'width'"),
+        ({"data": at("builtins:list")}, "data: DataError: data.factory: the data set .* is empty"),
+        ({"data": at("builtins:set")}, "data: DataError: data.factory made a set"),
+        ({"loss": at("absent")}, "loss.factory: there is no built-in 'absent'"),
+        ({"loss": at("mse", reduction="sum")}, "loss.args: mse: .*'reduction'"),
+        (
+            {"model": at(f"{MODELS}:Noisy"), "loss": at("mse")},
+            "model: LossError: loss: a built-in loss finds the target",
+        ),
+        ({"model": at(f"{VISION}:Classifier")}, "model: RuntimeError: .*same dtype"),
+        (
+            {
+                "model": at(f"{VISION}:Classifier", classes=2),
+                "data": at(f"{VISION}:Pictures"),
+                "loss": at("mse"),
+            },
+            r"model: RuntimeError: shape '\[32\]' is invalid for input of size 64",
+        ),
     ],
 )
 def test_what_no_rank_could_build_is_held_against_the_spec(
@@ -145,10 +201,6 @@ def test_what_no_rank_could_build_is_held_against_the_spec(
         ({"model": at(f"{MODELS}:AsksForItsRank")}, "model: ValueError: Default process group"),
         ({"model": at(f"{MODELS}:LooksAtValuesWhenBuilt")}, "model: RuntimeError: .*meta"),
         ({"model": at(f"{MODELS}:LooksAtValuesInItsLoss")}, "model: DataDependentOutput"),
-        (
-            {"data": at(f"{DATA}:Counting", length=0)},
-            r"data: ValueError: batch\(1, \[0\]\) has the shape \(1, 1\)",
-        ),
         ({"data": at(f"{DATA}:OnAnotherNode")}, "data: FileNotFoundError"),
         ({"optimizer": at("sgd", momentum=-1)}, "optimizer: ValueError: Invalid momentum value"),
         ({"model": at("sys:exit")}, "model: SystemExit"),
@@ -169,6 +221,39 @@ def test_a_model_that_compares_the_samples_of_a_batch_is_followed_with_two_and_m
     assert found.profile is not None, found.failure
     assert found.profile.smallest == 2
     assert found.profile.built_whole
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "loss"),
+    [
+        ("Classifier", "tuple", at("cross_entropy")),
+        ("WithLoss", "dict", None),
+        ("OfPictures", "dataclass", at(f"{VISION}:smoothed")),
+    ],
+)
+def test_batches_of_any_nesting_are_followed(
+    model: str, kind: str, loss: dict[str, JsonValue] | None
+) -> None:
+    wishes: dict[str, JsonValue] = {
+        "model": at(f"{VISION}:{model}"),
+        "data": at(f"{VISION}:Pictures", kind=kind),
+        "loss": loss,
+    }
+    found = ask(wishes=wishes)
+    assert found.profile is not None, found.failure
+    assert found.sequence_tokens == 1
+    # Forward and backward of three layers on one picture, whatever it comes in.
+    weights = 8 * 8 + 8 * 8 + 8 * 4
+    assert found.profile.flops.slope == pytest.approx(3 * 2 * weights - 2 * 8 * 8, rel=0.2)
+
+
+def test_models_of_transformers_are_followed_as_they_are(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    found = ask(wishes={"model": at("hf_causal_lm", config=str(tmp_path))})
+    assert found.profile is not None, found.failure
+    assert found.sequence_tokens == LENGTH
+    assert "model.layers.0" in {unit.module for unit in found.profile.units}
+    assert not found.profile.built_whole
 
 
 def test_a_unit_that_no_module_has_is_refused() -> None:

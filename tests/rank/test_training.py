@@ -73,6 +73,7 @@ def test_the_board_tells_figures_and_counts_of_every_step(trained: Trained, spec
     steps = attempt.steps(1)
     assert [round(step.learning_rate, 6) for step in steps[:3]] == [0.005, 0.01, 0.008682]
     assert all(step.step_time_s > 0 and step.tokens_per_s > 0 for step in steps)
+    assert all(0 < step.data_wait_s < step.step_time_s for step in steps)
     first, second = attempt.board(0).read(), attempt.board(1).read()
     assert first is not None
     assert second is not None

@@ -1,16 +1,29 @@
-"""What an agent tells the controller: entries of the stream of facts."""
+"""What an agent tells the controller: entries of the stream of facts, each bounded in all its parts."""
 
 from enum import IntEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from services.contract.bounds import (
+    AtMostOnePerRank,
+    Baselines,
+    Digest,
+    ErrorTypes,
+    EvaluationMetrics,
+    Incarnation,
+    Name,
+    Text,
+    Traceback,
+    Versions,
+)
 from services.contract.ids import CheckpointId, NodeId
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
+from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""
@@ -22,25 +35,25 @@ class Device(Message):
     """One accelerator of a node."""
 
     index: int = Field(ge=0)
-    name: str
+    name: Name
     memory_bytes: int = Field(ge=0)
 
 
 class Inventory(Message):
     """What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time."""
 
-    hostname: str
+    hostname: Name
     cpu_slots: int = Field(ge=0)
     cpu_count: int = Field(ge=1)
     memory_bytes: int = Field(ge=0)
-    accelerators: tuple[Device, ...] = ()
-    versions: dict[str, str] = Field(default_factory=dict)
+    accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
+    versions: Versions = Field(default_factory=dict)
 
 
 class RunningGang(OfAttempt):
     """A gang of which an agent has live ranks, named when the agent (re)joins."""
 
-    ranks: tuple[int, ...]
+    ranks: Annotated[tuple[int, ...], AtMostOnePerRank]
 
 
 class NodeJoined(Message):
@@ -53,10 +66,10 @@ class NodeJoined(Message):
 
     kind: Literal["node_joined"] = "node_joined"
     node_id: NodeId
-    incarnation: str
+    incarnation: Incarnation
     number: int = Field(default=0, ge=0)
     inventory: Inventory
-    gangs: tuple[RunningGang, ...] = ()
+    gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
 
 
 class NodeLeft(Message):
@@ -64,7 +77,7 @@ class NodeLeft(Message):
 
     kind: Literal["node_left"] = "node_left"
     node_id: NodeId
-    incarnation: str
+    incarnation: Incarnation
 
 
 class _GangFact(OfAttempt):
@@ -78,7 +91,7 @@ class GangLaunched(_GangFact):
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
-    pids: dict[int, int]
+    pids: Annotated[dict[int, int], AtMostOnePerRank]
     store: Address | None = None
 
 
@@ -89,15 +102,22 @@ class LaunchRefused(_GangFact):
     """
 
     kind: Literal["launch_refused"] = "launch_refused"
-    reason: str
-    condition: str | None = None
+    reason: Text
+    condition: Text | None = None
 
 
 class GangProgressed(_GangFact):
-    """The ranks on this node finished their first step in this attempt (``step`` counts from 1)."""
+    """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
+
+    ``step`` 0: they run a script, which has not told of a step yet.
+    ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not. Told
+    again where the ranks tell them late.
+    """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=1)
+    step: int = Field(ge=0)
+    throughput_unit: ThroughputUnit | None = None
+    loss_unit: LossUnit | None = None
 
 
 class CheckpointBegan(_GangFact):
@@ -109,14 +129,18 @@ class CheckpointBegan(_GangFact):
 
 
 class CheckpointVoted(_GangFact):
-    """One rank's shard is written, synced and digested: it votes for the commit."""
+    """One rank's shard is written, synced and digested: it votes for the commit.
+
+    ``evaluation``: figures of the validation pass after that step, if there was one.
+    """
 
     kind: Literal["checkpoint_voted"] = "checkpoint_voted"
     checkpoint_id: CheckpointId
     step: int = Field(ge=0)
     shard: ShardFile
     loss: float | None = None
-    data_digest: str = ""
+    data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
 
 
 class CheckpointLinked(_GangFact):
@@ -136,7 +160,7 @@ class CheckpointWaits(_GangFact):
     kind: Literal["checkpoint_waits"] = "checkpoint_waits"
     checkpoint_id: CheckpointId
     step: int = Field(ge=0)
-    condition: str
+    condition: Text
 
 
 class CheckpointLost(_GangFact):
@@ -147,8 +171,8 @@ class CheckpointLost(_GangFact):
 
     kind: Literal["checkpoint_lost"] = "checkpoint_lost"
     checkpoint_id: CheckpointId
-    reason: str
-    condition: str | None = None
+    reason: Text
+    condition: Text | None = None
 
 
 class CheckpointRetired(_GangFact):
@@ -174,8 +198,8 @@ class CheckpointCorrupt(_GangFact):
 
     kind: Literal["checkpoint_corrupt"] = "checkpoint_corrupt"
     checkpoint_id: CheckpointId
-    file: str
-    reason: str
+    file: Name
+    reason: Text
 
 
 class CheckpointUnread(_GangFact):
@@ -183,7 +207,7 @@ class CheckpointUnread(_GangFact):
 
     kind: Literal["checkpoint_unread"] = "checkpoint_unread"
     checkpoint_id: CheckpointId
-    reason: str
+    reason: Text
 
 
 class CheckpointExported(_GangFact):
@@ -191,7 +215,7 @@ class CheckpointExported(_GangFact):
 
     kind: Literal["checkpoint_exported"] = "checkpoint_exported"
     checkpoint_id: CheckpointId
-    files: tuple[str, ...]
+    files: Annotated[tuple[Name, ...], AtMostOnePerRank]
     bytes: int = Field(ge=0)
 
 
@@ -200,14 +224,14 @@ class ExportFailed(_GangFact):
 
     kind: Literal["export_failed"] = "export_failed"
     checkpoint_id: CheckpointId
-    reason: str
+    reason: Text
 
 
 class ChainDamaged(_GangFact):
     """Records of the job's commit chain cannot be read; the others hold."""
 
     kind: Literal["chain_damaged"] = "chain_damaged"
-    records: tuple[DamagedRecord, ...]
+    records: Annotated[tuple[DamagedRecord, ...], AtMostOnePerRank]
 
 
 class JobFound(_GangFact):
@@ -219,8 +243,8 @@ class JobFound(_GangFact):
 
     kind: Literal["job_found"] = "job_found"
     card: JobCard
-    manifests: dict[int, Manifest]
-    damaged: tuple[DamagedRecord, ...] = ()
+    manifests: Annotated[dict[int, Manifest], AtMostOnePerRank]
+    damaged: Annotated[tuple[DamagedRecord, ...], AtMostOnePerRank] = ()
     is_running: bool = False
     last_step: int = Field(default=0, ge=0)
 
@@ -229,22 +253,22 @@ class JobPurged(_GangFact):
     """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
 
     kind: Literal["job_purged"] = "job_purged"
-    error: str | None = None
+    error: Text | None = None
 
 
 class Evaluated(_GangFact):
-    """A validation pass after ``step`` steps: mean loss (nats a token) over ``tokens`` tokens.
+    """A validation pass after ``step`` steps: mean loss over ``tokens`` tokens, or samples.
 
-    ``baselines`` are losses of simple models on the same tokens, by name (such as ``bigram``).
-    A loss that is no finite number is null, for JSON has no word for it.
+    ``baselines`` are losses of simple models on the same tokens, by name (such as ``bigram``);
+    ``metrics`` are the user's. A loss that is no finite number is null, for JSON has no word for it.
     """
 
     kind: Literal["evaluated"] = "evaluated"
     step: int = Field(ge=0)
     loss: float | None
     tokens: int = Field(ge=1)
-    # Of others nothing but null is left in the job's record, which then could not be read any more.
-    baselines: dict[str, FiniteFloat] = Field(default_factory=dict)
+    baselines: Baselines = Field(default_factory=dict)
+    metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
 class ExitStanding(IntEnum):
@@ -268,6 +292,7 @@ class RankExit(Message):
     ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
     compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
+    ``early``: why it finished before the job's last step without being asked to.
     """
 
     rank: int = Field(ge=0)
@@ -277,12 +302,13 @@ class RankExit(Message):
     order: int = Field(ge=0)
     standing: ExitStanding = ExitStanding.OWN_FAILURE
     step: int = Field(ge=0)
-    phase: str
+    phase: Name
     finished: bool = False
     drained: bool = False
-    error: str | None = None
-    error_types: tuple[str, ...] = ()
-    traceback: str | None = None
+    early: Text | None = None
+    error: Text | None = None
+    error_types: ErrorTypes = ()
+    traceback: Traceback | None = None
 
 
 class GangDiagnosed(_GangFact):
@@ -304,7 +330,7 @@ class GangEnded(_GangFact):
 
     kind: Literal["gang_ended"] = "gang_ended"
     first_exit_s: float | None = Field(default=None, ge=0, le=_LONGEST_S)
-    exits: tuple[RankExit, ...]
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank]
     last_step: int = Field(ge=0)
     hang: Findings | None = None
     oom_kills: int = Field(default=0, ge=0)

@@ -1,10 +1,13 @@
 """What an agent finds when it looks into its ranks: facts alone, the verdict is the controller's."""
 
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from services.contract.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback
 from services.contract.messages.base import Message
+
+_FRAMES: Final = 256
 
 
 class RankFinding(Message):
@@ -19,16 +22,16 @@ class RankFinding(Message):
 
     rank: int = Field(ge=0)
     pid: int
-    phase: str
-    unit: str | None = None
+    phase: Name
+    unit: Name | None = None
     step: int = Field(default=0, ge=0)
-    process: str = ""
+    process: Name = ""
     still_s: float = Field(default=0.0, ge=0)
     pulse_age_s: float | None = None
-    issued: dict[str, int] = Field(default_factory=dict)
-    completed: dict[str, int] = Field(default_factory=dict)
-    frames: tuple[str, ...] = ()
-    stacks: str | None = None
+    issued: Numbers = Field(default_factory=dict)
+    completed: Numbers = Field(default_factory=dict)
+    frames: Annotated[tuple[Text, ...], Field(max_length=_FRAMES)] = ()
+    stacks: Traceback | None = None
 
 
 class Findings(Message):
@@ -41,4 +44,4 @@ class Findings(Message):
     why: Literal["asked", "hang"]
     still_s: float = Field(ge=0)
     allowed_s: float = Field(ge=0)
-    ranks: tuple[RankFinding, ...]
+    ranks: Annotated[tuple[RankFinding, ...], AtMostOnePerRank]

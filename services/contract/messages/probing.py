@@ -11,6 +11,7 @@ from fsdp_core.plan.model import (
     OptimizerFacts,
     TensorParallelPlan,
 )
+from services.contract.bounds import Incarnation, Text, Traceback
 from services.contract.ids import NodeId, ProbeId
 from services.contract.messages.base import Message
 from services.contract.specs import CarriedSpec
@@ -51,8 +52,8 @@ class ProbeFailure(Message):
     """
 
     code: Literal["timed_out", "out_of_memory", "crashed", "refused", "raised", "wrong_spec"]
-    reason: str
-    traceback: str | None = None
+    reason: Text
+    traceback: Traceback | None = None
 
 
 class ModelProbed(Message):
@@ -86,8 +87,8 @@ class NodeMeasured(Message):
 
     kind: Literal["node_measured"] = "node_measured"
     node_id: NodeId
-    incarnation: str
+    incarnation: Incarnation
     device_type: DeviceType
     facts: NodeFacts | None = None
-    failure: str | None = None
+    failure: Text | None = None
     detail: dict[str, JsonValue] = Field(default_factory=dict)

@@ -4,12 +4,21 @@ A rank runs the user's code, so every message of it is bounded, at both ends of 
 people read is cut with a mark, what must be exact is refused.
 """
 
-import itertools
-import math
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from services.contract.bounds import (
+    Baselines,
+    Digest,
+    ErrorTypes,
+    EvaluationMetrics,
+    GroupName,
+    MetricValues,
+    Name,
+    Text,
+    Traceback,
+)
 from services.contract.ids import CheckpointId, JobId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
@@ -20,85 +29,14 @@ from services.contract.specs import CarriedSpec
 LINE_BYTES: Final = 1 << 20
 """No message is longer."""
 
-ERROR_CHARACTERS: Final = 4_096
-TRACEBACK_CHARACTERS: Final = 32_768
-NAME_CHARACTERS: Final = 256
-BASELINES_KEPT: Final = 8
-METRIC_NAMES_KEPT: Final = 64
-"""So many names of a user's metrics are kept of a job."""
-METRIC_NAME_CHARACTERS: Final = 64
-_ERROR_TYPES_KEPT: Final = 32
 _MOST_UNITS: Final = 4_096
 _MOST: Final = (1 << 63) - 1
 
 
-def shortened(text: str, limit: int) -> str:
-    """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
-
-    The two ends say where and what.
-    """
-    if len(text) <= limit:
-        return text
-    mark = f" … {len(text) - limit} characters cut … "
-    half = (limit - len(mark)) // 2
-    return f"{text[:half]}{mark}{text[-half:]}"
-
-
-def few_baselines(baselines: object) -> object:
-    """The first of them that are finite, for JSON has no word for other numbers; names cut."""
-    if not isinstance(baselines, dict):
-        return baselines
-    finite = [
-        (shortened(str(name), NAME_CHARACTERS), float(value))
-        for name, value in baselines.items()
-        if _is_finite(value)
-    ]
-    return dict(finite[:BASELINES_KEPT])
-
-
-def few_metrics(values: object) -> object:
-    """The first 64 of them; names cut, and without what would break a line or a list of names.
-
-    None in place of what is no finite number.
-    """
-    if not isinstance(values, dict):
-        return values
-    return {
-        metric_name(str(name)): float(value) if _is_finite(value) else None
-        for name, value in itertools.islice(values.items(), METRIC_NAMES_KEPT)
-    }
-
-
-def metric_name(name: str) -> str:
-    """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
-    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
-    return shortened(plain, METRIC_NAME_CHARACTERS) or "_"
-
-
-def _is_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and abs(value) <= _MOST
-
-
-def _cut_to(limit: int) -> BeforeValidator:
-    def cut(value: object) -> object:
-        return shortened(value, limit) if isinstance(value, str) else value
-
-    return BeforeValidator(cut)
-
-
-def _first_types(types: object) -> object:
-    return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
-
-
-_Text = Annotated[str, _cut_to(ERROR_CHARACTERS)]
-_Name = Annotated[str, _cut_to(NAME_CHARACTERS)]
-_GroupName = Annotated[str, StringConstraints(max_length=64)]
-_Digest = Annotated[str, StringConstraints(max_length=1_024)]
 _Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
-MetricValues = Annotated[dict[str, float | None], BeforeValidator(few_metrics)]
-"""Values by name, at most 64; None: no finite number."""
+ThroughputUnit = Literal["tokens", "samples"]
+LossUnit = Literal["nats", ""]
+"""Nats a token where the loss is that of the next token; else it has no unit that we know."""
 
 
 class RankSeat(Message):
@@ -130,13 +68,18 @@ class RankSeat(Message):
 
 
 class RankReady(Message):
-    """Rank to agent: built and loaded; these are the names behind the board's numbers."""
+    """Rank to agent: built and loaded; these are the names behind the board's numbers.
+
+    ``throughput_unit``: what its ``tokens_per_s`` counts. ``loss_unit``: that of its loss.
+    """
 
     kind: Literal["rank_ready"] = "rank_ready"
-    units: tuple[_Name, ...] = Field(max_length=_MOST_UNITS)
-    groups: tuple[_GroupName, ...] = Field(max_length=MAX_GROUPS)
+    units: tuple[Name, ...] = Field(max_length=_MOST_UNITS)
+    groups: tuple[GroupName, ...] = Field(max_length=MAX_GROUPS)
     parameters: int = Field(ge=0, le=_MOST)
-    data_digest: _Digest
+    data_digest: Digest
+    throughput_unit: ThroughputUnit = "tokens"
+    loss_unit: LossUnit = "nats"
 
 
 class RankCheckpointBegan(Message):
@@ -148,14 +91,18 @@ class RankCheckpointBegan(Message):
 
 
 class RankVote(Message):
-    """Rank to agent: this rank's shard is durable."""
+    """Rank to agent: this rank's shard is durable.
+
+    ``evaluation``: the validation loss after this step and metrics; empty without a validation pass.
+    """
 
     kind: Literal["rank_vote"] = "rank_vote"
     checkpoint_id: CheckpointId
     step: _Step
     shard: ShardFile
     loss: float | None = None
-    data_digest: _Digest = ""
+    data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
 
 
 class RankCheckpointWaits(Message):
@@ -167,7 +114,7 @@ class RankCheckpointWaits(Message):
     kind: Literal["rank_checkpoint_waits"] = "rank_checkpoint_waits"
     checkpoint_id: CheckpointId
     step: _Step
-    condition: _Text
+    condition: Text
 
 
 class RankCheckpointFailed(Message):
@@ -175,7 +122,7 @@ class RankCheckpointFailed(Message):
 
     kind: Literal["rank_checkpoint_failed"] = "rank_checkpoint_failed"
     checkpoint_id: CheckpointId
-    reason: _Text
+    reason: Text
 
 
 class RankFoundCorrupt(Message):
@@ -183,23 +130,23 @@ class RankFoundCorrupt(Message):
 
     kind: Literal["rank_found_corrupt"] = "rank_found_corrupt"
     checkpoint_id: CheckpointId
-    file: _Name
-    reason: _Text
+    file: Name
+    reason: Text
 
 
 class RankEvaluated(Message):
     """Rank 0 to agent: a validation pass over all ranks is done. No finite loss: null.
 
-    Of ``baselines`` the first eight are kept that are finite.
+    ``tokens`` are samples where the data has none. Of ``baselines`` the first eight are kept that
+    are finite; ``metrics`` are the user's, the first 16.
     """
 
     kind: Literal["rank_evaluated"] = "rank_evaluated"
     step: _Step
     loss: float | None
     tokens: int = Field(ge=1, le=_MOST)
-    baselines: Annotated[dict[str, float], BeforeValidator(few_baselines)] = Field(
-        default_factory=dict
-    )
+    baselines: Baselines = Field(default_factory=dict)
+    metrics: EvaluationMetrics = Field(default_factory=dict)
 
 
 class MetricPoint(Message):
@@ -229,18 +176,22 @@ class RankFailed(Message):
     """
 
     kind: Literal["rank_failed"] = "rank_failed"
-    error: _Text
-    error_types: Annotated[tuple[_Name, ...], BeforeValidator(_first_types)] = ()
-    traceback: Annotated[str, _cut_to(TRACEBACK_CHARACTERS)]
+    error: Text
+    error_types: ErrorTypes = ()
+    traceback: Traceback
     step: _Step
 
 
 class RankFinished(Message):
-    """Rank to agent: the last vote is cast and the rank is about to exit with code 0."""
+    """Rank to agent: the last vote is cast and the rank is about to exit with code 0.
+
+    ``early``: why it made no more steps than these, though nobody asked it to stop.
+    """
 
     kind: Literal["rank_finished"] = "rank_finished"
     step: _Step
     drained: bool
+    early: Text | None = None
 
 
 RankMessage = Annotated[

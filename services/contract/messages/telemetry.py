@@ -1,11 +1,14 @@
 """What an agent shows of its ranks: overwritten or trimmed, never decided upon."""
 
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from services.contract.bounds import MetricValues, Name, Numbers, Traceback, cut_to
 from services.contract.ids import NodeId
 from services.contract.messages.base import Message
+
+LINE_CHARACTERS: Final = 16_384
 
 
 class RankSample(Message):
@@ -27,18 +30,21 @@ class RankSample(Message):
     local_rank: int = Field(ge=0)
     fence: int = Field(ge=1)
     node_id: NodeId
-    device: str
+    device: Name
     pid: int
-    phase: str
-    unit: str | None = None
+    phase: Name
+    unit: Name | None = None
     step: int = Field(ge=0)
     loss: float | None = None
     tokens_per_s: float | None = None
     step_time_s: float | None = None
+    data_wait_s: float | None = Field(
+        default=None, ge=0, description="of step_time_s, spent waiting for the rank's data"
+    )
     memory_bytes: int = Field(default=0, ge=0)
     peak_bytes: int | None = Field(default=None, ge=0)
-    issued: dict[str, int] = Field(default_factory=dict)
-    completed: dict[str, int] = Field(default_factory=dict)
+    issued: Numbers = Field(default_factory=dict)
+    completed: Numbers = Field(default_factory=dict)
     beat_age_s: float = Field(default=0.0, ge=0)
     arrival_lag_s: float | None = Field(default=None, ge=0)
     straggler_score: float | None = Field(default=None, ge=0, le=1)
@@ -54,13 +60,14 @@ class RankStacks(Message):
     rank: int = Field(ge=0)
     fence: int = Field(ge=1)
     node_id: NodeId
-    text: str
+    text: Traceback
 
 
 class StepRecord(Message):
-    """One training step of a job: the loss is the mean over the global batch, in nats a token.
+    """One training step of a job: the loss is the mean over the global batch.
 
-    A loss that is no finite number is null, for JSON has no word for it.
+    ``tokens_per_s`` counts samples where the data has no tokens. A loss that is no finite number is
+    null, for JSON has no word for it.
     """
 
     step: int = Field(ge=1)
@@ -70,6 +77,25 @@ class StepRecord(Message):
     learning_rate: float | None = None
     tokens_per_s: float
     step_time_s: float
+    data_wait_s: float | None = Field(
+        default=None, description="of step_time_s, what rank 0 waited for its data"
+    )
+    of: int | None = Field(
+        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    )
+
+
+class MetricRecord(Message):
+    """What the user's code measured at a step; of a validation pass the names begin with ``validation/``.
+
+    None: no finite number. ``left_out``: how many further names the attempt had by then, of which
+    nothing is kept.
+    """
+
+    step: int = Field(ge=0)
+    fence: int = Field(ge=1)
+    values: MetricValues = Field(default_factory=dict)
+    left_out: int = Field(default=0, ge=0)
 
 
 class LogLine(Message):
@@ -80,4 +106,4 @@ class LogLine(Message):
     stream: Literal["stdout", "stderr"]
     level: Literal["debug", "info", "warning", "error"] = "info"
     time_ms: int = Field(ge=0)
-    text: str
+    text: Annotated[str, cut_to(LINE_CHARACTERS)]

@@ -24,7 +24,8 @@ class Context:
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
-    ``trouble``: why Redis takes no writes now, None while it does. ``uploads``: how code is taken.
+    ``trouble``: why Redis takes no writes now, None while it does.
+    ``metrics_turn`` is held by the one request that reads all steps of a job. ``uploads``: how code is taken.
     """
 
     ports: Ports
@@ -36,6 +37,8 @@ class Context:
     drawing: Drawing = field(default_factory=Drawing)
     trouble: Callable[[], str | None] = lambda: None
     uploads: Uploads = field(default_factory=Uploads)
+    # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
+    metrics_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def _context(request: Request) -> Context:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
 from services.controller.api.uploads import is_code
+from services.controller.domain.rate import Bucket, Rate, take
 
 MAX_BODY_BYTES: Final = 1 << 18
 """Four times the largest spec: JSON may be indented, and may escape letters."""
@@ -29,6 +30,9 @@ _ALWAYS: Final = {
 }
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_PATH_CHARACTERS: Final = 300
+# A log fills the disk on which Redis may write, too: who shows no token has few lines in it.
+_STRANGERS: Final = Rate(per_s=1, burst=200)
 _log = structlog.get_logger()
 
 
@@ -38,6 +42,7 @@ class Framing:
     def __init__(self, app: ASGIApp, monitor: Monitor) -> None:
         self._app = app
         self._monitor = monitor
+        self._strangers: Bucket | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on; an error that nobody caught becomes a problem."""
@@ -64,7 +69,8 @@ class Framing:
         try:
             await self._app(scope, receive, send_framed)
         except Exception:
-            _log.exception("request_failed", request_id=request_id, path=scope["path"])
+            path = scope["path"][:_PATH_CHARACTERS]
+            _log.exception("request_failed", request_id=request_id, path=path)
             if status:
                 raise
             answer = problem_response(
@@ -78,11 +84,16 @@ class Framing:
     def _note(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "(none)")
         self._monitor.answered(scope["method"], route, status, seconds)
-        write = _log.debug if scope["method"] in _SAFE_METHODS else _log.info
+        is_told = scope["method"] not in _SAFE_METHODS
+        if is_told and "principal" not in scope["state"]:
+            now_ms = int(time.monotonic() * 1000)
+            self._strangers, wait_ms = take(self._strangers, _STRANGERS, now_ms)
+            is_told = not wait_ms
+        write = _log.info if is_told else _log.debug
         write(
             "request",
-            method=scope["method"],
-            path=scope["path"],
+            method=scope["method"][:_PATH_CHARACTERS],
+            path=scope["path"][:_PATH_CHARACTERS],
             status=status,
             ms=round(seconds * 1000, 1),
             request_id=request_id,

@@ -41,6 +41,14 @@ def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) ->
             "MESHLOOM_ALLOWED_HOSTS, or on loopback say localhost",
             scope=scope,
         )
+    if "transfer-encoding" in headers and "content-length" in headers:
+        return problem_response(
+            HTTPStatus.BAD_REQUEST,
+            "the request has Content-Length and Transfer-Encoding, which disagree about where it ends",
+            # RFC 9112, 6.1: a proxy may have seen another end, and what follows as another request.
+            headers={"Connection": "close"},
+            scope=scope,
+        )
     if scope["method"] in SAFE_METHODS:
         return None
     if _is_foreign(headers, host, names):

@@ -22,7 +22,7 @@ from services.contract.messages.findings import RankFinding
 from services.contract.states import ExitReason, FailureClass
 from services.controller.domain.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
-NON_FINITE_LOSS: Final = "services.worker.rank.loop.step.NonFiniteLossError"
+NON_FINITE_LOSS: Final = "services.worker.rank.loop.context.NonFiniteLossError"
 _CHECKPOINT_WRITE: Final = "services.worker.rank.checkpoints.writer.CheckpointWriteError"
 # Under these names agents of version 0.1 tell of the two.
 _FORMER_NON_FINITE_LOSS: Final = "services.worker.rank.step.NonFiniteLossError"

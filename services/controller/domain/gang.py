@@ -120,18 +120,22 @@ def on_refused(fact: LaunchRefused, draft: Draft) -> None:
 
 
 def on_progressed(fact: GangProgressed, draft: Draft) -> None:
-    """The first step of the attempt is done."""
+    """The first step of the attempt is done; step 0: a script runs, and may never tell of steps."""
     attempt = draft.job.attempt
     if attempt is None or attempt.is_over:
         return
-    if attempt.first_step is None:
+    if attempt.first_step is None and fact.step:
         draft.change_attempt(
             first_step=fact.step,
             first_step_ms=draft.now_ms,
             last_step=max(attempt.last_step, fact.step),
         )
+    if fact.throughput_unit is not None and fact.loss_unit is not None:
+        draft.change(throughput_unit=fact.throughput_unit, loss_unit=fact.loss_unit)
     if draft.job.state in _STARTING_STATES:
-        draft.move(JobState.RUNNING, f"attempt {attempt.fence} is training")
+        script = draft.job.spec.entrypoint
+        does = "is training" if script is None else f"runs {script.what}"
+        draft.move(JobState.RUNNING, f"attempt {attempt.fence} {does}")
 
 
 def on_ended(fact: GangEnded, draft: Draft) -> None:
@@ -196,7 +200,13 @@ def on_evaluated(fact: Evaluated, draft: Draft) -> None:
     """A validation pass; the newest one of a step counts."""
     # A fact that never travelled as JSON may still say NaN, which is not even equal to itself.
     loss = fact.loss if fact.loss is not None and math.isfinite(fact.loss) else None
-    evaluation = Evaluation(step=fact.step, loss=loss, tokens=fact.tokens, baselines=fact.baselines)
+    evaluation = Evaluation(
+        step=fact.step,
+        loss=loss,
+        tokens=fact.tokens,
+        baselines=fact.baselines,
+        metrics=fact.metrics,
+    )
     if evaluation in draft.job.evaluations:
         return
     others = [e for e in draft.job.evaluations if e.step != fact.step]

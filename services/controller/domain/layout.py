@@ -110,7 +110,7 @@ class Study:
 
 
 def scaled(room: RankRoom, factor: float) -> RankRoom:
-    """The room, where steps take so much longer than was foreseen."""
+    """The room, where steps take so much longer than was estimated."""
     facts = room.facts
     return room if facts is None else replace(room, facts=replace(facts, scale=factor))
 
@@ -210,7 +210,7 @@ def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
 
 def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:
     """Whether the built-in model's heads divide; a mesh that people chose is theirs to answer for."""
-    if spec.mesh != "auto" or spec.model.factory != "decoder":
+    if spec.mesh != "auto" or spec.model is None or spec.model.factory != "decoder":
         return True
     heads = spec.model.args.get("heads", _DECODER_HEADS)
     return isinstance(heads, int) and heads % max(tp_sizes(question)) == 0
@@ -241,7 +241,8 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
         return shown
     profile = study.found.profile
     training = Training(best.micro_batch, best.accumulation, study.found.optimizer)
-    tokens = study.spec.train.global_batch * study.found.sequence_tokens
+    samples = study.spec.train.global_batch
+    tokens = samples * study.found.sequence_tokens
     return shown.model_copy(
         update={
             "mesh": best.plan.mesh,
@@ -254,6 +255,10 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
             "step_time": outcome.step_time_of(
                 best.estimate, tokens, 1.0 if room.facts is None else room.facts.scale
             ),
+            "model_flops": profile.flops.at(best.micro_batch) * samples // best.micro_batch or None,
+            "peak_flops": None
+            if room.facts is None
+            else room.facts.rate(best.plan.param_dtype or "fp32"),
         }
     )
 

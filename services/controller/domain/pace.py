@@ -1,4 +1,4 @@
-"""How long the steps of jobs took beside what their plans foresaw, by model and kind of node."""
+"""How long the steps of jobs took beside what their plans estimated, by model and kind of node."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _LEAST, _MOST = 0.1, 10.0
 
 
 class Pace(Record):
-    """Median seconds of an attempt's steps, and those that its plan foresaw before correction."""
+    """Median seconds of an attempt's steps, and those that its plan estimated before correction."""
 
     job_id: str
     fence: int
@@ -32,7 +32,7 @@ class Pace(Record):
 
 
 def can_tell(job: Job) -> bool:
-    """Whether the job runs as its plan foresaw, and the plan foresaw seconds."""
+    """Whether the job runs as its plan says, and the plan estimated seconds."""
     found = job.estimate
     return (
         job.state is JobState.RUNNING
@@ -56,22 +56,22 @@ def pace_of(job: Job, records: Sequence[StepRecord], nodes: Iterable[Node]) -> P
     node = next((each for each in nodes if each.id == job.head_node), None)
     if job.attempt is None or job.plan is None or job.estimate is None or node is None:
         return None
-    foreseen = job.estimate.step_time_s
+    estimated = job.estimate.step_time_s
     first = (job.attempt.first_step or 1) + _LEFT_OUT
     times = [r.step_time_s for r in records if r.fence == job.fence and r.step >= first]
-    if len(times) < _STEPS_NEEDED or not foreseen:
+    if len(times) < _STEPS_NEEDED or not estimated:
         return None
     return Pace(
         job_id=job.id,
         fence=job.fence,
         kind=kind_of(node.inventory, job.plan.device_type),
-        foreseen_s=foreseen / job.estimate.time_scale,
+        foreseen_s=estimated / job.estimate.time_scale,
         taken_s=statistics.median(times),
     )
 
 
 def scale_of(paces: Iterable[Pace], kind: str) -> float:
-    """By what foreseen seconds are multiplied on such nodes: the median of what was seen."""
+    """By what estimated seconds are multiplied on such nodes: the median of what was seen."""
     ratios = [each.taken_s / each.foreseen_s for each in paces if each.kind == kind]
     return min(max(statistics.median(ratios), _LEAST), _MOST) if ratios else 1.0
 

@@ -84,6 +84,8 @@ class Plan(Record):
             step_time_s=None if found.step_time is None else found.step_time.total_s,
             time_scale=1.0 if found.step_time is None else found.step_time.scale,
             probe_id=self.probe_id,
+            model_flops=found.model_flops,
+            peak_flops=found.peak_flops,
         )
 
 

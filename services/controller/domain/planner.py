@@ -87,7 +87,9 @@ def said(spec: JobSpec) -> dict[str, Any]:
 
 def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
     """What could be split over tp if nobody says: known of built-in models."""
-    return _BUILT_IN_SPLITS.get(spec.model.factory, ())
+    if spec.optimizer.factory == "muon":  # it takes whole matrices
+        return ()
+    return _BUILT_IN_SPLITS.get(_model(spec), ())
 
 
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
@@ -119,6 +121,10 @@ def gang(spec: JobSpec, seated: Seated) -> GangPlan:
     return GangPlan(device_type=seated.device, sharding=sharding, ranks=seated.ranks)
 
 
+def _model(spec: JobSpec) -> str:
+    return "" if spec.model is None else spec.model.factory
+
+
 def _mesh(spec: JobSpec, ranks: int) -> MeshPlan:
     asked = spec.mesh
     if asked == "auto":
@@ -143,11 +149,11 @@ def _split_faults(plan: ShardingPlan) -> list[Fault]:
 def _merge(asked: dict[str, Any], mesh: MeshPlan, spec: JobSpec) -> ShardingPlan:
     """The plan that is asked for, on top of the one that would have been chosen."""
     precision = spec.train.precision
-    units = _BUILT_IN_UNITS.get(spec.model.factory, ())
+    units = _BUILT_IN_UNITS.get(_model(spec), ())
     # Parameters are kept in fp32: to gather them in fp32 is not to cast them.
     param: Precision | None = None if precision.params == "fp32" else precision.params
     reduce: Precision | None = None if precision.reduce == precision.params else precision.reduce
-    splits = _BUILT_IN_SPLITS.get(spec.model.factory, ()) if mesh.tp > 1 else ()
+    splits = _BUILT_IN_SPLITS.get(_model(spec), ()) if mesh.tp > 1 else ()
     chosen = ShardingPlan(
         mesh=mesh, units=units, param_dtype=param, reduce_dtype=reduce, tensor_parallel=splits
     )

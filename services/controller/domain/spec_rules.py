@@ -2,6 +2,7 @@
 
 from services.contract.entry_points import EntryPoints, factories_of
 from services.contract.problems import Fault
+from services.contract.scripts import EntryPoint
 from services.contract.secret_references import written_out
 from services.contract.specs import JobSpec
 
@@ -26,4 +27,20 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
             pointer = f"/{field}/factory"
             faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
         faults += written_out(used.args, f"/{field}/args")
+    if spec.entrypoint is not None:
+        faults += written_out(list(spec.entrypoint.args), "/entrypoint/args")
+        if not allowed.allows_script_of(spec):
+            faults.append(_not_allowed(spec.entrypoint, allowed))
+    if spec.metrics is not None:
+        faults += written_out(spec.metrics.model_dump(), "/metrics")
     return [*faults, *written_out(spec.labels, "/labels")]
+
+
+def _not_allowed(entrypoint: EntryPoint, allowed: EntryPoints) -> Fault:
+    where = "script" if entrypoint.script is not None else "module"
+    listed = ", ".join(allowed.prefixes or ()) or "no script"
+    detail = (
+        f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed is {listed} "
+        "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
+    )
+    return Fault(pointer=f"/entrypoint/{where}", detail=detail, code="script_not_allowed")

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.domain.node import Drain, Lease, Measurement, Node
 
 
@@ -124,6 +124,16 @@ class Telemetry(Protocol):
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """All step records that are kept, as they came."""
+        ...
+
+    async def last_metrics(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[MetricRecord]]:
+        """The last ``count`` records of the users' metrics of each job, oldest first."""
+        ...
+
+    async def metrics(self, job_id: str) -> list[MetricRecord]:
+        """All records of the user's metrics that are kept, as they came."""
         ...
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from services.contract import redis_keys as keys
 from services.contract.code_archives import CodeArchiveError, digest_of, examine
 from services.contract.entry_points import EntryPoints
 from services.contract.problems import Fault
-from services.contract.redis_keys import CODE_KEPT_S
 from services.contract.specs import JobSpec
 from services.contract.views import CodeView
 from services.controller.domain.code import CodeLimits, UploadedCode
@@ -118,12 +118,12 @@ async def forget_unused(ports: Ports, epoch: int) -> list[str]:
     Raises:
         DeposedError: ``epoch`` is over.
     """
-    before_ms = await ports.clock.now_ms() - CODE_KEPT_S * 1000
+    before_ms = await ports.clock.now_ms() - keys.CODE_KEPT_S * 1000
     unused = await ports.codes.unused(before_ms)
     if not unused:
         return []
     needed = await _needed(ports)
-    if ports.unreadable():  # one of these may be a job that names it
+    if any(map(_is_of_a_job, ports.unreadable())):  # it may name any of them
         return []
     gone = []
     for digest in unused:
@@ -133,6 +133,12 @@ async def forget_unused(ports: Ports, epoch: int) -> list[str]:
             gone.append(digest)
             _log.info("code_forgotten", digest=digest)
     return gone
+
+
+def _is_of_a_job(name: str) -> bool:
+    """Whether a key is that of a job's record, and not of what is kept beside it."""
+    job_id = name.removeprefix(keys.job(""))
+    return job_id != name and ":" not in job_id
 
 
 async def _needed(ports: Ports) -> set[str]:

@@ -45,6 +45,8 @@ from services.controller.use_cases.finding import heed_found
 from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
+_FAULTS_TOLD = 100
+_LONGEST_WORD = 2_000
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,14 @@ def _parse(entry: Entry, now_ms: int) -> Told | None:
         return Told(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
     except ValidationError as error:
         # It will not become readable by waiting: said once, and passed over.
-        _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=str(error))
+        _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=_said(error))
         return None
+
+
+def _said(error: ValidationError) -> str:
+    # To write down a million faults takes longer than the lead is held.
+    count = error.error_count()
+    return f"{count} faults" if count > _FAULTS_TOLD else str(error)[:_LONGEST_WORD]
 
 
 def _addressee(told: Told) -> tuple[str, str]:

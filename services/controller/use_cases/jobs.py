@@ -15,7 +15,7 @@ from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, release_all_held_for
 from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
-from services.controller.use_cases.progress import STEPS_FOR_ETA
+from services.controller.use_cases.progress import METRICS_FOR_NEWEST, STEPS_FOR_ETA
 
 
 async def get_job(ports: Ports, job_id: str) -> JobView:
@@ -116,7 +116,13 @@ async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:
     names = [entry.job.id for entry in stored if entry.job.attempts]
     records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
     samples = await ports.telemetry.samples(names)
+    metrics = await ports.telemetry.last_metrics(names, METRICS_FOR_NEWEST)
     return [
-        job_view(entry.job, records.get(entry.job.id, ()), samples.get(entry.job.id, {}))
+        job_view(
+            entry.job,
+            records.get(entry.job.id, ()),
+            samples.get(entry.job.id, {}),
+            metrics.get(entry.job.id, ()),
+        )
         for entry in stored
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from services.contract.messages.telemetry import RankSample, StepRecord
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.ports.office import Ports
-from services.controller.use_cases.progress import STEPS_FOR_ETA, measure
+from services.controller.use_cases.progress import STEPS_FOR_ETA, measure, steps_of
 
 
 async def expect(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, int]:
@@ -37,8 +37,10 @@ def remaining_ms(
     """For how long the job goes on by its speed so far, or until a stop takes effect."""
     if job.attempt is None:
         times = [record.step_time_s for record in records]
-        left = max(job.spec.train.steps - job.resume_point.step, 0)
-        return int(statistics.median(times) * left * 1000) if times else None
+        steps = steps_of(job, records)
+        if steps is None or not times:
+            return None
+        return int(statistics.median(times) * max(steps - job.resume_point.step, 0) * 1000)
     bounds = []
     eta_s = measure(job, records, samples).eta_s
     if eta_s is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.contract.planning import EstimateView
 from services.contract.states import ExitReason, JobState
 from services.contract.views import (
@@ -51,7 +51,12 @@ def maybe_moment(ms: int | None) -> datetime | None:
     return None if ms is None else moment(ms)
 
 
-def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, RankSample]) -> JobView:
+def job_view(
+    job: Job,
+    records: Sequence[StepRecord],
+    samples: Mapping[int, RankSample],
+    metrics: Sequence[MetricRecord] = (),
+) -> JobView:
     """A job with its progress."""
     latest = job.latest_checkpoint
     return JobView(
@@ -61,7 +66,7 @@ def job_view(job: Job, records: Sequence[StepRecord], samples: Mapping[int, Rank
         reason=job.reason,
         exit_reason=job.exit_reason,
         failure=failure_view(job.failure),
-        progress=measure(job, records, samples),
+        progress=measure(job, records, samples, metrics),
         evaluation=job.evaluations[-1] if job.evaluations else None,
         attempt=job.fence,
         restarts=job.restarts,
@@ -90,13 +95,13 @@ def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView 
     most = max(seen, default=None)
     is_host = job.plan is None or job.plan.device_type == "cpu"
     way: Literal["resident_growth", "allocated"] = "resident_growth" if is_host else "allocated"
-    foreseen = job.estimate.peak.total
+    estimated = job.estimate.peak.total
     return EstimateView(
         **dict(job.estimate),
         measured_peak_bytes=most,
         measured_as=None if most is None else way,
-        ratio=round(most / foreseen, 3)
-        if most is not None and foreseen >= _RESOLVED_BYTES[way]
+        ratio=round(most / estimated, 3)
+        if most is not None and estimated >= _RESOLVED_BYTES[way]
         else None,
     )
 
@@ -200,6 +205,8 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
         world_size=checkpoint.world_size,
         bytes=checkpoint.total_bytes,
         loss=checkpoint.loss,
+        evaluation=checkpoint.evaluation,
+        best=checkpoint == job.best_checkpoint,
         reason=checkpoint.reason,
         votes=len(checkpoint.votes),
         shards=tuple(
@@ -271,6 +278,7 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler:
         unit=sample.unit,
         step=sample.step,
         step_time_s=sample.step_time_s,
+        data_wait_s=sample.data_wait_s,
         arrival_lag_s=sample.arrival_lag_s,
         straggler_score=sample.straggler_score,
         is_straggler=is_straggler,

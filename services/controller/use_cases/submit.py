@@ -37,7 +37,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Whose a job will be, which entry points it may name, what it begins with and was foreseen."""
+    """Whose a job will be, which entry points it may name, what it begins with, and its estimate."""
 
     owner: str
     allowed: EntryPoints

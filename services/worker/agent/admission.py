@@ -51,6 +51,13 @@ class Admission:
                     "this node"
                 )
             names.update(references(used.args))
+        if spec.entrypoint is not None and not self.factories.allows_script_of(spec):
+            raise NotAdmittedError(
+                f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
+                "node"
+            )
+        if spec.metrics is not None:
+            names.update(references(spec.metrics.model_dump()))
         return {name: self._secret(name) for name in sorted(names)}
 
     def _secret(self, name: str) -> str:

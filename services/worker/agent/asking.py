@@ -2,7 +2,8 @@
 
 User code may run in it. So it has a session, a mark and the environment of a rank; it is the first
 that the kernel kills for want of memory; and when it has ended, in whatever way, so has all that it
-started. Question and answer touch no disk by name: files without one carry what it says.
+started. Question and answer touch no disk by name: files without one carry what it says, and are cut
+where it says too much.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -28,8 +30,12 @@ from services.worker.agent.stacks import training_frames
 from services.worker.agent.template_link import Imported
 
 MOST_ANSWERED: Final = 16 << 20
+MOST_KEPT: Final = 64 << 20
+_CUT_EVERY_S: Final = 0.1
+_BLOCK: Final = 512
 _STARTS_WITHIN_S: Final = 300.0
 _STACKS_WITHIN_S: Final = 1.0
+_LEAVES_WITHIN_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.02
 _WORDS_KEPT: Final = 8_000
 _MOST_LOOKS: Final = 50
@@ -146,11 +152,26 @@ class Asker:
             try:
                 _put_last(process.pid, asking.niceness)
                 await _hand_over(ours, asking.question)
-                return await _ended(process, asking.timeout_s, words)
+                async with _cut_meanwhile(answer, words):
+                    return await _ended(process, asking.timeout_s, words)
             finally:
                 if process.returncode is None:
-                    kill_group(process.pid)
-                    await process.wait()
+                    await _end_all(process)
+
+
+async def _end_all(process: Process) -> None:
+    """End the process, which ends what it has left; where somebody keeps it from that, it alone."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        async with asyncio.timeout(_LEAVES_WITHIN_S):
+            await process.wait()
+    except TimeoutError:
+        _log.warning("a_program_did_not_leave", pid=process.pid)
+    finally:
+        if process.returncode is None:
+            kill_group(process.pid)
+            await process.wait()
 
 
 async def _hand_over(channel: socket.socket, question: Message) -> None:
@@ -180,6 +201,27 @@ async def _ended(
             return await process.wait(), ()
     except TimeoutError:
         return None, await _frames(process, words)
+
+
+@contextlib.asynccontextmanager
+async def _cut_meanwhile(*files: IO[bytes]) -> AsyncIterator[None]:
+    """Within, the process cannot fill the disk by these files: what is in one too large is lost.
+
+    It goes on to write where it was, so that the end of its words stays: what is cut is a hole.
+    """
+    cutting = asyncio.create_task(_cut(files))
+    try:
+        yield
+    finally:
+        cutting.cancel()
+
+
+async def _cut(files: Iterable[IO[bytes]]) -> None:
+    while True:
+        await asyncio.sleep(_CUT_EVERY_S)
+        for file in files:
+            if os.fstat(file.fileno()).st_blocks * _BLOCK > MOST_KEPT:
+                os.ftruncate(file.fileno(), 0)
 
 
 def _put_last(pid: int, niceness: int) -> None:

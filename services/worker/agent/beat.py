@@ -64,6 +64,22 @@ for key = 4, #KEYS, 4 do
 end
 return {'kept', holder and 1 or 0, fenced, unknown}
 """
+# Apart from the beat: a server whose rules for agents are older than these streams refuses this
+# script alone, and the node keeps its lease. One that is repeated is shown once.
+_METRICS: Final = """
+local at = 3
+for key = 2, #KEYS, 2 do
+  local job, fence, count = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+  local current = redis.call('HGET', KEYS[key], 'fence')
+  local allowed = current and tonumber(current) <= fence
+  if allowed and redis.call('SISMEMBER', KEYS[1], job) == 0 then
+    for record = at + 3, at + 2 + count do
+      redis.pcall('XADD', KEYS[key + 1], 'MAXLEN', '~', ARGV[1], '*', ARGV[2], ARGV[record])
+    end
+  end
+  at = at + 3 + count
+end
+"""
 _RELEASE: Final = """
 return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
 """
@@ -98,6 +114,7 @@ class Beat:
         self._node_id = node_id
         self._incarnation = incarnation
         self._script = redis.register_script(_BEAT)
+        self._metrics = redis.register_script(_METRICS)
         self._release = redis.register_script(_RELEASE)
 
     async def write(
@@ -142,6 +159,24 @@ class Beat:
             return BeatAnswer(taken_by=str(detail))
         fenced, unknown = (tuple(gangs[int(index)] for index in indices) for indices in lists)
         return BeatAnswer(lapsed=not detail, fenced=fenced, unknown=unknown)
+
+    async def write_metrics(self, records: Sequence[Records]) -> None:
+        """Write what the users' code measured; nothing of void attempts or deleted jobs.
+
+        Raises:
+            NoPermissionError: The server does not let agents write it.
+            RedisError: It may or may not have been written.
+        """
+        telling = [r for r in records if r.metrics]
+        if not telling:
+            return
+        keys = [redis_keys.DELETED_JOBS]
+        arguments: list[str | int] = [redis_keys.METRICS_KEPT, redis_keys.MESSAGE_FIELD]
+        for told in telling:
+            keys += [redis_keys.job(told.job_id), redis_keys.job_metrics(told.job_id)]
+            arguments += [told.job_id, told.fence, len(told.metrics)]
+            arguments += [record.model_dump_json() for record in told.metrics]
+        await self._metrics(keys=keys, args=arguments)
 
     async def release(self) -> None:
         """Give the lease up, if it is ours."""

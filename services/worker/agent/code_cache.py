@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
@@ -39,6 +38,7 @@ from services.contract.commit_chain import DRAFT_PREFIX
 from services.contract.durable import open_plain, sync_folder, write_new
 from services.contract.rank_user import RankUser
 from services.worker.agent.redis_clients import REDIS_AWAY
+from services.worker.agent.removal import remove_tree
 
 KEPT_UNUSED: Final = 16
 _OF_A_JOB: Final = "code.tar.gz"
@@ -248,6 +248,4 @@ def _remove(folder: Path) -> None:
     doomed = folder
     if not folder.name.startswith(DRAFT_PREFIX):
         doomed = folder.rename(folder.with_name(f"{DRAFT_PREFIX}{secrets.token_hex(8)}"))
-    for where, _, _ in os.walk(doomed):
-        Path(where).chmod(0o700)
-    shutil.rmtree(doomed)
+    remove_tree(doomed)

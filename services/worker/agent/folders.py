@@ -11,6 +11,7 @@
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
         ended.json        the fact that told its end
+        metrics.jsonl, tensorboard/events.out.tfevents.<fence>…   what rank 0 reports
         rank-<r>.stdout.log, rank-<r>.stderr.log, and with .1 what was before, where it was cut
     /dev/shm/meshloom-<mark>-<uid>/<job id>-<fence>/rank-<r>.board
 """
@@ -29,6 +30,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.durable import append_plain, read_plain, replace_plain
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
+from services.contract.rank_channel import make_room_for_board
 from services.worker.agent.removal import remove_what_can_be
 
 ATTEMPTS_KEPT: Final = 20
@@ -41,6 +43,10 @@ _ENDS: Final[TypeAdapter[GangEnded | LaunchRefused]] = TypeAdapter(
 
 class NodeBusyError(Exception):
     """Another agent works in this node's folder."""
+
+
+class NoBoardsError(OSError):
+    """The shared memory has no room for boards."""
 
 
 class AttemptFolder:
@@ -69,14 +75,24 @@ class AttemptFolder:
         return self.boards / f"rank-{rank}.board"
 
     def open(self, placements: tuple[RankPlacement, ...]) -> bool:
-        """Make the folders and record the launch; False where it was recorded before."""
+        """Make the folders and record the launch; False where it was recorded before.
+
+        Raises:
+            NoBoardsError: There is no room for the boards of these ranks.
+            OSError: The disk refuses.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with (self.path / "launched.json").open("xb") as file:
                 file.write(_PLACEMENTS.dump_json(placements))
         except FileExistsError:
             return False
-        self.boards.mkdir(parents=True, exist_ok=True)
+        try:
+            self.boards.mkdir(parents=True, exist_ok=True)
+            for placement in placements:
+                make_room_for_board(self.board(placement.rank))
+        except OSError as error:
+            raise NoBoardsError(error.errno, error.strerror, str(self.boards)) from error
         return True
 
     def placements(self) -> tuple[RankPlacement, ...]:

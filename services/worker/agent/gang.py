@@ -9,7 +9,7 @@ is judged in ``hearing``, who failed first is worked out in ``verdict``.
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -83,11 +83,12 @@ class RankState:
 class GangState:
     """All ranks of one attempt on this node, by number.
 
-    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    ``progressed`` is the first step that all have made. ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
     any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
     the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
     said that it waits for room on the disk: it makes no progress then, and those that have finished
-    wait for it.
+    wait for it. ``is_script``: its ranks run a script: they make steps only as far as it reports them,
+    and an exit with code 0 is its end, however it left.
     """
 
     job_id: str
@@ -96,12 +97,13 @@ class GangState:
     ranks: Mapping[int, RankState]
     resume_from: str | None = None
     words: int = 0
-    progressed: bool = False
+    progressed: int | None = None
     began: int = -1
     kill_at: float | None = None
     echo_until: float | None = None
     stopped: str | None = None
     hang_timeout_s: float | None = None
+    is_script: bool = False
     progress: Progress = field(default_factory=Progress)
     hung_at: float | None = None
     hang: Findings | None = None
@@ -322,9 +324,9 @@ def _said(
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
-            return _with(state, replace(rank, ready=message)), ()
+            return _ready(_with(state, replace(rank, ready=message)))
         case RankMetrics():
-            return state, ()  # telemetry: nothing is decided upon it
+            return state, ()  # telemetry takes them: nothing is decided upon them
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():
@@ -342,6 +344,14 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
     return state, (Tell(fact_of(state, message)),)
 
 
+def _ready(state: GangState) -> Decision:
+    # Boards are seen sooner than pipes are read: what it says may come after its first step.
+    if state.progressed is not None:
+        return state, (_progress(state),)
+    starts = state.is_script and all(rank.ready is not None for rank in state.ranks.values())
+    return (state, (_progress(state),)) if starts else (state, ())
+
+
 def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Decision:
     if rank.ended:
         return state, ()
@@ -357,6 +367,9 @@ def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Dec
         return state, ()
     killed = rank.killed and not event.by_itself
     rank = replace(rank, exit_code=event.exit_code, signal=event.signal, killed=killed)
+    left_well = event.exit_code == 0 and rank.failed is None and not rank.misbehaved
+    if state.is_script and left_well and rank.finished is None:
+        rank = replace(rank, finished=RankFinished(step=0, drained=False))
     state = _with_word(state, rank)
     return (state, ()) if rank.finished is not None else _failed(state, rank, now)
 
@@ -370,12 +383,30 @@ def _failed(state: GangState, rank: RankState, now: float) -> Decision:
 
 def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
     state = _with(state, replace(rank, step_seen=True))
-    if state.progressed or not all(r.step_seen for r in state.ranks.values()):
+    if state.progressed is not None or not _have_stepped(state, state.ranks.values()):
         return state, ()
-    fact = GangProgressed(
-        job_id=state.job_id, fence=state.fence, node_id=state.node_id, step=max(step, 1)
+    state = replace(state, progressed=max(step, 1))
+    return state, (_progress(state),)
+
+
+def _progress(state: GangState) -> Tell:
+    ready = next((r.ready for r in state.ranks.values() if r.ready is not None), None)
+    return Tell(
+        GangProgressed(
+            job_id=state.job_id,
+            fence=state.fence,
+            node_id=state.node_id,
+            step=state.progressed or 0,
+            throughput_unit=None if ready is None else ready.throughput_unit,
+            loss_unit=None if ready is None else ready.loss_unit,
+        )
     )
-    return replace(state, progressed=True), (Tell(fact),)
+
+
+def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
+    # Nobody says that each rank of a script reports.
+    of_enough = any if state.is_script else all
+    return of_enough(rank.step_seen for rank in ranks)
 
 
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:
@@ -399,9 +430,10 @@ def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:
         return state, ()
     allowed_s = allowance_s(
         marks,
-        stepped=all(r.step_seen for r in busy),
+        stepped=_have_stepped(state, busy),
         usual_step_s=event.usual_step_s,
         asked_s=state.hang_timeout_s,
+        is_script=state.is_script,
     )
     progress, stall = look(state.progress, marks, allowed_s, now)
     state = replace(state, progress=progress)

@@ -15,7 +15,13 @@ import structlog
 from services.contract.mask import Mask
 from services.contract.messages.facts import Fact, GangEnded, RunningGang
 from services.contract.messages.findings import Findings
-from services.contract.messages.rank_pipe import RankMessage, RankReady, RankSeat, RankVote
+from services.contract.messages.rank_pipe import (
+    RankMessage,
+    RankMetrics,
+    RankReady,
+    RankSeat,
+    RankVote,
+)
 from services.contract.messages.telemetry import RankSample
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.gang import (
@@ -86,6 +92,7 @@ class GangRuntime:
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
+            is_script=seat.spec.entrypoint is not None,
         )
         self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(seats, pids, node_id, folder)
@@ -262,7 +269,10 @@ class GangRuntime:
         with self._surviving():
             for one, step in self._telemetry.begun().items():
                 self.happen(Stepped(one, step))  # what boards showed before it spoke
-            self.happen(MessageCame(rank, message))
+            if isinstance(message, RankMetrics):
+                self._telemetry.take_metrics(rank, message)
+            else:
+                self.happen(MessageCame(rank, message))
         if self._state.ranks[rank].misbehaved:
             self._links[rank].close()
 

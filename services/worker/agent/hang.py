@@ -6,10 +6,15 @@ than it is allowed to. It is allowed ``max(5 s, 3 x usual step)``, or what the s
 usual step says nothing (before the first step is done, while a checkpoint is loaded or written,
 during an evaluation) it is allowed five minutes at least.
 
+Of a script only its reports are seen, and not whether it evaluates between two of them: it is allowed
+a minute where our loop is allowed 5 s. Before its first report it is allowed any time, for it may
+never make one: then only the end of a process counts.
+
 Time during which the agent itself did not look, because it or the machine was stopped, is not
 held against the ranks.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -17,6 +22,7 @@ from typing import Final
 from services.contract.states import RankPhase
 
 SHORTEST_S: Final = 5.0
+SHORTEST_OF_SCRIPT_S: Final = 60.0
 STEPS_ALLOWED: Final = 3.0
 SLOW_PHASE_S: Final = 300.0
 LOOKS_EVERY_S: Final = 0.5
@@ -70,17 +76,26 @@ class Stall:
 
 
 def allowance_s(
-    marks: Mapping[int, Mark], *, stepped: bool, usual_step_s: float | None, asked_s: float | None
+    marks: Mapping[int, Mark],
+    *,
+    stepped: bool,
+    usual_step_s: float | None,
+    asked_s: float | None,
+    is_script: bool = False,
 ) -> float:
     """How long the ranks may stand still.
 
     Args:
         marks: Of the ranks that are still to do something.
-        stepped: Whether each of them has finished a step of this attempt.
+        stepped: Whether each of them has finished a step of this attempt; of a script, any of them.
         usual_step_s: The median of the last steps.
         asked_s: ``faults.hang_timeout_s``, None for auto.
+        is_script: Whether the steps are those that a script reports.
     """
-    allowed = asked_s or max(SHORTEST_S, STEPS_ALLOWED * (usual_step_s or 0.0))
+    if is_script and not stepped:
+        return math.inf
+    shortest = SHORTEST_OF_SCRIPT_S if is_script else SHORTEST_S
+    allowed = asked_s or max(shortest, STEPS_ALLOWED * (usual_step_s or 0.0))
     is_slow = not stepped or any(mark.phase in _SLOW_PHASES for mark in marks.values())
     return max(allowed, SLOW_PHASE_S) if is_slow else allowed
 

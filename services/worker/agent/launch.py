@@ -165,6 +165,7 @@ class Launcher:
             store_port=store.port,
             data_roots=tuple(map(str, self._admission.data_roots)),
             threads=max(1, (psutil.cpu_count() or 1) // count),
+            hears_metrics=True,
         )
 
 

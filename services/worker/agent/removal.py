@@ -25,6 +25,7 @@ def remove_tree(folder: Path) -> None:
             goes on to write there. Another call removes more.
     """
     try:
+        _open_up(None, str(folder))
         root = os.open(folder, _ONLY_A_FOLDER)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
@@ -53,6 +54,7 @@ def remove_what_can_be(folder: Path) -> None:
 
 def _empty(root: int, name: str) -> None:
     """Remove the folder ``name``; the folders in it, one level less deep, are put beside it."""
+    _open_up(root, name)
     inner = os.open(name, _ONLY_A_FOLDER, dir_fd=root)
     try:
         for each in os.listdir(inner):  # noqa: PTH208 the same
@@ -60,10 +62,20 @@ def _empty(root: int, name: str) -> None:
                 try:
                     os.rmdir(each, dir_fd=inner)
                 except OSError:  # it is not empty
+                    _open_up(inner, each)
                     os.rename(each, secrets.token_hex(16), src_dir_fd=inner, dst_dir_fd=root)
     finally:
         os.close(inner)
     os.rmdir(name, dir_fd=root)
+
+
+def _open_up(folder: int | None, name: str) -> None:
+    """Have a folder's owner, if that is this user, list it and write in it."""
+    descriptor = os.open(name, os.O_PATH | _ONLY_A_FOLDER, dir_fd=folder)
+    try:
+        Path(f"/proc/self/fd/{descriptor}").chmod(0o700)
+    finally:
+        os.close(descriptor)
 
 
 def _is_unlinked(folder: int, name: str) -> bool:

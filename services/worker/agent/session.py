@@ -9,6 +9,7 @@ from typing import Final, cast
 import structlog
 from pydantic import ValidationError
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from services.contract import redis_keys
 from services.contract.cancellation import end_if_told
@@ -17,7 +18,12 @@ from services.contract.messages.telemetry import StepRecord
 from services.worker.agent.beat import Beat
 from services.worker.agent.redis_clients import REDIS_AWAY
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry import LINES_PER_BEAT, STEPS_PER_BEAT, Records
+from services.worker.agent.telemetry import (
+    LINES_PER_BEAT,
+    METRICS_PER_BEAT,
+    STEPS_PER_BEAT,
+    Records,
+)
 
 BEAT_S: Final = 0.5
 _PAUSE_S: Final = 0.2
@@ -30,6 +36,7 @@ if not holder or holder == ARGV[1] or holder == ARGV[2] then
 end
 return holder
 """
+_RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
 _log = structlog.get_logger()
 
 
@@ -75,6 +82,7 @@ class Session:
         self._joins = 0
         self._unconfirmed: Sequence[Records] | None = None
         self._connected = True
+        self._metrics_refused = False
 
     async def take_lease(self, previous: str | None) -> None:
         """Take the node's lease, from the ``previous`` life of this same agent at once.
@@ -188,6 +196,7 @@ class Session:
         answer = await self._beat.write(self._number, self._supervisor.samples(), self._unconfirmed)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
+        await self._write_metrics(self._unconfirmed)
         # What nobody would take now is brought again once the job is known again.
         self._beats_held = self._beats_held + 1 if answer.unknown else 0
         lost = set(answer.unknown) if self._beats_held < _BEATS_HELD else set()
@@ -205,6 +214,14 @@ class Session:
         self._supervisor.fence_off(list(answer.fenced))
         self._supervisor.records_written(held_back=lost)
 
+    async def _write_metrics(self, records: Sequence[Records]) -> None:
+        try:
+            await self._beat.write_metrics(records)
+        except NoPermissionError as error:
+            if not self._metrics_refused:
+                _log.error("metrics_refused", why=str(error), advice=_RULES_ARE_OLD)
+            self._metrics_refused = True
+
     def _lost(self, error: Exception) -> None:
         if self._connected:
             self._connected = False
@@ -220,7 +237,8 @@ def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:
         if old is not None:
             steps = (*old.steps, *new.steps)[-STEPS_PER_BEAT:]
             logs = (*old.logs, *new.logs)[-LINES_PER_BEAT:]
-            new = replace(new, steps=steps, logs=logs)  # noqa: PLW2901 the same gang's
+            metrics = (*old.metrics, *new.metrics)[-METRICS_PER_BEAT:]
+            new = replace(new, steps=steps, logs=logs, metrics=metrics)  # noqa: PLW2901 the same gang's
         merged.append(new)
     return merged
 

@@ -1,5 +1,6 @@
 """What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -311,9 +312,11 @@ def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
     folder = storage.root / command.job_id
     error = None
     try:
-        if folder.exists():
+        if os.path.lexists(folder):
             opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
-            CommitChain(storage.root, command.job_id).append(opened)
+            # Where a rank has put something else in the chain's place, nothing can be committed.
+            with contextlib.suppress(FileExistsError, NotADirectoryError):
+                CommitChain(storage.root, command.job_id).append(opened)
             folder.rename(storage.root / f".purged-{command.job_id}-{secrets.token_hex(8)}")
             sync_folder(storage.root)
         for left in storage.root.glob(f".purged-{command.job_id}-*"):

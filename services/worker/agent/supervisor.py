@@ -34,7 +34,7 @@ from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
 from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.answers import Answers
-from services.worker.agent.folders import NodeFolder
+from services.worker.agent.folders import NoBoardsError, NodeFolder
 from services.worker.agent.gang import (
     CheckpointAsked,
     Condemned,
@@ -49,6 +49,7 @@ from services.worker.agent.telemetry import Records
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
+_BOARDS: Final = "the shared memory, where boards lie,"
 _log = structlog.get_logger()
 GangKey = tuple[str, int]
 
@@ -238,7 +239,9 @@ class Supervisor:
                 crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
+            disk = _BOARDS if isinstance(error, NoBoardsError) else disk
             condition = node_condition(error, self._node_id, disk)
+            self._folder.attempt(*key).remove_boards()
             self._tell(self._refuse(key, str(error), condition))
             return
         except Exception as error:  # noqa: BLE001 whoever waits for an answer gets one

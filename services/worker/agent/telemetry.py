@@ -12,10 +12,11 @@ from typing import Final, Literal, TypeVar
 
 import structlog
 
+from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
-from services.contract.messages.rank_pipe import RankReady, RankSeat
-from services.contract.messages.telemetry import LogLine, RankSample, StepRecord
+from services.contract.messages.rank_pipe import RankMetrics, RankReady, RankSeat
+from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.rank_channel import BoardError, BoardReader, BoardSnapshot, BoardStep
 from services.contract.redis_keys import STEPS_KEPT
 from services.contract.states import RankPhase
@@ -29,6 +30,9 @@ from services.worker.agent.verdict import LastSeen
 
 STEPS_PER_BEAT: Final = 2_000
 LINES_PER_BEAT: Final = 1_000
+METRICS_PER_BEAT: Final = 500
+_METRICS_HELD: Final = 10_000
+_NAMES_COUNTED: Final = 1_024
 _LINES_PER_READ: Final = 250
 _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
@@ -45,6 +49,7 @@ class Records:
     fence: int
     steps: tuple[StepRecord, ...]
     logs: tuple[LogLine, ...]
+    metrics: tuple[MetricRecord, ...] = ()
 
 
 class GangTelemetry:
@@ -83,6 +88,8 @@ class GangTelemetry:
         self._started: set[int] = set()
         # While Redis is away they wait here: more than Redis would keep are of no use.
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._metrics: deque[MetricRecord] = deque(maxlen=_METRICS_HELD)
+        self._metric_names: dict[str, None] = {}
         self._last_step: int | None = None
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
@@ -113,6 +120,26 @@ class GangTelemetry:
                     self._started.add(rank)
         return begun
 
+    def take_metrics(self, rank: int, told: RankMetrics) -> None:
+        """Take in what the user's code measured; rank 0 speaks for the job.
+
+        Of an attempt the first 64 names are kept.
+        """
+        if rank != 0:
+            return
+        for point in told.points:
+            for name in point.values:
+                if len(self._metric_names) < _NAMES_COUNTED:
+                    self._metric_names.setdefault(name)
+            kept = set(itertools.islice(self._metric_names, METRIC_NAMES_KEPT))
+            record = MetricRecord(
+                step=point.step,
+                fence=self._seats[0].fence,
+                values={name: value for name, value in point.values.items() if name in kept},
+                left_out=told.left_out + len(self._metric_names) - len(kept),
+            )
+            self._metrics.append(record)
+
     def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
         """Where each rank stands now."""
         return [self._sample(rank, ready[rank]) for rank in self._seats]
@@ -125,11 +152,16 @@ class GangTelemetry:
         any_seat = next(iter(self._seats.values()))
         count = min(len(self._steps), STEPS_PER_BEAT)
         steps = tuple(self._steps.popleft() for _ in range(count))
-        return Records(any_seat.job_id, any_seat.fence, steps, self._read_logs(last=last))
+        count = min(len(self._metrics), METRICS_PER_BEAT)
+        metrics = tuple(self._metrics.popleft() for _ in range(count))
+        logs = self._read_logs(last=last)
+        return Records(any_seat.job_id, any_seat.fence, steps, logs, metrics)
 
     def drained(self) -> bool:
         """Whether there is nothing left to take."""
-        return not self._steps and all(tail.at_end() for tail in self._tails.values())
+        return not (self._steps or self._metrics) and all(
+            tail.at_end() for tail in self._tails.values()
+        )
 
     def last_seen(self) -> dict[int, LastSeen]:
         """What each board shows; a rank that died before it made one was only spawned."""
@@ -144,7 +176,7 @@ class GangTelemetry:
         return {rank: mark_of(self._snapshot(rank)) for rank in list(self._readers)}
 
     def usual_step_s(self) -> float | None:
-        """The median time of the last steps of this attempt; None before the first."""
+        """The median time between the last steps told in this attempt; None before the first."""
         return statistics.median(self._step_times) if self._step_times else None
 
     def find(
@@ -187,11 +219,13 @@ class GangTelemetry:
         if 0 not in self._seats:
             return
         for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
-            if self._last_step is not None and entry.step > self._last_step + 1:
+            # A script may report every tenth step: then that is how often its board moves.
+            apart = 1 if self._last_step is None else entry.step - self._last_step
+            if apart > 1 and self._seats[0].spec.entrypoint is None:
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
-                self._step_times.append(entry.step_time_s)
+                self._step_times.append(entry.step_time_s * apart)
             self._steps.append(step_record(entry, self._seats[0].fence))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
@@ -261,6 +295,7 @@ class GangTelemetry:
         units = ready.units if ready is not None else ()
         groups = ready.groups if ready is not None else ()
         lateness = self._meter.of(rank)
+        newest = self._ask(rank, lambda reader: reader.step(max(board.step, 0)))
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -276,6 +311,7 @@ class GangTelemetry:
             loss=_finite(board.loss),
             tokens_per_s=_finite(board.tokens_per_s),
             step_time_s=_finite(board.step_time_s),
+            data_wait_s=None if newest is None else _finite(newest.data_wait_s),
             memory_bytes=max(board.memory_bytes, 0),
             peak_bytes=max(board.peak_bytes, 0) or None,
             issued=dict(zip(groups, board.issued, strict=False)),
@@ -296,6 +332,8 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         learning_rate=_finite(entry.learning_rate),
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
+        data_wait_s=_finite(entry.data_wait_s),
+        of=entry.of or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Factories by name: a built-in's short name, or ``package.module:callable``."""
+"""Factories by name: a built-in's short name, or ``package.module:callable`` (or with a dot for the colon)."""
 
 import importlib
 import inspect
@@ -8,37 +8,55 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from services.contract.entry_points import is_entry_point
+from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.rank_pipe import RankSeat
 from services.contract.secret_references import resolved
-from services.contract.specs import Factory
+from services.contract.specs import Factory, JobSpec
+from services.worker.rank.data.hf_datasets import hf_dataset
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
+from services.worker.rank.data.tokens import tokens
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.models.hugging_face import (
     hf_causal_lm,
     hf_sequence_classification,
 )
-from services.worker.rank.models.loss import bce_with_logits, cross_entropy, mse, next_token
-from services.worker.rank.optim.optimizers import adamw, sgd
-from services.worker.rank.optim.schedules import constant, warmup_cosine
+from services.worker.rank.models.loss import (
+    UserLoss,
+    bce_with_logits,
+    cross_entropy,
+    mse,
+    next_token,
+)
+from services.worker.rank.optim.optimizers import adamw, muon, sgd
+from services.worker.rank.optim.schedules import constant, linear, one_cycle, warmup_cosine, wsd
 from services.worker.rank.process.user_path import hidden_by_us
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
+        "trainable": {},
         "model": {
             "decoder": Decoder,
             "hf_causal_lm": hf_causal_lm,
             "hf_sequence_classification": hf_sequence_classification,
         },
-        "data": {"stdlib_bytes": stdlib_bytes},
+        "data": {"hf_dataset": hf_dataset, "stdlib_bytes": stdlib_bytes, "tokens": tokens},
         "loss": {
             "bce_with_logits": bce_with_logits,
             "cross_entropy": cross_entropy,
             "mse": mse,
             "next_token": next_token,
         },
-        "optimizer": {"adamw": adamw, "sgd": sgd},
-        "schedule": {"constant": constant, "warmup_cosine": warmup_cosine},
+        "optimizer": {"adamw": adamw, "muon": muon, "sgd": sgd},
+        "schedule": {
+            "constant": constant,
+            "linear": linear,
+            "one_cycle": one_cycle,
+            "warmup_cosine": warmup_cosine,
+            "wsd": wsd,
+        },
     }
 )
 
@@ -55,6 +73,12 @@ class Grant:
 
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     data_roots: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, seat: RankSeat | ProbeSeat) -> Self:
+        """What a seat grants: a job may read its own uploaded code too, which comes first."""
+        code = () if seat.code_folder is None else (seat.code_folder,)
+        return cls(seat.secrets, tuple(map(Path, (*code, *seat.data_roots))))
 
 
 NOTHING_GRANTED: Final = Grant()
@@ -90,7 +114,7 @@ def bound(
     """The factory that a field of the spec names, with its arguments, which it takes.
 
     Args:
-        field: ``model``, ``data``, ``optimizer`` or ``schedule``.
+        field: ``trainable``, ``model``, ``data``, ``optimizer`` or ``schedule``.
         factory: The name, and the keyword arguments from the spec.
         positional: Arguments that the trainer puts first.
         offered: Arguments that are passed if the callable has parameters of these names and the
@@ -123,6 +147,18 @@ def function(
     make = find(field, factory.factory)
     arguments = _arguments(field, factory, make, (None,) * called_with, {}, grant)
     return partial(make, **arguments) if arguments else make
+
+
+def chosen_loss(spec: JobSpec, grant: Grant = NOTHING_GRANTED) -> UserLoss | None:
+    """The loss that a spec names, to be called with the model's output and the batch; None: none.
+
+    Raises:
+        FactoryError: There is no such function, or it does not take its arguments.
+    """
+    if spec.loss is None:
+        return None
+    loss: UserLoss = function("loss", spec.loss, 2, grant)
+    return loss
 
 
 def _arguments(
@@ -168,12 +204,12 @@ def find(field: str, name: str) -> Callable[..., Any]:
     choices = BUILT_INS[field]
     if name in choices:
         return choices[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if not is_entry_point(name):
+        choose = f"choose one of {', '.join(sorted(choices))}, or " if choices else ""
         raise FactoryError(
-            f"{field}.factory: there is no built-in {name!r}; choose one of "
-            f"{', '.join(sorted(choices))}, or write package.module:callable"
+            f"{field}.factory: there is no built-in {name!r}; {choose}write package.module:callable"
         )
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:

@@ -1,10 +1,12 @@
 """What a hostile rank does to its board, its pipe and its files, by name."""
 
+import contextlib
 import itertools
 import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Final
 from services.contract.ids import checkpoint_id
 from services.contract.messages.rank_pipe import RankSeat
 
+_Deed = Callable[[RankSeat, socket.socket], None]
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd16q")
 _EVALUATED: Final = b'{"kind":"rank_evaluated","step":%d,"loss":1,"tokens":1}\n'
 OTHERS_CHECKPOINT: Final = "ckpt_01hf7yat00000000000000zzzz-s000000003-a0001"
@@ -75,6 +78,27 @@ def _leaves(content: bytes) -> Callable[[RankSeat, socket.socket], None]:
     return leave
 
 
+def _leaves_a_stranger(seat: RankSeat, _: socket.socket) -> None:
+    """A process of a session of its own, with no parent, mark or end, which holds nothing of ours."""
+    stranger = Path(seat.log_folder) / "stranger"
+    code = (
+        "import os, pathlib, signal, sys; "
+        "path = pathlib.Path(sys.argv[1]); "
+        "path.with_suffix('.draft').write_text(str(os.getpid())); "
+        "path.with_suffix('.draft').replace(path); "
+        "signal.pause()"
+    )
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(3, 1024)
+            os.execve(sys.executable, [sys.executable, "-c", code, str(stranger)], {})  # noqa: S606 no shell
+        os._exit(0)
+    while not stranger.exists():
+        os.sched_yield()
+    os._exit(7)
+
+
 def _spoils_its_log(_seat: RankSeat, _: socket.socket) -> None:
     os.write(1, b"a line\n" * 10_000)
     threading.Event().wait(0.5)  # its agent follows
@@ -86,6 +110,69 @@ def _puts_a_pipe_in_place_of_its_log(seat: RankSeat, _: socket.socket) -> None:
     log = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log"
     log.unlink()
     os.mkfifo(log)
+    os._exit(7)
+
+
+def _replaces(what: Callable[[RankSeat], Path], by: Callable[[Path], object]) -> _Deed:
+    """It puts something in the place of a folder of its own, and leaves."""
+
+    def replace(seat: RankSeat, _: socket.socket) -> None:
+        path = what(seat)
+        path.rename(path.with_name(f"{path.name}-before"))
+        by(path)
+        os._exit(7)
+
+    return replace
+
+
+def _points_elsewhere(path: Path) -> None:
+    elsewhere = path.with_name(f"{path.name}-elsewhere")
+    elsewhere.mkdir()
+    path.symlink_to(elsewhere)
+
+
+def _log_folder(seat: RankSeat) -> Path:
+    return Path(seat.log_folder)
+
+
+def _board_folder(seat: RankSeat) -> Path:
+    return Path(seat.board_path).parent
+
+
+def _storage(seat: RankSeat) -> Path:
+    return Path(seat.storage_root) / seat.job_id
+
+
+def _chain(seat: RankSeat) -> Path:
+    return _storage(seat) / "chain"
+
+
+def _hands_over_descriptors(_: RankSeat, pipe: socket.socket) -> None:
+    for _time in range(500):
+        socket.send_fds(pipe, [_EVALUATED % 3], [0] * 64)
+    os._exit(7)
+
+
+def _hangs_up(_: RankSeat, pipe: socket.socket) -> None:
+    pipe.shutdown(socket.SHUT_RDWR)
+    pipe.close()
+    threading.Event().wait(0.5)  # it trains on
+    os._exit(7)
+
+
+def _writes_past_its_agent(seat: RankSeat, _: socket.socket) -> None:
+    """Whenever its agent begins its log anew, a pipe is in the way of what is kept."""
+    kept = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log.1"
+
+    def stand_in_the_way() -> None:
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo(kept)
+
+    threading.Thread(target=stand_in_the_way, daemon=True).start()
+    for _time in range(70):
+        os.write(1, b"x" * (1 << 20))
+    threading.Event().wait(1.0)
     os._exit(7)
 
 
@@ -106,6 +193,18 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, socket.socket], None]]] = {
     "another's vote": _vote_for_another_rank,
     "child writes nonsense": _leaves(_EVALUATED % -1),
     "child writes on": _leaves(_EVALUATED % 3),
+    "log folder: pipe": _replaces(_log_folder, os.mkfifo),
+    "log folder: link": _replaces(_log_folder, _points_elsewhere),
+    "board folder: pipe": _replaces(_board_folder, os.mkfifo),
+    "board folder: link": _replaces(_board_folder, _points_elsewhere),
+    "storage: pipe": _replaces(_storage, os.mkfifo),
+    "storage: link": _replaces(_storage, _points_elsewhere),
+    "chain: pipe": _replaces(_chain, os.mkfifo),
+    "chain: file": _replaces(_chain, Path.touch),
+    "descriptors": _hands_over_descriptors,
+    "hangs up": _hangs_up,
+    "log kept from": _writes_past_its_agent,
+    "stranger": _leaves_a_stranger,
     "log cut": _spoils_its_log,
     "log replaced": _puts_a_pipe_in_place_of_its_log,
 }

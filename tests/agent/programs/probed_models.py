@@ -1,5 +1,6 @@
 """Models and data as users write them, well and badly, for probes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -61,11 +62,45 @@ def hangs(child_to: str) -> nn.Module:
         signal.pause()
 
 
+def disowns(child_to: str) -> nn.Module:
+    """Leaves a process without parent, mark and end, of a session of its own; then hangs."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            code = "import signal; signal.pause()"
+            draft = Path(f"{child_to}.draft")
+            draft.write_text(str(os.getpid()))
+            draft.replace(child_to)
+            os.execve(sys.executable, [sys.executable, "-c", code], {})  # noqa: S606 no shell
+        os._exit(0)
+    while True:
+        signal.pause()
+
+
 def hoards() -> nn.Module:
     """Makes tensors where it wants them, without end."""
     hoard = []
     while True:
         hoard.append(torch.zeros(1 << 20, device="cpu"))
+
+
+def talks(megabytes: int) -> nn.Module:
+    """Says a lot, and forges its answer at an end that it has inherited."""
+    for _ in range(megabytes):
+        sys.stderr.write("x" * (1 << 20))
+    sys.stderr.write("\nand that was all\n")
+    sys.stderr.flush()
+    used = max(os.fstat(2).st_blocks * 512, 0)
+    forged = {
+        "kind": "model_probed",
+        "probe_id": f"probe_{1:032x}",
+        "node_id": "another",
+        "took_s": 0,
+        "failure": {"code": "raised", "reason": "y" * (1 << 20), "traceback": str(used)},
+    }
+    answer = int(sys.argv[sys.argv.index("--answer") + 1])
+    os.write(answer, json.dumps(forged).encode())
+    os._exit(0)
 
 
 def crashes() -> nn.Module:

@@ -29,7 +29,7 @@ from services.worker.rank.process.seat import AgentPipe
 
 def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
     """Run the steps of the spec; what else happens is in ``spec.model.args``."""
-    wishes: dict[str, Any] = seat.spec.model.args
+    wishes: dict[str, Any] = seat.spec.model.args if seat.spec.model else {}
     if wishes.get("environment_to"):
         Path(wishes["environment_to"]).write_text(json.dumps(dict(os.environ)))  # noqa: TID251 what a rank sees
     pipe.send(RankReady(units=("blocks.0", ""), groups=("dp",), parameters=1, data_digest="d"))

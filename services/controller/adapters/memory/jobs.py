@@ -107,6 +107,7 @@ class MemoryJobs:
             self._server.logs.pop((job_id, log), None)
         self._server.samples.pop(job_id, None)
         self._server.steps.pop(job_id, None)
+        self._server.metrics.pop(job_id, None)
         self._server.stacks.pop(job_id, None)
 
     async def active(self) -> list[Stored]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
 from services.controller.domain.node import Drain, Lease, Measurement, Node
@@ -124,6 +124,16 @@ class MemoryTelemetry:
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""
         return list(self._server.steps.get(job_id, []))
+
+    async def last_metrics(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[MetricRecord]]:
+        """See ``Telemetry.last_metrics``."""
+        return {name: self._server.metrics.get(name, [])[-count:] for name in job_ids}
+
+    async def metrics(self, job_id: str) -> list[MetricRecord]:
+        """See ``Telemetry.metrics``."""
+        return list(self._server.metrics.get(job_id, []))
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
         """See ``Telemetry.keep_stacks``."""

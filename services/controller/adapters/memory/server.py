@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.contract.messages.commands import COMMAND, Command
 from services.contract.messages.probing import DeviceType, ModelProbed
-from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.domain.code import UploadedCode
 from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError
@@ -34,6 +34,7 @@ class MemoryServer:
     logs: dict[tuple[str, Log], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[str, dict[int, RankSample]] = field(default_factory=lambda: defaultdict(dict))
     steps: dict[str, list[StepRecord]] = field(default_factory=lambda: defaultdict(list))
+    metrics: dict[str, list[MetricRecord]] = field(default_factory=lambda: defaultdict(list))
     stacks: dict[str, dict[int, RankStacks]] = field(default_factory=lambda: defaultdict(dict))
     nodes: dict[str, Node] = field(default_factory=dict)
     drains: dict[str, Drain] = field(default_factory=dict)

@@ -145,12 +145,12 @@ class RedisCode:
     async def use(self, digest: str) -> bool:
         """See ``CodeStore.use``."""
         name = hex_of(digest)
-        with answering():
+        with self._clients.answering(keys.code(name), keys.CODES):
             return bool(await self._use(keys=[keys.code(name), keys.CODES], args=[name]))
 
     async def unused(self, before_ms: int) -> list[str]:
         """See ``CodeStore.unused``."""
-        with answering():
+        with self._clients.answering(keys.CODES):
             names: Any = await self._clients.reads.zrangebyscore(
                 keys.CODES, "-inf", f"({before_ms}"
             )

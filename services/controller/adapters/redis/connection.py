@@ -47,6 +47,8 @@ _REFUSAL_CODES: Final = {
     "OOM": _MEMORY,
     "NOPERM": _ACL,
     "ACL failure in script": _ACL,
+    "The user executing the script can't": _ACL,  # as Redis 6 says it
+    "EXEC without MULTI": _ACL,  # redis-py passes over the refusal of MULTI
     "READONLY": _REPLICA,
     "MASTERDOWN": _REPLICA,
     "MISCONF": "it cannot save: free its disk; its log says what failed",

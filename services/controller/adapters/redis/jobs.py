@@ -181,6 +181,7 @@ class RedisJobs:
             keys.job_steps(job.id),
             keys.job_logs(job.id),
             keys.job_stacks(job.id),
+            keys.job_metrics(job.id),
         ]
         first_inbox = len(its_own) + 1  # as Lua counts
         with answering():
@@ -369,6 +370,7 @@ def _doomed(job_id: str) -> list[str]:
         keys.job_steps(job_id),
         keys.job_logs(job_id),
         keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
         keys.job_checkpoints(job_id),
         keys.job_history(job_id),
     ]

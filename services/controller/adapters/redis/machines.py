@@ -1,15 +1,15 @@
 """Nodes, facts and telemetry in Redis."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys as keys
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
@@ -32,6 +32,7 @@ _CONSUMER: Final = "leader"
 _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
+_Record = TypeVar("_Record", StepRecord, MetricRecord)
 
 
 class RedisNodes:
@@ -201,7 +202,7 @@ class RedisFacts:
         with self._clients.answering(keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS):
             await self._take(
                 keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
-                args=[limit, keys.MESSAGE_FIELD],
+                args=[limit, keys.MESSAGE_FIELD, keys.LONGEST_FACT, keys.LONGEST_FACT],
             )
         return await self._read(">", limit)
 
@@ -258,34 +259,51 @@ class RedisTelemetry:
         self, job_ids: Sequence[str], count: int
     ) -> Mapping[str, list[StepRecord]]:
         """See ``Telemetry.last_steps``."""
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
-                    pipe.xrevrange(keys.job_steps(job_id), count=count)
-                rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(keys.job_steps, job_ids), rows)
-        return {
-            job_id: self._steps(job_id, _entries(row or [])[::-1])
-            for job_id, row in zip(job_ids, told, strict=True)
-        }
+        return await self._last(StepRecord, keys.job_steps, job_ids, count)
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""
-        records: list[StepRecord] = []
+        return await self._all(StepRecord, keys.job_steps(job_id))
+
+    async def last_metrics(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[MetricRecord]]:
+        """See ``Telemetry.last_metrics``."""
+        return await self._last(MetricRecord, keys.job_metrics, job_ids, count)
+
+    async def metrics(self, job_id: str) -> list[MetricRecord]:
+        """See ``Telemetry.metrics``."""
+        return await self._all(MetricRecord, keys.job_metrics(job_id))
+
+    async def _last(
+        self, kind: type[_Record], key: Callable[[str], str], job_ids: Sequence[str], count: int
+    ) -> dict[str, list[_Record]]:
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.xrevrange(key(job_id), count=count)
+                rows = await pipe.execute(raise_on_error=False)
+            told = self._clients.unreadable.of_their_type(map(key, job_ids), rows)
+        return {
+            job_id: self._records(kind, key(job_id), _entries(row or [])[::-1])
+            for job_id, row in zip(job_ids, told, strict=True)
+        }
+
+    async def _all(self, kind: type[_Record], key: str) -> list[_Record]:
+        records: list[_Record] = []
         start = "-"
         while True:
             command = ("XRANGE", start, "+", "COUNT", _STEPS_A_READ)
-            (rows,) = await self._answers(self._clients.reads, keys.job_steps(job_id), command)
+            (rows,) = await self._answers(self._clients.reads, key, command)
             entries = _entries(rows or [])
-            records += self._steps(job_id, entries)
+            records += self._records(kind, key, entries)
             if len(entries) < _STEPS_A_READ:
                 return records
             start = f"({entries[-1].id}"
 
-    def _steps(self, job_id: str, entries: Iterable[Entry]) -> list[StepRecord]:
+    def _records(self, kind: type[_Record], key: str, entries: Iterable[Entry]) -> list[_Record]:
         texts = (entry.body for entry in entries)
-        read_all = self._clients.unreadable.read_all
-        return read_all(keys.job_steps(job_id), StepRecord.model_validate_json, texts)
+        return self._clients.unreadable.read_all(key, kind.model_validate_json, texts)
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
         """See ``Telemetry.keep_stacks``."""

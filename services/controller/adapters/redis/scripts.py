@@ -42,8 +42,8 @@ COMMIT: Final = (
     + _FIND_MISTYPED
     + _TO_INBOX
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, then the
--- inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics,
+-- then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -81,7 +81,7 @@ for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 local lives_s = take()
-for i = 6, 10 do
+for i = 6, 11 do
   if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
 end
 if doomed > 0 then
@@ -287,14 +287,16 @@ return 'ok'
 """
 
 TAKE_FACTS: Final = """
--- KEYS: facts, then the lists from which they are taken, the older ones first; ARGV: how many, field
-local left = tonumber(ARGV[1])
+-- KEYS: facts, then the lists from which they are taken, the older ones first
+-- ARGV: how many, field, the longest fact (of a longer one is kept that it was), about how long together
+local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 for i = 2, #KEYS do
-  while left > 0 do
+  while left > 0 and room > 0 do
     local fact = redis.call('LPOP', KEYS[i])
     if not fact then break end
+    if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
     redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
-    left = left - 1
+    left, room = left - 1, room - #fact
   end
 end
 """

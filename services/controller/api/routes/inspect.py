@@ -1,7 +1,7 @@
 """Ranks, metrics and nodes."""
 
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -16,12 +16,15 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
+from services.controller.use_cases import metrics as of_metrics
 from services.controller.use_cases.jobs import change_course
 
+_MOST_NAMES: Final = 80
+_NAMES_CHARACTERS: Final = 6_000
 router = APIRouter(prefix="/v1", tags=["inspect"])
 
 
@@ -61,21 +64,30 @@ async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Resp
 async def metrics(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
     *,
     name: Annotated[
-        str | None, Query(max_length=200, description="these metrics alone: `loss,grad_norm`")
+        list[Annotated[str, Query(max_length=_NAMES_CHARACTERS)]] | None,
+        Query(
+            max_length=_MOST_NAMES,
+            description="these metrics alone, also the user's: `loss,grad_norm`, or one each time",
+        ),
     ] = None,
     from_step: Annotated[int, Query(ge=0)] = 0,
     to_step: Annotated[int | None, Query(ge=0)] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
 ) -> Response:
-    """Loss and throughput by step, thinned out to `max_points`."""
-    wanted = use_cases.StepRange(from_step, to_step, max_points)
-    if name is not None:
-        names = frozenset(part.strip() for part in name.split(","))
-        return answer(request, await use_cases.get_some_metrics(ports, job_id, wanted, names))
-    return answer(request, await use_cases.get_metrics(ports, job_id, wanted))
+    """Loss, throughput and the user's metrics by step, thinned out to `max_points`.
+
+    A job has at most 64 metrics of the user's; `names` lists them, `names_left_out` counts the rest.
+    """
+    wanted = of_metrics.StepRange(from_step, to_step, max_points)
+    async with context.metrics_turn:
+        if name is not None:
+            names = frozenset(part.strip() for each in name for part in each.split(","))
+            some = await of_metrics.get_some_metrics(context.ports, job_id, wanted, names)
+            return answer(request, some)
+        return answer(request, await of_metrics.get_metrics(context.ports, job_id, wanted))
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])

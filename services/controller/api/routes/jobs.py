@@ -97,7 +97,9 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     ports: WithPorts,
     *,
     state: Annotated[list[JobState] | None, Query(description="any of these")] = None,
-    label: Annotated[list[str] | None, Query(description="`key=value` or `key`; all")] = None,
+    label: Annotated[
+        list[str] | None, Query(max_length=64, description="`key=value` or `key`; all")
+    ] = None,
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
     sort: Annotated[

@@ -29,36 +29,61 @@ def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], No
     if seat.resume_from is None:
         return 0
     job = job_of_checkpoint(seat.resume_from)
-    chain = CommitChain(Path(seat.storage_root), job)
-    try:
-        manifest = chain.find(seat.resume_from)
-    except ChainError as error:
-        send(RankFoundCorrupt(checkpoint_id=seat.resume_from, file="chain", reason=str(error)))
-        raise
+    manifest = source_of(seat, seat.resume_from, send)
     # A clone may go on with other data; the same job must not do so unnoticed.
     if job == seat.job_id and manifest.data_digest not in ("", parts.data_digest):
         raise DataMismatchError(
             f"data: checkpoint {seat.resume_from} was trained on data of digest "
             f"{manifest.data_digest}, here it is {parts.data_digest}: the run would not be "
-            "continued exactly. Use the same files (for stdlib_bytes: the same Python)"
+            "continued exactly. Use the same files (for stdlib_bytes: the same Python), or clone the "
+            "job from this checkpoint: a clone may train on other data"
         )
+    fill_from(seat, manifest, lambda readers: restore(parts, readers), send)
+    return manifest.step
+
+
+def source_of(seat: RankSeat, checkpoint: str, send: Callable[[RankMessage], None]) -> Manifest:
+    """The manifest of the checkpoint from which an attempt resumes.
+
+    Raises:
+        ChainError: It was never committed, or it was deleted; the agent was told.
+    """
+    chain = CommitChain(Path(seat.storage_root), job_of_checkpoint(checkpoint))
     try:
-        _fill(parts, chain.shard_folder(manifest.checkpoint_id), manifest)
+        return chain.find(checkpoint)
+    except ChainError as error:
+        send(RankFoundCorrupt(checkpoint_id=checkpoint, file="chain", reason=str(error)))
+        raise
+
+
+def fill_from(
+    seat: RankSeat,
+    manifest: Manifest,
+    fill: Callable[[list[shard_file.ShardReader]], None],
+    send: Callable[[RankMessage], None],
+) -> None:
+    """Has ``fill`` read from the files of a checkpoint, one a rank that saved.
+
+    Raises:
+        CorruptShardError: A file that it reads is not what was committed; the agent was told.
+        Exception: Whatever ``fill`` raises, if the files are what was committed.
+    """
+    chain = CommitChain(Path(seat.storage_root), manifest.job_id)
+    try:
+        _fill(chain.shard_folder(manifest.checkpoint_id), manifest, fill)
     except shard_file.CorruptShardError as error:
         name = f"shards/{manifest.checkpoint_id}/{error.path.name}"
         reason = error.reason
         send(RankFoundCorrupt(checkpoint_id=manifest.checkpoint_id, file=name, reason=reason))
         raise
-    return manifest.step
 
 
-def _fill(parts: TrainedParts, folder: Path, manifest: Manifest) -> None:
+def _fill(
+    folder: Path, manifest: Manifest, fill: Callable[[list[shard_file.ShardReader]], None]
+) -> None:
     try:
         with ExitStack() as stack:
-            restore(
-                parts,
-                [stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards],
-            )
+            fill([stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards])
     except (CheckpointError, ValueError, KeyError, TypeError):
         # A damaged header can look like a checkpoint of another model: look before blaming that.
         for shard in manifest.shards:

@@ -101,6 +101,11 @@ def write(
     return ShardFile(rank=rank, name=path.name, bytes=size, sha256=digest.hexdigest())
 
 
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether the format has a name for tensors of this kind."""
+    return dtype in _DTYPES
+
+
 def verify(folder: Path, shard: ShardFile) -> None:
     """Compares a shard file's bytes with the manifest's digest.
 
@@ -143,6 +148,14 @@ class ShardReader:
         """The text beside the tensors, not verified."""
         metadata: dict[str, str] | None = self._handle.metadata()  # type: ignore[no-untyped-call]  # safetensors'
         return metadata or {}
+
+    def verify(self) -> None:
+        """Compares the file with the manifest, unless that was done.
+
+        Raises:
+            CorruptShardError: The file is not what was committed.
+        """
+        self._verify_once()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Reads one tensor.

@@ -1,39 +1,77 @@
 """All that a run is after a step, as tensors and text: what a checkpoint holds of one rank.
 
-Tensors of the model and the optimizer are boxes of whole tensors, which the boxes of all ranks
-tile, so a run of another number of ranks can be filled from them. Random states belong to a rank.
-Nothing else is state: data, schedule and seeds follow from the step and the spec.
+Tensors of the model, of its averages and of the optimizers are boxes of whole tensors, which the boxes of
+all ranks tile, so a run of another number of ranks can be filled from them. Random states belong to a
+rank. Beside them there is what a user's ``Trainable`` has for a state, the scale of losses, and where the
+run is in its data, which is the same on all ranks, whatever their number. Nothing else is state: schedule
+and seeds follow from the step and the spec.
+
+Of several optimizers each has parameters of its own, so their states are named as those of one.
 """
 
 import json
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import (
     SavedShard,
+    ShardEntry,
+    fill_from_shards,
     load_model_state,
     load_optimizer_state,
     local_shards,
     model_state,
     optimizer_state,
 )
+from services.worker.rank.checkpoints.beside import flattened, restored
+from services.worker.rank.checkpoints.random_state import (
+    random_tensors,
+    random_text,
+    restore_random,
+)
 from services.worker.rank.checkpoints.shard_file import ShardReader
+from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
+from services.worker.rank.optim.ema import PREFIX as EMA
+from services.worker.rank.optim.ema import Ema
+from services.worker.rank.optim.loss_scale import LossScaler
+from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
 
+OPTIMIZER: Final = "optim."
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
 FILE: Final = "file."
 """Begins the names of tensors that hold a file's bytes; an export writes these files."""
-_TORCH_RANDOM: Final = "random.torch"
-_CUDA_RANDOM: Final = "random.cuda"
+
+
+class Told(Protocol):
+    """Has a state that JSON has words for, the same on all ranks."""
+
+    def state(self) -> Mapping[str, Any]:
+        """The state."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes it back."""
+        ...
+
+
+class Stateful(Protocol):
+    """Has a state of dicts and lists of tensors and of what JSON has words for."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes it back."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,20 +79,30 @@ class TrainedParts:
     """What changes as a run trains, and where.
 
     Attributes:
-        model: Sharded.
-        optimizer: Over its parameters.
+        model: Sharded; of several models a container.
+        optimizers: Over disjoint parameters of it.
         gang: The ranks.
         data_digest: Names the data.
         seed: The job's.
+        beside: What else a checkpoint holds.
+        ema: Averages of the parameters.
+        scaler: The scale of losses.
         files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
+        data: Where it is in the data; None: the step says it.
+        early_stop: How its evaluations went, where they decide on its end.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     gang: Gang
     data_digest: str
     seed: int
+    beside: Stateful | None = None
+    ema: Ema | None = None
+    scaler: LossScaler | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    data: Feed | None = None
+    early_stop: Told | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +115,7 @@ class TrainingState:
         tensors: By name, where they are: the next step changes them.
         text: The boxes and the random states that are no tensors, as safetensors metadata.
         lasting: Names of the tensors that nothing but the optimizer's step changes.
+        evaluation: The validation loss after the step and metrics; empty if there was no pass.
     """
 
     step: int
@@ -74,21 +123,30 @@ class TrainingState:
     tensors: Mapping[str, torch.Tensor]
     text: Mapping[str, str]
     lasting: frozenset[str] = frozenset()
+    evaluation: Mapping[str, float] = field(default_factory=dict)
 
 
-def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState:
-    """The state of ``parts`` after ``step`` steps on this rank."""
+def capture(
+    parts: TrainedParts,
+    step: int,
+    loss: float | None,
+    evaluation: Mapping[str, float] | None = None,
+) -> TrainingState:
+    """The state of ``parts`` after ``step`` steps on this rank, and how it was evaluated then."""
     model = model_state(parts.model)
-    optimizer = optimizer_state(parts.model, parts.optimizer)
-    state = {**model, **optimizer}
+    changed_by_update = {
+        name: tensor
+        for each in parts.optimizers
+        for name, tensor in optimizer_state(parts.model, each).items()
+    } | dict({} if parts.ema is None else parts.ema.tensors)
+    beside = flattened({} if parts.beside is None else parts.beside.state_dict())
+    state = {**model, **changed_by_update, **beside.tensors}
     # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
     # they may change in a forward pass.
     sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
     entries = local_shards(state, parts.gang.mesh)
     tensors = {entry.fqn: entry.tensor for entry in entries}
-    tensors[_TORCH_RANDOM] = torch.get_rng_state()
-    if parts.gang.device.type == "cuda":
-        tensors[_CUDA_RANDOM] = torch.cuda.get_rng_state(parts.gang.device)
+    tensors |= random_tensors(parts.gang.device)
     if parts.gang.rank == 0:
         tensors |= {
             FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -96,27 +154,27 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
             if content
         }
     about = {
-        "version": _VERSION,
         "step": step,
         "rank": parts.gang.rank,
         "world_size": parts.gang.world_size,
         "mesh": _axes(parts),
         "data_digest": parts.data_digest,
-        "boxes": {
-            entry.fqn: {
-                "global_shape": entry.global_shape,
-                "offsets": entry.offsets,
-                "shape": tuple(entry.tensor.shape),
-            }
-            for entry in entries
-        },
-        "python_random": random.getstate(),
-        "numpy_random": _numpy_state(),
+        "data": {} if parts.data is None else dict(parts.data.state()),
+        "boxes": boxes_of(entries),
+        **random_text(),
     }
+    if beside.document:
+        about["beside"] = beside.document
+    if parts.scaler is not None:
+        about["scaler"] = parts.scaler.state()
+    if parts.early_stop is not None:
+        about["early_stop"] = dict(parts.early_stop.state())
     lasting = frozenset(
-        name for name in tensors if name in sharded or name in optimizer or name.startswith(FILE)
+        name
+        for name in tensors
+        if name in sharded or name in changed_by_update or name.startswith(FILE)
     )
-    return TrainingState(step, loss, tensors, {_KEY: json.dumps(about)}, lasting)
+    return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
 
 
 def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
@@ -131,18 +189,53 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
         CheckpointError: The files do not hold what this model and optimizer need.
         ValueError: A file's text is not what ``capture`` wrote.
     """
-    abouts = [(reader, _about(reader)) for reader in readers]
-    shards = [shard for reader, about in abouts for shard in _shards(reader, about["boxes"])]
+    abouts = [(reader, about_of(reader)) for reader in readers]
+    shards = [shard for reader, about in abouts for shard in saved_shards(reader, about["boxes"])]
     load_model_state(parts.model, shards)
-    load_optimizer_state(parts.model, parts.optimizer, shards)
+    _load_optimizers(parts, shards)
+    if parts.ema is not None:
+        # A clone may begin to average with weights that were trained without.
+        parts.ema.begin_anew()
+        if any(shard.fqn.startswith(EMA) for shard in shards):
+            fill_from_shards(parts.ema.tensors, shards)
+    if parts.beside is not None and (saved := abouts[0][1].get("beside")):
+        parts.beside.load_state_dict(restored(saved, shards, parts.beside.state_dict()))
+    if parts.scaler is not None and (scale := abouts[0][1].get("scaler")):
+        parts.scaler.restore(scale)
+    if parts.early_stop is not None and (course := abouts[0][1].get("early_stop")):
+        parts.early_stop.restore(course)
     step = abouts[0][1]["step"]
+    _restore_position(parts, abouts[0][1])
     for reader, about in abouts:
         if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
-            _restore_random(parts, reader, about)
+            restore_random(parts.gang.device, reader, about)
             return
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
     torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
+
+
+def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
+    if parts.data is not None:
+        is_same = about.get("data_digest") == parts.data_digest
+        # A clone with other data begins it; a checkpoint of an older version had no other position
+        # than the step's.
+        position = about.get("data", {}) if is_same else BEGINNING
+        parts.data.restore(position, about["step"])
+
+
+def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:
+    """Gives each optimizer what was saved of its parameters; the first what is nobody's, to refuse it."""
+    first, *others = parts.optimizers
+    parts.model.state_dict(keep_vars=True)  # its hooks hang the slices, which the optimizers hold
+    names = {parameter: name for name, parameter in parts.model.named_parameters()}
+    taken: set[str] = set()
+    for optimizer in others:
+        held = {f"{OPTIMIZER}{names[each]}" for each in parameters_of(optimizer) if each in names}
+        mine = [shard for shard in shards if shard.fqn.rpartition(".")[0] in held]
+        load_optimizer_state(parts.model, optimizer, mine)
+        taken |= {shard.fqn for shard in mine}
+    load_optimizer_state(parts.model, first, [each for each in shards if each.fqn not in taken])
 
 
 def _axes(parts: TrainedParts) -> dict[str, int]:
@@ -150,14 +243,37 @@ def _axes(parts: TrainedParts) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _about(reader: ShardReader) -> dict[str, Any]:
+def boxes_of(entries: Iterable[ShardEntry]) -> dict[str, Any]:
+    """Where the tensors of one file lie in the whole ones, as JSON."""
+    return {
+        entry.fqn: {
+            "global_shape": entry.global_shape,
+            "offsets": entry.offsets,
+            "shape": tuple(entry.tensor.shape),
+        }
+        for entry in entries
+    }
+
+
+def as_text(about: Mapping[str, Any]) -> dict[str, str]:
+    """What a file says beside its tensors, as the format's text."""
+    return {_KEY: json.dumps({"version": _VERSION, **about})}
+
+
+def about_of(reader: ShardReader) -> dict[str, Any]:
+    """What ``as_text`` was given.
+
+    Raises:
+        ValueError: The file was not written by this version.
+    """
     about = json.loads(reader.metadata.get(_KEY, "null"))
     if not isinstance(about, dict) or about.get("version") != _VERSION:
         raise ValueError(f"the shard file was not written by version {_VERSION} of this format")
     return about
 
 
-def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+def saved_shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+    """The boxes that a file holds, as ``boxes_of`` told of them."""
     for name, box in boxes.items():
         yield SavedShard(
             fqn=name,
@@ -166,18 +282,3 @@ def _shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShar
             shape=tuple(box["shape"]),
             read=lambda slices, name=name: reader.part(name, slices),  # type: ignore[misc]  # mypy cannot type a default in a lambda
         )
-
-
-def _restore_random(parts: TrainedParts, reader: ShardReader, about: Mapping[str, Any]) -> None:
-    torch.set_rng_state(reader.tensor(_TORCH_RANDOM))
-    if parts.gang.device.type == "cuda":
-        torch.cuda.set_rng_state(reader.tensor(_CUDA_RANDOM), parts.gang.device)
-    version, words, gauss = about["python_random"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(about["numpy_random"])
-
-
-def _numpy_state() -> dict[str, Any]:
-    state = np.random.get_state(legacy=False)
-    words = state["state"]
-    return {**state, "state": {"key": words["key"].tolist(), "pos": words["pos"]}}

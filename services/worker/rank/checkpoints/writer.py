@@ -101,6 +101,10 @@ class CheckpointWriter:
         if kind is not None:
             self._abandon()
 
+    def resume(self, step: int) -> None:
+        """The checkpoint of ``step`` was loaded, and is not written again."""
+        self._last_step = step
+
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` is not saved yet, and not being saved."""
         return step > self._last_step
@@ -198,6 +202,7 @@ class CheckpointWriter:
                 shard=shard,
                 loss=state.loss,
                 data_digest=self._data_digest,
+                evaluation=dict(state.evaluation),
             )
         )
 

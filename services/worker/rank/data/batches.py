@@ -79,6 +79,13 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return map_tensors(lambda _: next(whole), batches[0])
 
 
+def zeros_like(sample: Batch, samples: int) -> Batch:
+    """A batch of so many samples that are nested and shaped as the one given, all zeros."""
+    return map_tensors(
+        lambda tensor: torch.zeros(samples, *tensor.shape[1:], dtype=tensor.dtype), sample
+    )
+
+
 def moved(batch: Batch, device: torch.device) -> Batch:
     """``batch`` on ``device``."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -101,3 +108,11 @@ def predicted_tokens(batch: Batch) -> int | None:
             return int((labels[:, 1:] != -100).sum())  # noqa: PLR2004 (cross entropy's own mark)
         return cast("int", batch["input_ids"].numel())
     return None
+
+
+def counts_differ(batch: Batch) -> bool:
+    """Whether parts of such a batch may predict different numbers of tokens: some may be masked."""
+    if not isinstance(batch, Mapping) or predicted_tokens(batch) is None:
+        return False
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape

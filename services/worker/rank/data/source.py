@@ -1,15 +1,19 @@
 """What the loop asks of data: this rank's share of each global batch.
 
-What a data factory makes becomes a ``Feed`` here; docs/your-own-training.md lists what it may make.
+``data.feeds`` makes a ``Feed`` of what a data factory made.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
 from meshloom.data import Batch, DataSource
 from services.worker.rank.data.batches import BatchShapeError, rows
+from services.worker.rank.data.share import Share
+
+BEGINNING: Final[Mapping[str, Any]] = {"samples": 0}
+"""The state of every feed before its first sample."""
 
 
 class DataMismatchError(RuntimeError):
@@ -43,6 +47,11 @@ class Feed(Protocol):
         """What the digest covers, where the source can say it."""
         ...
 
+    @property
+    def description(self) -> str:
+        """How much there is, in which order, and what of it is promised, in words."""
+        ...
+
     def share(self, step: int) -> Batch:
         """This rank's samples of the global batch of ``step`` (from 1), on the CPU."""
         ...
@@ -59,12 +68,26 @@ class Feed(Protocol):
         """One sample as a batch, as training will see it; takes nothing from the run."""
         ...
 
+    def origin(self, step: int, place: int) -> str:
+        """The sample at ``place`` of this rank's share of ``step``, in words."""
+        ...
+
     def state(self) -> Mapping[str, Any]:
         """Where the run is in the data, for JSON; the same on ranks of any number."""
         ...
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Goes to where ``state`` was taken, after ``step`` steps."""
+        """Goes to where ``state`` was taken, after ``step`` steps.
+
+        Args:
+            state: As a feed of this data gave it, on ranks of any number; empty: the run has always
+                had the global batch that it has. ``BEGINNING``: no sample was taken.
+            step: Steps that were made.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the processes that read ahead; the feed is not asked again."""
         ...
 
 
@@ -73,13 +96,12 @@ class AddressedFeed:
 
     Args:
         source: A ``meshloom.DataSource``, or an object with ``digest`` and ``batch``.
-        per_rank: Samples of a step on each data-parallel rank.
-        data_rank: This one among them.
+        share: This rank's part of each step.
     """
 
-    def __init__(self, source: DataSource, per_rank: int, data_rank: int) -> None:
+    def __init__(self, source: DataSource, share: Share) -> None:
         self._source = source
-        self._indices = range(data_rank * per_rank, (data_rank + 1) * per_rank)
+        self._indices = share.places
 
     @property
     def digest(self) -> str:
@@ -90,6 +112,11 @@ class AddressedFeed:
     def manifest(self) -> str | None:
         """The source's, if it has one."""
         return self._source.manifest if isinstance(self._source, HasManifest) else None
+
+    @property
+    def description(self) -> str:
+        """That the source decides."""
+        return "samples that follow from the step"
 
     def share(self, step: int) -> Batch:
         """The samples at this rank's places.
@@ -116,6 +143,10 @@ class AddressedFeed:
         """The first of the first step."""
         return self._source.batch(1, [0])
 
+    def origin(self, step: int, place: int) -> str:
+        """Its place in the step."""
+        return f"sample {self._indices[place]} of step {step}"
+
     def state(self) -> Mapping[str, Any]:
         """Nothing: the step says it."""
         return {}
@@ -123,24 +154,8 @@ class AddressedFeed:
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Changes nothing."""
 
-
-def feed_of(made: object, per_rank: int, data_rank: int) -> Feed:
-    """The shares of whatever a data factory made.
-
-    Args:
-        made: See docs/your-own-training.md.
-        per_rank: Samples of a step on each data-parallel rank.
-        data_rank: This one among them.
-
-    Raises:
-        DataError: It gives no batches.
-    """
-    if hasattr(made, "digest") and callable(getattr(made, "batch", None)):
-        return AddressedFeed(cast("DataSource", made), per_rank, data_rank)
-    raise DataError(
-        f"data.factory made a {type(made).__name__}, which gives no batches: return a "
-        "meshloom.DataSource"
-    )
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def sample_length(batch: Batch) -> int:

@@ -1,16 +1,17 @@
 """A validation pass, shared out over the ranks."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from fsdp_core import FSDPModule
 from meshloom.data import Batch
 from services.contract.states import RankPhase
 from services.worker.rank.data import batches
+from services.worker.rank.loop.context import LoopContext
 from services.worker.rank.loop.run import Run
+from services.worker.rank.models.loss import checked
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,16 @@ class Evaluation:
     tokens: int
     metrics: Mapping[str, float]
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """The loss, and then the metrics beside it, by name."""
+        return {"loss": self.loss, **self.metrics}
 
-def evaluate(run: Run) -> Evaluation | None:
-    """Evaluates the model on the validation batches; None if the data has none.
+
+def evaluate(run: Run, step: int) -> Evaluation | None:
+    """Evaluates the models after ``step`` on the validation batches; None if the data has none.
+
+    With averages of the weights it is these that are evaluated.
 
     Every rank makes as many passes as the others, because each pass gathers parameters from all:
     where a rank has no batch left, it repeats the first with weight 0.
@@ -40,16 +48,14 @@ def evaluate(run: Run) -> Evaluation | None:
     run.watch.enter(RankPhase.EVAL)
     world, rank = run.gang.data_ranks, run.gang.data_rank
     sums: dict[str, float] = {}
-    was_training = run.model.training
-    run.model.eval()
-    with torch.no_grad():
+    context = LoopContext(run, step, None)
+    averages = contextlib.nullcontext() if run.ema is None else run.ema.in_place_of_weights()
+    with torch.no_grad(), averages, _evaluated(run):
         for own in range(rank, rank + len(validation), world):
             is_own = own < len(validation)
-            for name, value in _sums(run, validation[own if is_own else 0]).items():
+            found = _sums(run, validation[own if is_own else 0], context)
+            for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value * is_own
-    run.model.train(was_training)
-    # The root stays gathered after a forward pass: nobody needs it whole until the next one.
-    cast("FSDPModule", run.model).reshard()
     names = sorted(sums)
     own_sums = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     totals = dict(zip(names, run.gang.control.all_reduce(own_sums).wait().tolist(), strict=True))
@@ -64,10 +70,26 @@ def evaluate(run: Run) -> Evaluation | None:
 _LOSS, _COUNTED = "", " "  # no names of metrics
 
 
-def _sums(run: Run, batch: Batch) -> dict[str, float]:
+@contextlib.contextmanager
+def _evaluated(run: Run) -> Iterator[None]:
+    """Within, the models evaluate; afterwards no parameter is gathered."""
+    models = run.models.by_name.values()
+    were_training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    yield
+    for model, was_training in zip(models, were_training, strict=True):
+        model.train(was_training)
+    # Nobody needs them whole until the next pass.
+    run.models.reshard()
+
+
+def _sums(run: Run, batch: Batch, context: LoopContext) -> dict[str, float]:
     """Loss and metrics times what they are the mean over, and that."""
     count = batches.predicted_tokens if run.counts_tokens else batches.rows
     weight = count(batch) or 0
-    computed = run.loss(batches.moved(batch, run.gang.device))
+    computed = checked(run.trainable.eval_batch(batches.moved(batch, run.gang.device), context))
     found = {_LOSS: float(computed.loss), **{k: float(v) for k, v in computed.metrics.items()}}
-    return {_COUNTED: float(weight), **{name: value * weight for name, value in found.items()}}
+    # The mean over no token is no number.
+    sums = {name: value * weight if weight else 0.0 for name, value in found.items()}
+    return {_COUNTED: float(weight), **sums}

@@ -16,8 +16,25 @@ def ready(run: Run, resumed: int) -> None:
     _say(
         f"rank {run.gang.rank} of {run.gang.world_size} on {run.gang.device}: "
         f"{parameters:,} parameters in {len(run.units)} units, micro batch {run.micro_batch}, "
-        f"data sha256 {run.data.digest[:12]}; goes on from step {resumed}"
+        f"data sha256 {run.data.digest[:12]} ({run.data.description}); goes on from step {resumed}"
     )
+    if run.spec.train.deterministic:
+        _say(
+            "deterministic: operators give the same bits each time, or raise; cuBLAS has a workspace of "
+            "fixed size, and cuDNN does not look for the fastest algorithm"
+        )
+    if run.scaler is not None:
+        _say(f"fp16: losses are scaled, by {run.scaler.now.scale:g} at first")
+
+
+def skipped(run: Run, step: int) -> None:
+    """Rank 0 tells that gradients overflowed, so nothing was updated."""
+    if run.gang.rank == 0 and run.scaler is not None:
+        now = run.scaler.now
+        _say(
+            f"step {step}: skipped, for gradients overflowed in fp16 ({now.skipped} so far); "
+            f"the loss scale is now {now.scale:g}"
+        )
 
 
 def stepped(run: Run, step: BoardStep) -> None:
@@ -35,6 +52,12 @@ def evaluated(step: int, loss: float, baselines: Mapping[str, float]) -> None:
     """A validation pass is done."""
     beside = ", ".join(f"{name} table {value:.3f}" for name, value in baselines.items())
     _say(f"step {step}: validation loss {loss:.4f}" + (f" ({beside})" if beside else ""))
+
+
+def ended_early(run: Run, step: int, reason: str) -> None:
+    """Rank 0 tells that evaluations ended the run."""
+    if run.gang.rank == 0:
+        _say(f"step {step}: {reason}")
 
 
 def _say(line: str) -> None:

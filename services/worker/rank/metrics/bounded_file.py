@@ -1,5 +1,6 @@
 """A file that only grows by whole records, up to a bound; a full disk costs records, never a run."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,16 @@ from services.worker.rank.metrics.points import Point, thinned
 FILE_BYTES: Final = 64 << 20
 """No file of metrics is longer."""
 _POINTS_AT_ONCE: Final = 200
+
+
+# Of the one process that has them: a rank that becomes another user opens them before.
+_OPENED_EARLY: Final[dict[Path, int]] = {}
+
+
+def open_early(path: Path) -> None:
+    """Have a ``BoundedFile`` at ``path`` find it open. What the disk refuses is tried again then."""
+    with contextlib.suppress(OSError):
+        _OPENED_EARLY[path] = _opened(path)
 
 
 class BoundedFile:
@@ -72,8 +83,8 @@ class BoundedFile:
             self._descriptor = None
 
     def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        early = _OPENED_EARLY.pop(self.path, None)
+        self._descriptor = _opened(self.path) if early is None else early
         self._size = os.fstat(self._descriptor).st_size
 
     def _append(self, data: bytes | bytearray) -> None:
@@ -87,3 +98,9 @@ class BoundedFile:
             os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(data)
+
+
+def _opened(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)

@@ -15,10 +15,12 @@ from typing import Final, Protocol, Self
 
 from services.contract.messages.rank_pipe import RankMessage, RankSeat
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
+from services.worker.rank.metrics.event_file import EventFile
+from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.metrics.json_lines import JsonLines
 from services.worker.rank.metrics.points import VALIDATION, Point
+from services.worker.rank.metrics.trackers import trackers
 
-JSON_LINES: Final = "metrics.jsonl"
 _PENDING: Final = 100_000
 _EVERY_S: Final = 1.0
 # An agent gives a rank that has finished 20 s to leave, and one that has failed 5 s to say why.
@@ -52,7 +54,7 @@ class MetricsReporter:
     Args:
         seat: The rank's seat.
         send: Takes messages to the agent; callable from any thread.
-        outlets: Further ones, beside the file of JSON lines and the agent.
+        outlets: Further ones, beside files, the agent and what the spec names.
     """
 
     def __init__(
@@ -64,17 +66,19 @@ class MetricsReporter:
         self._thread: threading.Thread | None = None
         self._outlets: list[Outlet] = []
         if self._is_effective:
-            self._outlets.append(JsonLines(Path(seat.log_folder) / JSON_LINES, seat.fence))
+            files = MetricFiles.of(Path(seat.log_folder), seat.fence)
+            self._outlets.append(JsonLines(files.json_lines, seat.fence))
+            self._outlets.append(EventFile(files.events))
             if seat.hears_metrics:
-                self._outlets.append(AgentOutlet(send, seat.spec.train.steps))
-            self._outlets += outlets
+                self._outlets.append(AgentOutlet(send, seat.spec.steps))
+            self._outlets += [*trackers(seat), *outlets]
 
     def report(self, step: int, values: Mapping[str, float], *, validation: bool = False) -> None:
         """Reports values at a step; to be called on every rank, effective on rank 0.
 
-        The names ``loss``, ``grad_norm``, ``learning_rate``, ``tokens_per_s``, ``samples_per_s`` and
-        ``step_time_s`` are those of the job's own figures, which reach the controller by the board: here
-        they go to files and services alone.
+        The names ``loss``, ``grad_norm``, ``learning_rate``, ``tokens_per_s``, ``samples_per_s``,
+        ``step_time_s`` and ``data_wait_s`` are those of the job's own figures, which reach the
+        controller by the board: here they go to files and services alone.
 
         Args:
             step: After which, from 1.
@@ -84,7 +88,7 @@ class MetricsReporter:
                 ``validation/``.
 
         Raises:
-            TypeError, ValueError: A value is no number; the metric is named.
+            TypeError: A value is no number; the metric is named.
         """
         if not self._is_effective or not values:
             return
@@ -134,6 +138,6 @@ class MetricsReporter:
 def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]  # users give what they have
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__
-        raise type(error)(f"metric {name!r}: {kind} is no number: {error}") from error
+        raise TypeError(f"metric {name!r}: {kind} is no number: {error}") from error

@@ -5,17 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fsdp_core import FSDPModule, share_comm_ctx
 from fsdp_core.checkpoint.local_shards import local_part
 from fsdp_core.layout import Box
-from fsdp_core.plan.apply import apply_plan
+from fsdp_core.plan.apply import IsOwned, apply_plan
 from fsdp_core.plan.model import ShardingPlan
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.models.protocol import FirstValues, HasFirstValues, MetaInit, Resettable
+from services.worker.rank.models.several import Models
 from services.worker.rank.seeds import derive
 
 
@@ -23,42 +25,52 @@ class InitialisationError(TypeError):
     """A model promises ``meta_init`` and one of its modules cannot keep the promise."""
 
 
-def sharded_model(make: Callable[[], Any], plan: ShardingPlan, gang: Gang, seed: int) -> nn.Module:
-    """Builds the model, shards it by ``plan`` and gives it its first values.
+def sharded_models(
+    make: Callable[[], Any],
+    plan: ShardingPlan,
+    gang: Gang,
+    seed: int,
+    is_owned: IsOwned | None = None,
+) -> Models:
+    """Builds the models, shards them by ``plan`` and gives them their first values.
 
     Args:
-        make: Builds it on the device and with the random numbers of the context. If it has the
-            attribute ``meta_init``, by way of the meta device (see ``models.protocol``).
-        plan: How it is sharded.
+        make: Builds one, or several in a mapping, on the device and with the random numbers of the
+            context. If it has the attribute ``meta_init``, by way of the meta device (see
+            ``models.protocol``).
+        plan: How they are sharded; see `Models.plan_of`.
         gang: Over whom.
         seed: The job's.
+        is_owned: Which parameters one rank holds whole; none by default.
 
     Raises:
         InitialisationError: A module below a ``meta_init`` model has no ``reset_parameters``.
-        TypeError: The factory made something else than a module.
+        PlanError: The plan does not suit the models.
+        TypeError: The factory made something else than modules.
     """
-    if isinstance(make, MetaInit) and make.meta_init:
+    is_meta = isinstance(make, MetaInit) and make.meta_init
+    if is_meta:
         with torch.device("meta"):
-            model = checked_module(make())
-        apply_plan(model, plan, gang.mesh)
-        model.to_empty(device=gang.device)
-        give_values(model, seed)
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "init"))
-        model = checked_module(make())
-    return apply_plan(model, plan, gang.mesh)
+            models = Models.of(make())
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "init"))
+            models = Models.of(make())
+    plans = models.plans(plan)
+    for name, model in models.by_name.items():
+        prefix = models.prefix(name)
+        apply_plan(model, plans[name], gang.mesh, _below(prefix, is_owned))
+        if is_meta:
+            model.to_empty(device=gang.device)
+            give_values(model, seed, prefix)
+    share_comm_ctx([cast("FSDPModule", model) for model in models.by_name.values()])
+    return models
 
 
-def checked_module(model: object) -> nn.Module:
-    """What a model factory made.
-
-    Raises:
-        TypeError: That is something else than a module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model.factory made a {type(model).__name__}, not an nn.Module")
-    return model
+def _below(prefix: str, is_owned: IsOwned | None) -> IsOwned | None:
+    if is_owned is None or not prefix:
+        return is_owned
+    return lambda name, parameter: is_owned(prefix + name, parameter)
 
 
 class _Own:
@@ -92,12 +104,13 @@ class _Owned:
     tensor: torch.Tensor
 
 
-def give_values(model: nn.Module, seed: int) -> None:
+def give_values(model: nn.Module, seed: int, prefix: str = "") -> None:
     """Gives all tensors of a model that was built on the meta device their first values.
 
     Args:
         model: With memory on its device; sharded or not.
         seed: The job's.
+        prefix: What its modules have in front of their names, for their seeds.
 
     Raises:
         InitialisationError: A module cannot fill what it owns.
@@ -112,7 +125,7 @@ def give_values(model: nn.Module, seed: int) -> None:
         missing = [each for each in owned if id(each.tensor) not in read]
         if missing:
             fill = partial(values.fill, name, module, below=below)
-            _fill(owned, missing, fill, derive(seed, "init", name))
+            _fill(owned, missing, fill, derive(seed, "init", f"{prefix}{name}"))
 
 
 def _owned(name: str, module: nn.Module) -> Iterator[_Owned]:
@@ -126,8 +139,9 @@ def _is_read(owned: _Owned, values: FirstValues) -> bool:
     part = values.read(owned.fqn, box.slices_within(Box.whole(owned.tensor.shape)))
     if part is None:
         return False
-    with torch.no_grad():
-        own.copy_(part)
+    if own.numel() > 0:
+        with torch.no_grad():
+            own.copy_(part)
     return True
 
 
@@ -156,4 +170,5 @@ def _fill(
 
 def _copy_slice(target: torch.Tensor, whole: torch.Tensor) -> None:
     box, own = local_part(target)
-    own.copy_(whole[box.slices_within(Box.whole(whole.shape))])
+    if own.numel() > 0:  # what another rank owns is empty here, and of one dim
+        own.copy_(whole[box.slices_within(Box.whole(whole.shape))])

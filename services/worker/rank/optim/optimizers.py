@@ -1,22 +1,29 @@
 """Optimizers by short name.
 
-An optimizer factory takes an iterable of (FQN, parameter) and the arguments of
-``optimizer.args``, and returns a ``torch.optim.Optimizer`` whose groups hold ``lr``; the trainer
-multiplies that by the schedule's factor.
+An optimizer factory takes an iterable of (FQN, parameter) and the arguments of ``optimizer.args``, and
+returns a ``torch.optim.Optimizer`` whose groups hold ``lr``, or a dict of several by name. The trainer
+multiplies each ``lr`` by the schedule's factor. With ``optimizer.groups`` it takes an iterable of groups
+instead: see ``groups.Parameters``. Every class of ``torch.optim`` is such a factory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
 
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+from services.worker.rank.optim.groups import Named, Parameters, as_groups, by_decay
 
 _MATRIX_DIMS: Final = 2
+NOT_HIDDEN: Final = (
+    *("*embed*", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*"),
+    *("head.*", "*.head.*", "*lm_head*", "*classifier*", "score.*", "*.score.*"),
+)
+"""Names of embeddings and heads as models usually have them."""
 
 
 def adamw(
-    parameters: NamedParameters,
+    parameters: Parameters,
     lr: float = 1e-3,
     weight_decay: float = 0.1,
     betas: Sequence[float] = (0.9, 0.95),
@@ -28,21 +35,21 @@ def adamw(
     """
     first, second = betas
     return torch.optim.AdamW(
-        _by_decay(parameters, weight_decay), lr=lr, betas=(first, second), eps=eps, fused=True
+        by_decay(parameters, weight_decay), lr=lr, betas=(first, second), eps=eps, fused=True
     )
 
 
 def sgd(
-    parameters: NamedParameters,
+    parameters: Parameters,
     lr: float = 1e-2,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     *,
     nesterov: bool = False,
 ) -> torch.optim.Optimizer:
-    """Gradient descent with momentum; decays matrices only."""
+    """Stochastic gradient descent with momentum; decays matrices only."""
     return torch.optim.SGD(
-        _by_decay(parameters, weight_decay),
+        by_decay(parameters, weight_decay),
         lr=lr,
         momentum=momentum,
         nesterov=nesterov,
@@ -50,12 +57,59 @@ def sgd(
     )
 
 
-def _by_decay(parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [(name, p) for name, p in parameters if p.requires_grad]
-    matrices = [(name, p) for name, p in trained if p.ndim >= _MATRIX_DIMS]
-    others = [(name, p) for name, p in trained if p.ndim < _MATRIX_DIMS]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def muon(
+    parameters: Parameters,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    *,
+    momentum: float = 0.95,
+    betas: Sequence[float] = (0.9, 0.95),
+    exclude: Sequence[str] = NOT_HIDDEN,
+) -> Mapping[str, torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for matrices within the model, AdamW for all other parameters.
+
+    Updates of matrices are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so one
+    ``lr`` and ``weight_decay`` serve both. Muon needs whole matrices: one rank of ``dp_shard`` holds
+    each, so there must be no tensor parallelism. Its steps are computed in bf16.
+
+    Args:
+        parameters: To be trained.
+        lr: Of both.
+        weight_decay: Of matrices.
+        momentum: Of Muon.
+        betas: Of AdamW.
+        exclude: Patterns of names of matrices that AdamW trains: of embeddings and heads.
+
+    Returns:
+        ``muon`` and ``adamw``, as far as they have parameters.
+    """
+    matrices: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for group in as_groups(parameters):
+        pairs: list[Named] = group["params"]
+        hidden = {name for name, each in pairs if is_hidden(name, each, exclude)}
+        matrices.append({**group, "params": [pair for pair in pairs if pair[0] in hidden]})
+        others.append({**group, "params": [pair for pair in pairs if pair[0] not in hidden]})
+    made: dict[str, torch.optim.Optimizer] = {}
+    if matrices := [group for group in matrices if group["params"]]:
+        made["muon"] = torch.optim.Muon(
+            matrices,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    if others := [group for group in others if group["params"]]:
+        made["adamw"] = adamw(others, lr, weight_decay, betas)
+    return made
+
+
+def is_hidden(
+    name: str, parameter: torch.nn.Parameter, exclude: Sequence[str] = NOT_HIDDEN
+) -> bool:
+    """Whether ``muon`` trains this parameter by Muon."""
+    return (
+        parameter.requires_grad
+        and parameter.ndim == _MATRIX_DIMS
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    )

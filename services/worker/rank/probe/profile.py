@@ -12,11 +12,11 @@ makes data or model for real, with as many ranks (that do nothing) as the job ha
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 if __name__ == "__main__":
     gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
@@ -30,21 +30,28 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from meshloom.data import DataSource
+from meshloom.data import Batch
+from meshloom.trainable import Trainable
+from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.messages.rank_pipe import TRACEBACK_CHARACTERS, shortened
+from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
-from services.worker.rank.models.loss import checked, loss_of
-from services.worker.rank.models.materialise import checked_module
+from services.worker.rank.data import batches
+from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.share import Share
+from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
+from services.worker.rank.models.loss import UserLoss, checked, loss_of
+from services.worker.rank.models.materialise import give_values
 from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.models.several import ALONE, checked_module
+from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
 from services.worker.rank.process.user_path import add_code
 
-_BATCH_DIMS: Final = 2
 _MIB: Final = 1 << 20
 _REAL_BYTES: Final = 1 << 30
 """Private memory that data or a model may take that is made for real; ranks may run beside it."""
@@ -56,11 +63,12 @@ class _Course:
 
     part: str = "spec"
     for_real: Callable[[], object] | None = None
+    is_a_pass: bool = False
 
     @contextlib.contextmanager
-    def making(self, for_real: Callable[[], object]) -> Iterator[None]:
-        """Within, a factory of the spec is at work."""
-        self.for_real = for_real
+    def making(self, for_real: Callable[[], object], *, is_a_pass: bool = False) -> Iterator[None]:
+        """Within, a factory of the spec is at work, or a pass of the model is followed."""
+        self.for_real, self.is_a_pass = for_real, is_a_pass
         yield
         self.for_real = None
 
@@ -85,20 +93,24 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     course = _Course()
     try:
         _bind(seat, course)
-        length = _sequence_tokens(seat, course)
+        sample = _sample(seat, course)
         course.part = "model"
-        profile = _profile(seat, length, course)
+        profile = _profile(seat, sample, course)
         course.part = "optimizer"
         optimizer = _optimizer(seat)
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
         found: dict[str, Any] = {"failure": _failure(error, course, seat)}
     else:
-        found = {"profile": profile, "optimizer": optimizer, "sequence_tokens": length}
+        found = {
+            "profile": profile,
+            "optimizer": optimizer,
+            "sequence_tokens": batches.predicted_tokens(sample) or 1,
+        }
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
 
 
-def _profile(seat: ProbeSeat, length: int, course: _Course) -> ModelProfile:
-    question, study = seat.question, _study(seat, length, course)
+def _profile(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelProfile:
+    question, study = seat.question, _study(seat, sample, course)
     profile = profile_model(study, question.conditions, stops=question.stops)
     dtype = question.conditions[0].param_dtype
     return replace(profile, timed=timed_passes(study, profile, seat.memory_bytes, dtype))
@@ -108,7 +120,7 @@ def _profile(seat: ProbeSeat, length: int, course: _Course) -> ModelProfile:
 
 
 def _grant(seat: ProbeSeat) -> registry.Grant:
-    return registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    return registry.Grant.of(seat)
 
 
 def _bind(seat: ProbeSeat, course: _Course) -> None:
@@ -118,58 +130,112 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
         FactoryError: One is not there, or does not take its arguments.
     """
     spec = seat.question.spec
-    parts: tuple[tuple[str, Factory, tuple[object, ...], dict[str, object]], ...] = (
+    parts: tuple[tuple[str, Factory | None, tuple[object, ...], dict[str, object]], ...] = (
         ("data", spec.data, (), {"seed": spec.train.seed}),
+        ("trainable", spec.trainable, (), {}),
         ("model", spec.model, (), {}),
         ("optimizer", spec.optimizer, ([],), {}),
         ("schedule", spec.schedule, (), {"steps": spec.train.steps}),
     )
     for part, factory, positional, offered in parts:
+        if factory is None:
+            continue
         course.part = part
         with course.making(partial(registry.find, part, factory.factory)):
             registry.bound(part, factory, *positional, offered=offered, grant=_grant(seat))
+    course.part = "loss"
+    registry.chosen_loss(spec, _grant(seat))
 
 
-def _sequence_tokens(seat: ProbeSeat, course: _Course) -> int:
+def _sample(seat: ProbeSeat, course: _Course) -> Batch:
+    """One sample of the data, as a batch."""
     spec = seat.question.spec
-    make = registry.bound("data", spec.data, offered={"seed": spec.train.seed}, grant=_grant(seat))
+
+    def make() -> Any:  # noqa: ANN401 (whatever the factory makes)
+        return made_data(spec, trainable_of(spec, _grant(seat)), _grant(seat))
+
     course.part = "data"
-    with course.making(make):
-        data: DataSource = make()
-    shape = tuple(data.batch(1, [0]).shape)
-    if len(shape) != _BATCH_DIMS or shape[1] <= 1:
-        raise ValueError(f"batch(1, [0]) has the shape {shape}, not [1, length + 1]")
-    return int(shape[1]) - 1
+
+    def taken() -> Batch:
+        sample = feed_of(make(), Share(1, 0, 1), spec.train.seed).sample()
+        batches.rows(sample)
+        return sample
+
+    with course.making(taken):
+        return taken()
 
 
 def _optimizer(seat: ProbeSeat) -> OptimizerFacts:
-    question = seat.question
+    question, spec = seat.question, seat.question.spec
+    trainable = trainable_of(spec, _grant(seat))
 
     def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        named = [(f"parameter{place}", each) for place, each in enumerate(parameters)]
-        made: torch.optim.Optimizer = registry.create(
-            "optimizer", question.spec.optimizer, named, grant=_grant(seat)
-        )
-        return made
+        model = nn.ParameterList(parameters)
+        made = trainable.build_optimizer({ALONE: model})
+        if made is None:
+            named = [(f"parameter{name}", each) for name, each in model.named_parameters()]
+            made = registry.create("optimizer", spec.optimizer, named, grant=_grant(seat))
+        several = Optimizers.of(made, "optimizer.factory")
+        return cast("torch.optim.Optimizer", _StepsAll(several.named(None)))
 
-    return optimizer_facts(make, question.device_type)
+    facts = optimizer_facts(make, question.device_type)
+    return facts if spec.train.ema is None else _with_averages(facts)
 
 
-def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
+def _with_averages(facts: OptimizerFacts) -> OptimizerFacts:
+    """The same with a copy more of each parameter."""
+    matrices = facts.matrices
+    if matrices is not None:
+        matrices = replace(matrices, copies=matrices.copies + 1)
+    return replace(facts, state_copies=facts.state_copies + 1, matrices=matrices)
+
+
+@dataclass(frozen=True)
+class _StepsAll:
+    """Several optimizers, as far as their steps are looked at."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        """One of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     question = seat.question
-    bound = registry.bound("model", question.spec.model, grant=_grant(seat))
-    by_meta = getattr(registry.find("model", question.spec.model.factory), "meta_init", False)
+    spec = question.spec
+    by_meta = built_by_meta(spec, trainable_of(spec, _grant(seat)))
+    # A pass belongs to the trainable that built its model.
+    builders: WeakKeyDictionary[nn.Module, Trainable] = WeakKeyDictionary()
 
-    def for_real() -> nn.Module:
+    def built(trainable: Trainable) -> nn.Module | None:
+        built = trainable.build_model()
+        return None if isinstance(built, Mapping) else checked_module(built)
+
+    def for_real() -> nn.Module | None:
         with torch.device("meta" if by_meta else "cpu"):
-            return checked_module(bound())
+            return built(trainable_of(spec, _grant(seat)))
 
     def make() -> nn.Module:
         with course.making(for_real):
-            return checked_module(bound())
+            trainable = trainable_of(spec, _grant(seat))
+            model = built(trainable)
+        if model is None:
+            raise NotFollowedError("the probe does not follow several models in one trainable")
+        if trainable.steps_itself:
+            raise NotFollowedError("the probe does not follow a trainable that steps itself")
+        builders[model] = trainable
+        return model
 
-    def loss(model: nn.Module, sequences: int) -> torch.Tensor:
-        return mean_loss(model, torch.zeros(sequences, length + 1, dtype=torch.int64))
+    chosen = registry.chosen_loss(spec, _grant(seat))
+
+    def loss(model: nn.Module, samples: int) -> torch.Tensor:
+        again = partial(_pass_for_real, sample, seat)
+        with course.making(again, is_a_pass=True):
+            context = _ProbeContext(model, chosen)
+            given = batches.zeros_like(sample, samples)
+            return checked(builders[model].train_batch(given, context)).loss
 
     return ModelUnderStudy(
         make,
@@ -180,26 +246,75 @@ def _study(seat: ProbeSeat, length: int, course: _Course) -> ModelUnderStudy:
     )
 
 
-def mean_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def _pass_for_real(sample: Batch, seat: ProbeSeat) -> None:
+    """A forward pass with values, over as many samples as a rank has in a pass.
+
+    A loss that cannot be followed without values is none that fails in a rank.
+    """
+    spec = seat.question.spec
+    per_rank = max(1, spec.train.global_batch // spec.worlds[0])
+    asked = spec.train.micro_batch
+    length = batches.predicted_tokens(sample) or 1
+    size = default_micro_batch(per_rank, length) if asked == "auto" else asked
+    trainable = trainable_of(spec, _grant(seat))
+    with torch.device("meta" if built_by_meta(spec, trainable) else "cpu"):
+        model = checked_module(trainable.build_model())
+    if any(each.is_meta for each in model.parameters()):
+        model.to_empty(device="cpu")
+        give_values(model, spec.train.seed)
+    context = _ProbeContext(model, registry.chosen_loss(spec, _grant(seat)))
+    with torch.no_grad():
+        checked(trainable.train_batch(batches.joined([sample] * size), context))
+
+
+class NotFollowedError(Exception):
+    """A trainable does what the probe cannot look at; its job runs by the default layout."""
+
+
+class _ProbeContext:
+    """What ``train_batch`` is given while its passes are looked at."""
+
+    step_number = 1
+    is_training = True
+
+    def __init__(self, model: nn.Module, chosen: UserLoss | None) -> None:
+        self._model = model
+        self._chosen = chosen
+        self.models = {ALONE: model}
+        self.device = torch.device("cpu")
+
+    def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As the loop computes it."""
+        return {"loss": mean_loss(self._model, batch, self._chosen)}
+
+    def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
+        """Whoever calls it was refused before."""
+
+    def step(self, optimizer: str | None = None) -> None:
+        """As above."""
+
+
+def mean_loss(model: nn.Module, batch: Batch, chosen: UserLoss | None = None) -> torch.Tensor:
     """The loss as a rank computes it, with the root's hooks around it as the engine has them.
 
     Args:
         model: Not sharded.
-        tokens: int64 ``[batch, length + 1]``.
+        batch: As the data gives it.
+        chosen: What the spec's ``loss`` makes.
     """
-    if not isinstance(model, LossModel):
-        return loss_of(model)(tokens).loss
+    if chosen is not None or not isinstance(model, LossModel):
+        return loss_of(model, chosen)(batch).loss
     loss, forward = model.loss, vars(model).get("forward")
 
-    def loss_as_forward(tokens: torch.Tensor) -> torch.Tensor:
+    def loss_as_forward(batch: Batch) -> torch.Tensor:
         # From here on forward is itself again, which the loss may call.
         del model.forward
         if forward is not None:
             model.forward = forward
-        return checked(loss(tokens)).loss
+        return checked(loss(batch)).loss
 
     model.forward = loss_as_forward
-    computed: torch.Tensor = model(tokens)
+    computed: torch.Tensor = model(batch)
     return computed
 
 
@@ -220,26 +335,36 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
         return ProbeFailure(code="refused", reason=str(error))
     if isinstance(error, registry.FactoryError):
         return ProbeFailure(code="wrong_spec", reason=str(error))
-    is_certain = course.for_real is not None and _raises_for_real(
-        course.for_real, error, seat.question.spec.worlds[0]
-    )
-    code: Literal["wrong_spec", "raised"] = "wrong_spec" if is_certain else "raised"
-    return ProbeFailure(code=code, reason=said, traceback=traceback)
+    again = None
+    if course.for_real is not None:
+        again = _raised_for_real(course.for_real, error, seat.question.spec.worlds[0])
+    # What a pass says of shapes without values is in other words than what a rank will say.
+    if again is None or not (course.is_a_pass or _is_alike(again, error)):
+        return ProbeFailure(code="raised", reason=said, traceback=traceback)
+    certain = f"{course.part}: {one_line(again)}"
+    return ProbeFailure(code="wrong_spec", reason=certain, traceback=traceback)
 
 
-def _raises_for_real(make: Callable[[], object], error: BaseException, ranks: int) -> bool:
-    """Whether ``make`` raises the same where it has values, and ranks beside it, as in a job.
+def _raised_for_real(
+    make: Callable[[], object], error: BaseException, ranks: int
+) -> BaseException | None:
+    """What ``make`` raises where there are values, and ranks beside it, as in a job.
 
     What the operating system refuses says nothing of another node.
     """
     if not isinstance(error, Exception) or isinstance(error, OSError):
-        return False
+        return None
     try:
         with limited_memory(_REAL_BYTES), torch_private.fake_ranks(ranks):
             make()
-    except BaseException as again:  # noqa: BLE001 what it is says whether it counts
-        return type(again) is type(error) and str(again) == str(error)
-    return False
+    except Exception as again:  # noqa: BLE001 what it is says whether it counts
+        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))
+        return None if is_the_nodes else again
+    return None
+
+
+def _is_alike(one: BaseException, other: BaseException) -> bool:
+    return type(one) is type(other) and str(one) == str(other)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

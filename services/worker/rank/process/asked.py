@@ -2,16 +2,21 @@
 
 Neither stdout nor stderr can carry the answer: what the user wrote prints there. stdin is a socket:
 one byte says that this process has imported what it needs, from when on its time counts.
+
+What the user wrote runs in a child. The process itself waits for the child's end, then ends whatever the
+child has left, with whatever mark and in whatever session, and leaves as the child did.
 """
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from pydantic import BaseModel
 
@@ -19,7 +24,10 @@ from services.contract.own_process import set_up_process
 from services.contract.rank_stacks import STACKS_SIGNAL
 from services.contract.rank_user import RankUser
 from services.worker.rank.process.user_path import add_user_path
-from services.worker.rank.process.warm import die_with_parent
+from services.worker.rank.process.warm import children, die_with_parent
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_prctl = ctypes.CDLL(None).prctl
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,39 @@ def take_question(program: str) -> Asked:
         question = asked.read()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
+    parent = os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child:
+        os.close(arguments.answer)
+        _see_to_its_end(child)
+    die_with_parent(parent)
     if arguments.rank_user is not None:
         RankUser.named(arguments.rank_user).become()
-        die_with_parent(arguments.agent)
+        die_with_parent(parent)
     return Asked(question, arguments.answer)
+
+
+def _see_to_its_end(child: int) -> NoReturn:
+    """Wait for the child, or for SIGTERM, and leave nothing behind; stacks are the child's to show."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.disable()
+    signal.signal(STACKS_SIGNAL, lambda *_: os.kill(child, STACKS_SIGNAL))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    pid = status = 0
+    while pid != child:
+        pid, status = os.waitpid(-1, 0)
+    for number in (STACKS_SIGNAL, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):
+        while left := children():
+            for each in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)

@@ -1,8 +1,12 @@
 """How an exception is told to people who were not there."""
 
 import traceback
+from types import TracebackType
+from typing import Final
 
-from services.contract.messages.rank_pipe import ERROR_CHARACTERS, shortened
+from services.contract.bounds import ERROR_CHARACTERS, shortened
+
+_RUNPY: Final = "<frozen runpy>"
 
 
 def one_line(error: BaseException) -> str:
@@ -13,6 +17,22 @@ def one_line(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Its traceback without the first frame, which is the catcher's own: readers start below it."""
+    """Its traceback without the first frame, which is the catcher's own: readers start below it.
+
+    That of a script starts with its own first line, below how it was run.
+    """
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    return "".join(traceback.format_exception(error.with_traceback(frames)))
+    shown = error.with_traceback(_of_script(frames) or frames)
+    return "".join(traceback.format_exception(shown))
+
+
+def _of_script(frames: TracebackType | None) -> TracebackType | None:
+    """What is below the frames of runpy; None without any of these."""
+    found = False
+    while frames is not None:
+        is_runpy = frames.tb_frame.f_code.co_filename == _RUNPY
+        if found and not is_runpy:
+            return frames
+        found = found or is_runpy
+        frames = frames.tb_next
+    return None

@@ -26,8 +26,11 @@ from services.worker.rank.process.host_memory import lacks_host_memory
 from services.worker.rank.process.user_path import add_code
 
 DEFAULT_TRAINER: Final = "services.worker.rank.loop.trainer:train"
+SCRIPT_TRAINER: Final = "services.worker.rank.script.runner:run"
+"""What trains in the place of any other trainer where the job runs a script."""
 _READ_BYTES: Final = 65_536
 _PULSE_S: Final = 0.25
+_EXIT_CODES: Final = 256
 
 
 class AgentPipe:
@@ -98,6 +101,8 @@ def take_seat(
 ) -> NoReturn:
     """Run the trainer in this process, then end the process: code 0, or 1 after an exception.
 
+    A script that calls ``sys.exit`` with another code ends with that.
+
     ``become_user`` is called before any user code, once the files in the attempt's folder are open.
 
     The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
@@ -114,12 +119,14 @@ def take_seat(
         if seat.code_folder is not None:
             add_code(seat.code_folder)
         try:
-            load_trainer(trainer)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
+            trains = trainer if seat.spec.entrypoint is None else SCRIPT_TRAINER
+            load_trainer(trains)(seat=seat, pipe=pipe, board=board, listen_fd=listen_fd)
             code = 0
         finally:
             step = board.snapshot.step
     except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
         text = traceback_of(error)
+        code = _exit_code(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
         pipe.send(
@@ -134,6 +141,11 @@ def take_seat(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    asked = error.code if isinstance(error, SystemExit) else None
+    return asked if isinstance(asked, int) and 0 < asked < _EXIT_CODES else 1
 
 
 def _advice(seat: RankSeat, error: BaseException) -> str:

@@ -35,7 +35,7 @@ from services.contract.warm_channel import (
     WarmForked,
     WarmRefused,
 )
-from services.worker.rank.process.seat import DEFAULT_TRAINER, load_trainer
+from services.worker.rank.process.seat import DEFAULT_TRAINER, SCRIPT_TRAINER, load_trainer
 from services.worker.rank.process.user_path import add_user_path, hidden_by_us
 from services.worker.rank.process.warm import Ranks, serve_agent
 
@@ -224,6 +224,8 @@ def main() -> None:
     started = time.monotonic()
     add_user_path(arguments.user_path)
     load_trainer(arguments.trainer)
+    if arguments.trainer == DEFAULT_TRAINER:
+        load_trainer(SCRIPT_TRAINER)
     # What is alive now is shared by all ranks: the collector must not touch (and so copy) it.
     gc.collect()
     gc.freeze()

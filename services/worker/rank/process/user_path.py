@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Final
 
 OUR_PACKAGES: Final = ("services", "fsdp_core", "meshloom")
-_OUR_PLACE: Final = Path(__file__).resolve().parents[4]
+OUR_PLACE: Final = Path(__file__).resolve().parents[4]
+_folders: list[Path] = []
+
+
+def user_folders() -> tuple[Path, ...]:
+    """The folders that ``add_user_path`` was given in this process, or before it was forked."""
+    return tuple(_folders)
 
 
 def add_user_path(entries: Sequence[str]) -> None:
@@ -23,9 +29,10 @@ def add_user_path(entries: Sequence[str]) -> None:
     before = [entry for entry in inherited if entry]
     os.environ["PYTHONPATH"] = os.pathsep.join([*before, *entries])  # noqa: TID251 written
     sys.path[len(before) : len(before)] = entries
+    _folders.extend(map(Path, entries))
     if hidden_by_us(entries):
         # What else lies beside our packages comes first now, too: so only where it must be.
-        sys.path.insert(0, str(_OUR_PLACE))
+        sys.path.insert(0, str(OUR_PLACE))
 
 
 def add_code(folder: str) -> None:
@@ -56,5 +63,5 @@ def hidden_by_us(
     return tuple(
         f"{there} in MESHLOOM_USER_PATH is hidden by Meshloom's own package {name}; rename it"
         for name, there in places
-        if there.exists() and there.resolve() != _OUR_PLACE / name
+        if there.exists() and there.resolve() != OUR_PLACE / name
     )

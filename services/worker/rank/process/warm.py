@@ -30,6 +30,7 @@ from services.contract.warm_channel import (
     RankReaped,
     WarmChannel,
 )
+from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.process.host_memory import limit_memory
 from services.worker.rank.process.seat import take_seat
 
@@ -38,6 +39,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_PTRACER: Final = 0x59616D61
 _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was called
 _GIB: Final = 1 << 30
+_DIES_BEFORE_BY: Final = 500
+_LAST_BUT_PROBES: Final = 999
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -125,14 +128,13 @@ class WarmProcess:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                # Others are orphans of ranks, which this process adopts so that they are reaped.
                 if pid in self._ranks:
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
-        if not self._ranks:
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        # Whatever mark or session they have; their own children come here in turn.
+        for pid in set(children()) - self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _become_rank(
         self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
@@ -143,6 +145,10 @@ class WarmProcess:
                 seat = _with_secrets(seat, listening.pop())
             os.setsid()
             die_with_parent(warm)
+            # What it starts and disowns comes to the warm process at its end, and not before: so all
+            # there that is no rank was left by one that is dead.
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            _die_before_others()
             # Yama lets only ancestors look into a process; others that it names. Elsewhere void.
             _prctl(_PR_SET_PTRACER, self._agent)
             signal.set_wakeup_fd(-1)
@@ -166,7 +172,7 @@ class WarmProcess:
                 socket.socket(fileno=channel),
                 listen_fd,
                 self._is.trainer,
-                lambda: self._become_user(warm),
+                lambda: self._become_user(warm, seat),
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
@@ -174,8 +180,10 @@ class WarmProcess:
         finally:
             os._exit(_NOT_STARTED)
 
-    def _become_user(self, warm: int) -> None:
+    def _become_user(self, warm: int, seat: RankSeat) -> None:
         if self._is.user is not None:
+            if seat.rank == 0:
+                MetricFiles.of(Path(seat.log_folder), seat.fence).open_early()
             self._is.user.become()
             die_with_parent(warm)  # the kernel forgets it with the old user
 
@@ -189,6 +197,13 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent process is gone")
+
+
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel ends ranks before their agent, Redis or a controller."""
+    place = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        place.write_text(str(min(int(place.read_text()) + _DIES_BEFORE_BY, _LAST_BUT_PROBES)))
 
 
 def serve_agent(
@@ -214,7 +229,8 @@ def _reaped(pid: int, status: int) -> RankReaped:
     return RankReaped(pid=pid, exit_code=code) if code >= 0 else RankReaped(pid=pid, signal=-code)
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """The processes that this one has to reap."""
     listing = Path(f"/proc/self/task/{os.getpid()}/children")
     try:
         return [int(pid) for pid in listing.read_text().split()]

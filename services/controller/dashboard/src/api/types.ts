@@ -54,11 +54,15 @@ export type NodeState = "READY" | "DRAINING" | "LOST";
 
 export interface Progress {
   step: number;
-  of: number;
+  of: number | null;
   loss: number | null;
   tokens_per_s: number | null;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
   step_time_s: number | null;
+  mfu: number | null;
   eta_s: number | null;
+  metrics: Record<string, number | null>;
 }
 
 export interface Evaluation {
@@ -66,6 +70,7 @@ export interface Evaluation {
   loss: number | null;
   tokens: number;
   baselines: Record<string, number>;
+  metrics: Record<string, number | null>;
 }
 
 export interface FailureView {
@@ -103,9 +108,32 @@ export interface Factory {
   args: Record<string, unknown>;
 }
 
+export interface ParameterGroup {
+  match: string;
+  [option: string]: unknown;
+}
+
+export interface OptimizerSpec {
+  factory: string;
+  args: Record<string, unknown>;
+  groups: ParameterGroup[];
+}
+
+export interface EmaSpec {
+  decay: number;
+  every: number;
+}
+
 export interface PrecisionSpec {
   params: "fp32" | "bf16" | "fp16";
   reduce: "fp32" | "bf16" | "fp16";
+}
+
+export interface EarlyStopSpec {
+  metric: string;
+  mode: "min" | "max";
+  patience: number;
+  min_delta: number;
 }
 
 export interface TrainSpec {
@@ -116,6 +144,9 @@ export interface TrainSpec {
   seed: number;
   precision: PrecisionSpec;
   eval_every: number;
+  ema: EmaSpec | null;
+  deterministic: boolean;
+  early_stop: EarlyStopSpec | null;
 }
 
 export interface ResourceSpec {
@@ -136,10 +167,17 @@ export interface MeshSpec {
   tp: number;
 }
 
+export interface KeepBestSpec {
+  metric: string;
+  mode: "min" | "max";
+  count: number;
+}
+
 export interface CheckpointSpec {
   every_steps: number;
   keep_last: number;
   mode: "sync" | "async";
+  keep_best: KeepBestSpec | null;
 }
 
 export interface FaultSpec {
@@ -148,13 +186,47 @@ export interface FaultSpec {
   hang_timeout_s: number | "auto";
 }
 
+export interface EntryPoint {
+  script: string | null;
+  module: string | null;
+  args: string[];
+}
+
+export interface SecretReference {
+  secret: string;
+}
+
+export interface WandbSpec {
+  project: string | null;
+  entity: string | null;
+  mode: "online" | "offline";
+  base_url: string | null;
+  api_key: SecretReference | null;
+  tags: string[];
+}
+
+export interface MlflowSpec {
+  tracking_uri: string | null;
+  experiment: string | null;
+  token: SecretReference | null;
+  username: SecretReference | null;
+  password: SecretReference | null;
+}
+
+export interface MetricsSpec {
+  wandb: WandbSpec | null;
+  mlflow: MlflowSpec | null;
+}
+
 export interface JobSpec {
   name: string;
-  model: Factory;
-  data: Factory;
+  entrypoint: EntryPoint | null;
+  trainable: Factory | null;
+  model: Factory | null;
+  data: Factory | null;
   loss: Factory | null;
   code: string | null;
-  optimizer: Factory;
+  optimizer: OptimizerSpec;
   schedule: Factory;
   train: TrainSpec;
   resources: ResourceSpec;
@@ -162,6 +234,7 @@ export interface JobSpec {
   plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
+  metrics: MetricsSpec | null;
   priority: number;
   labels: Record<string, string>;
 }
@@ -247,6 +320,8 @@ export interface EstimateView {
   step_time_s: number | null;
   probe_id: string | null;
   time_scale: number;
+  model_flops: number | null;
+  peak_flops: number | null;
   measured_peak_bytes: number | null;
   measured_as: "resident_growth" | "allocated" | null;
   ratio: number | null;
@@ -295,6 +370,7 @@ export interface RankView {
   unit: string | null;
   step: number;
   step_time_s: number | null;
+  data_wait_s: number | null;
   arrival_lag_s: number | null;
   straggler_score: number | null;
   is_straggler: boolean;
@@ -311,6 +387,7 @@ export interface RankView {
 
 export interface RankList {
   attempt: number;
+  throughput_unit: "tokens" | "samples";
   items: RankView[];
 }
 
@@ -366,7 +443,7 @@ export interface LogPage {
   next_cursor: string | null;
 }
 
-export interface StepRecord {
+export interface StepView {
   step: number;
   fence: number;
   loss: number | null;
@@ -374,12 +451,26 @@ export interface StepRecord {
   learning_rate: number | null;
   tokens_per_s: number;
   step_time_s: number;
+  of: number | null;
+  mfu: number | null;
+  data_wait_s: number | null;
+}
+
+export interface MetricPoint {
+  step: number;
+  fence: number;
+  values: Record<string, number | null>;
 }
 
 export interface MetricsView {
-  items: StepRecord[];
+  items: StepView[];
+  user_metrics: MetricPoint[];
   evaluations: Evaluation[];
   total: number;
+  names: string[];
+  names_left_out: number;
+  throughput_unit: "tokens" | "samples";
+  loss_unit: "nats" | "";
 }
 
 export interface ShardView {
@@ -406,6 +497,8 @@ export interface CheckpointView {
   world_size: number;
   bytes: number;
   loss: number | null;
+  evaluation: Record<string, number | null>;
+  best: boolean;
   reason: string | null;
   votes: number;
   shards: ShardView[];
@@ -584,6 +677,8 @@ export interface PlanView {
   memory_limit_bytes: number | null;
   traffic: AxisTraffic[];
   step_time: StepTimeView | null;
+  model_flops: number | null;
+  peak_flops: number | null;
   alternatives: PlanAlternative[];
   ranks: RankPlacement[];
   placement: string | null;

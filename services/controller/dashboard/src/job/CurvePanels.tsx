@@ -3,12 +3,12 @@ import { isTerminal, useMetrics } from "../api/queries";
 import type { JobView, MetricsView } from "../api/types";
 import { Chart, type Curve, type Level } from "../ui/Chart";
 import { compact, loss as lossText, validationLoss } from "../ui/format";
-import { toCurves } from "./curves";
+import { toCurves, toUserCurves, type UserCurves } from "./curves";
 
 /** Loss and throughput by step; their cursors move together. */
 export function CurvePanels({ job }: { job: JobView }) {
   const { data } = useMetrics(job);
-  if (!data || (data.items.length === 0 && data.evaluations.length === 0)) {
+  if (!data || (data.items.length === 0 && data.evaluations.length === 0 && data.names.length === 0)) {
     return (
       <div className="charts">
         {["Loss", "Throughput"].map((title) => (
@@ -43,11 +43,12 @@ function Charts({ metrics }: { metrics: MetricsView }) {
   );
   const speedCurves = useMemo<Curve[]>(
     () => [
-      { label: "tokens/s", color: "--curve-speed", values: curves.throughput, width: 1, alpha: 0.4 },
+      { label: `${metrics.throughput_unit}/s`, color: "--curve-speed", values: curves.throughput, width: 1, alpha: 0.4 },
       { label: "smoothed", color: "--curve-speed", values: curves.smoothThroughput, width: 2 },
     ],
-    [curves],
+    [curves, metrics.throughput_unit],
   );
+  const userCharts = useMemo(() => toUserCurves(metrics), [metrics]);
   const levels = useMemo(() => baselines(metrics), [metrics]);
   return (
     <div className="charts">
@@ -84,8 +85,42 @@ function Charts({ metrics }: { metrics: MetricsView }) {
           format={compact}
         />
       </div>
+      {userCharts.map((chart) => (
+        <div className="panel" key={chart.name} data-metric={chart.name}>
+          <UserChart chart={chart} />
+        </div>
+      ))}
+      {metrics.names_left_out > 0 ? (
+        <p className="quiet">Of {metrics.names_left_out} further names nothing is kept: a job may have 64.</p>
+      ) : null}
     </div>
   );
+}
+
+/** What the user's code measures under one name, in training and in validation. */
+function UserChart({ chart }: { chart: UserCurves }) {
+  const curves = useMemo<Curve[]>(
+    () => [
+      ...(chart.hasTraining
+        ? [{ label: "train", color: "--curve-train", values: chart.training, width: 1.5 }]
+        : []),
+      ...(chart.hasValidation
+        ? [{ label: "validation", color: "--curve-validation", values: chart.validation, width: 1.25, dots: true }]
+        : []),
+    ],
+    [chart],
+  );
+  return (
+    <Chart title={chart.name} summary={userSummary(chart)} steps={chart.steps} curves={curves} marks={chart.marks} format={lossText} />
+  );
+}
+
+function userSummary({ name, steps, training, validation }: UserCurves): string {
+  const last = (values: (number | null)[]) => values.findLastIndex((value) => value !== null);
+  const told = ([["", training], ["in validation ", validation]] as const)
+    .filter(([, values]) => last(values) >= 0)
+    .map(([where, values]) => `${where}${lossText(values[last(values)])} at step ${steps[last(values)]}`);
+  return `${name}: ${told.join(", ")}.`;
 }
 
 function baselines(metrics: MetricsView): Level[] {
@@ -104,7 +139,7 @@ function lossSummary({ items, evaluations }: MetricsView): string {
   return evaluation ? `${told} Validation loss ${validationLoss(evaluation.loss)} after step ${evaluation.step}.`.trim() : told;
 }
 
-function speedSummary({ items }: MetricsView): string {
+function speedSummary({ items, throughput_unit }: MetricsView): string {
   const last = items.at(-1);
-  return last ? `Throughput, ${compact(last.tokens_per_s)} tokens a second at step ${last.step}.` : "Throughput";
+  return last ? `Throughput, ${compact(last.tokens_per_s)} ${throughput_unit} a second at step ${last.step}.` : "Throughput";
 }

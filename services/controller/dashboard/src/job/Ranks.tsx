@@ -2,7 +2,7 @@ import { useMemo, useState } from "react";
 import { serverNow } from "../api/connection";
 import { isAtRest, useNodes, useRanks } from "../api/queries";
 import type { JobView, NodeView, RankView } from "../api/types";
-import { bytes, compact, DASH, dateTime, duration, span, whole } from "../ui/format";
+import { bytes, compact, DASH, dateTime, duration, perSecond, span, whole } from "../ui/format";
 import { Bar, Panel, Quiet, Trouble } from "../ui/parts";
 import { useNow } from "../ui/time";
 import { type Phase, phaseOf } from "./phases";
@@ -13,6 +13,8 @@ const CELLS_AT_MOST = 4_096;
 // An agent beats each second and more often: three silent ones are worth a word.
 const UNHEARD_S = 4;
 const UNMOVED_S = 15;
+// More workers that read ahead would shorten steps by that share and more.
+const NOTABLE_WAIT = 0.1;
 
 /** One row per rank: where each stands, and who is behind. */
 export function Ranks({ job }: { job: JobView }) {
@@ -53,7 +55,7 @@ export function Ranks({ job }: { job: JobView }) {
                   Lag
                 </th>
                 <th scope="col">Memory</th>
-                <th scope="col" className="number">Tokens/s</th>
+                <th scope="col" className="number">{perSecond(job.progress.throughput_unit)}</th>
                 <th scope="col">Where</th>
                 <th scope="col">Last seen</th>
               </tr>
@@ -111,7 +113,10 @@ function RankRow({
         {whole(rank.step)}
         {behind > 1 ? <span className="behind"> −{behind}</span> : null}
       </td>
-      <td className="number">{duration(rank.step_time_s)}</td>
+      <td className="number" title={dataWait(rank)}>
+        {duration(rank.step_time_s)}
+        {waitsForData(rank) ? <span className="behind"> waits for data</span> : null}
+      </td>
       <td className="number">
         <span className={rank.is_straggler ? "lag" : "muted"} title={lateness(rank)}>
           {duration(rank.arrival_lag_s)}
@@ -133,6 +138,16 @@ function RankRow({
       </td>
     </tr>
   );
+}
+
+/** Whether a good part of its steps is spent waiting for samples. */
+function waitsForData(rank: RankView): boolean {
+  return (rank.data_wait_s ?? 0) > NOTABLE_WAIT * (rank.step_time_s ?? Infinity);
+}
+
+/** How much of the last step was that, in words. */
+function dataWait(rank: RankView): string {
+  return rank.data_wait_s === null ? "" : `${duration(rank.data_wait_s)} of it waiting for data`;
 }
 
 /** For what share of the time the others wait for a rank, in words. */

@@ -1,7 +1,7 @@
 // From step records to curves over ascending steps.
 
 import type { Mark } from "../ui/Chart";
-import type { Evaluation, MetricsView, StepRecord } from "../api/types";
+import type { Evaluation, MetricsView, StepView } from "../api/types";
 
 export interface Curves {
   steps: number[];
@@ -41,10 +41,44 @@ export function toCurves(metrics: MetricsView): Curves {
   };
 }
 
+/** One of the user's metrics: what training told by step, and what validation passes told. */
+export interface UserCurves {
+  name: string;
+  steps: number[];
+  training: (number | null)[];
+  validation: (number | null)[];
+  hasTraining: boolean;
+  hasValidation: boolean;
+  marks: Mark[];
+}
+
+const VALIDATION = "validation/";
+
+export function toUserCurves(metrics: MetricsView): UserCurves[] {
+  const bases = metrics.names.map((name) => (name.startsWith(VALIDATION) ? name.slice(VALIDATION.length) : name));
+  const marks = restartsOf(metrics.user_metrics);
+  return [...new Set(bases)].sort().map((name) => {
+    // Names are the user's: one may be that of a method of every object.
+    const of = (values: Record<string, number | null>, key: string) => (Object.hasOwn(values, key) ? (values[key] ?? null) : null);
+    const told = metrics.user_metrics.filter(
+      ({ values }) => Object.hasOwn(values, name) || Object.hasOwn(values, VALIDATION + name),
+    );
+    return {
+      name,
+      steps: told.map(({ step }) => step),
+      training: told.map(({ values }) => of(values, name)),
+      validation: told.map(({ values }) => of(values, VALIDATION + name)),
+      hasTraining: metrics.names.includes(name),
+      hasValidation: metrics.names.includes(VALIDATION + name),
+      marks,
+    };
+  });
+}
+
 /** A record stands unless a later attempt made its step, or an earlier one, again. */
-function splitByFence(records: StepRecord[]): { standing: Map<number, StepRecord>; lost: Map<number, StepRecord> } {
-  const standing = new Map<number, StepRecord>();
-  const lost = new Map<number, StepRecord>();
+function splitByFence(records: StepView[]): { standing: Map<number, StepView>; lost: Map<number, StepView> } {
+  const standing = new Map<number, StepView>();
+  const lost = new Map<number, StepView>();
   const firstStep = new Map<number, number>();
   for (const { fence, step } of records) firstStep.set(fence, Math.min(step, firstStep.get(fence) ?? Infinity));
   for (const record of records) {
@@ -55,7 +89,7 @@ function splitByFence(records: StepRecord[]): { standing: Map<number, StepRecord
   return { standing, lost };
 }
 
-function restartsOf(records: StepRecord[]): Mark[] {
+function restartsOf(records: { step: number; fence: number }[]): Mark[] {
   const marks: Mark[] = [];
   let fence = records[0]?.fence;
   for (const record of records) {
@@ -67,7 +101,7 @@ function restartsOf(records: StepRecord[]): Mark[] {
   return marks;
 }
 
-function breaksOf(records: StepRecord[]): Mark[] {
+function breaksOf(records: StepView[]): Mark[] {
   const first = records.find((record, index) => record.loss === null && records[index - 1]?.loss !== null);
   return first ? [{ x: first.step, label: "loss not finite" }] : [];
 }

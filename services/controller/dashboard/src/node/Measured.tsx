@@ -3,7 +3,7 @@ import { compact, dateTime, duration, percent } from "../ui/format";
 import { Stat } from "../ui/parts";
 import { Ago } from "../ui/time";
 
-/** What a node found when it last measured its devices: it is what step times are foreseen by. */
+/** What a node found when it last measured its devices: step times are estimated from it. */
 export function Measured({ device, found }: { device: string; found: MeasuredView }) {
   return (
     <section className="measured" aria-label={`Measured on ${device}`}>

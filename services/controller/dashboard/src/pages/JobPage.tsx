@@ -13,7 +13,7 @@ import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
 import { planHref } from "../router";
-import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, span, validationLoss, whole, words } from "../ui/format";
+import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, perSecond, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
 
@@ -59,7 +59,7 @@ export function JobPage({ id }: { id: string }) {
 
 function Head({ job }: { job: JobView }) {
   const { step, of, eta_s } = job.progress;
-  const part = of > 0 ? step / of : 0;
+  const part = of !== null && of > 0 ? step / of : 0;
   return (
     <section className="panel head" aria-label="Job">
       <div className="title">
@@ -76,9 +76,10 @@ function Head({ job }: { job: JobView }) {
         <Bar part={part} label="Progress" tone={toneOf(job.state)} />
         <div className="figures">
           <span>
-            step <b>{whole(step)}</b> of {whole(of)}
+            step <b>{whole(step)}</b>
+            {of === null ? null : ` of ${whole(of)}`}
           </span>
-          <span>{percent(part)}</span>
+          <span>{of === null ? null : percent(part)}</span>
           <span className="eta">
             {job.state === "RUNNING" && eta_s !== null ? (
               <>
@@ -89,13 +90,18 @@ function Head({ job }: { job: JobView }) {
         </div>
       </div>
       <dl className="stats">
-        <Stat label="Loss" hint="Mean over the global batch, nats a token">
+        <Stat label="Loss" hint={`Mean over the global batch${job.progress.loss_unit === "nats" ? ", nats a token" : ""}`}>
           <b>{loss(job.progress.loss)}</b>
         </Stat>
         <Stat label="Validation" hint={job.evaluation ? `after step ${job.evaluation.step}` : "no validation pass yet"}>
           {job.evaluation ? <b>{validationLoss(job.evaluation.loss)}</b> : DASH}
         </Stat>
-        <Stat label="Tokens/s">{compact(job.progress.tokens_per_s)}</Stat>
+        <Stat label={perSecond(job.progress.throughput_unit)}>{compact(job.progress.tokens_per_s)}</Stat>
+        {job.progress.mfu !== null ? (
+          <Stat label="MFU" hint="Operations that the model needs, of those that its devices could have made">
+            {percent(job.progress.mfu)}
+          </Stat>
+        ) : null}
         <Stat label="Step time">{duration(job.progress.step_time_s)}</Stat>
         {job.estimate ? <PeakMemory estimate={job.estimate} /> : null}
         <Stat label="Ranks">
@@ -130,14 +136,14 @@ function Head({ job }: { job: JobView }) {
   );
 }
 
-/** What the job's plan foresaw of its fullest rank beside what was seen of any. */
+/** What the job's plan estimated of its fullest rank beside what was measured of any. */
 function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
-  const compared = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as foreseen`;
+  const compared = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as estimated`;
   const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
-    <Stat label="Peak memory" hint={`The plan foresaw it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">foreseen {bytes(estimate.peak.total)}</span>{" "}
+    <Stat label="Peak memory" hint={`The plan estimates it in ${estimate.where}; ${seen}`}>
+      {bytes(estimate.measured_peak_bytes)} <span className="muted">estimated {bytes(estimate.peak.total)}</span>{" "}
       <a href={planHref(estimate.plan_id)}>its plan</a>
     </Stat>
   );
@@ -145,7 +151,7 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
 
 function sentence(job: JobView): string {
   if (job.state === "RUNNING") return `Attempt ${job.attempt} is training.`;
-  if (job.state === "SUCCEEDED") return "All steps are done.";
+  if (job.state === "SUCCEEDED") return job.spec.entrypoint ? "The script has ended." : "All steps are done.";
   return "";
 }
 

@@ -2,7 +2,7 @@ import { useEffect, useState } from "react";
 import { isTerminal, useJobs } from "../api/queries";
 import type { JobState, JobView } from "../api/types";
 import { jobHref, replaceJobsQuery } from "../router";
-import { bounds, compact, dateTime, DASH, loss, percent, shortId, span, validationLoss, whole } from "../ui/format";
+import { bounds, compact, dateTime, DASH, loss, percent, shortId, perSecond, span, validationLoss, whole } from "../ui/format";
 import { Bar, Pager, Quiet, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
 
@@ -121,7 +121,7 @@ function JobTable({ jobs }: { jobs: JobView[] }) {
 
 function JobRow({ job }: { job: JobView }) {
   const { step, of } = job.progress;
-  const part = of > 0 ? step / of : 0;
+  const part = of !== null && of > 0 ? step / of : 0;
   const live = job.state === "RUNNING";
   return (
     <tr
@@ -155,8 +155,8 @@ function JobRow({ job }: { job: JobView }) {
         <div className="progress">
           <Bar part={part} label={`Progress of ${job.name}`} tone={toneOf(job.state)} />
           <span className="figures">
-            {whole(step)} / {whole(of)}
-            <span className="muted"> {percent(part)}</span>
+            {whole(step)} / {of === null ? "?" : whole(of)}
+            {of === null ? null : <span className="muted"> {percent(part)}</span>}
           </span>
         </div>
       </td>
@@ -169,7 +169,7 @@ function JobRow({ job }: { job: JobView }) {
         ) : null}
       </td>
       <td data-cell="tokens" data-label="tok/s" className="number">
-        {compact(job.progress.tokens_per_s)}
+        <span title={perSecond(job.progress.throughput_unit)}>{compact(job.progress.tokens_per_s)}</span>
       </td>
       <td data-cell="eta" data-label="left" className="number">
         {live ? span(job.progress.eta_s) : DASH}

@@ -30,6 +30,11 @@ export function compact(value: number | null | undefined): string {
   return trim(value);
 }
 
+/** The unit of throughput as a heading: "Tokens/s". */
+export function perSecond(unit: string): string {
+  return `${unit.charAt(0).toUpperCase()}${unit.slice(1)}/s`;
+}
+
 export function bytes(value: number | null | undefined): string {
   if (!known(value)) return DASH;
   for (const [power, sign] of [[40, "TiB"], [30, "GiB"], [20, "MiB"], [10, "KiB"]] as const) {

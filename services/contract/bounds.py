@@ -1,0 +1,126 @@
+"""How long what ranks and agents say may be: what people read is cut with a mark, what must be exact is refused.
+
+A rank runs the user's code, and any process that has an agent's password of Redis speaks as an agent.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, StringConstraints
+
+ERROR_CHARACTERS: Final = 4_096
+TRACEBACK_CHARACTERS: Final = 32_768
+NAME_CHARACTERS: Final = 256
+BASELINES_KEPT: Final = 8
+METRIC_NAMES_KEPT: Final = 64
+"""So many names of a user's metrics are kept of a job."""
+METRIC_NAME_CHARACTERS: Final = 64
+EVALUATION_METRICS_KEPT: Final = 16
+MOST_RANKS: Final = 65_536
+_ERROR_TYPES_KEPT: Final = 32
+_VERSIONS_KEPT: Final = 64
+_GROUPS_KEPT: Final = 64
+_MOST: Final = (1 << 63) - 1
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
+
+    The two ends say where and what.
+    """
+    if len(text) <= limit:
+        return text
+    mark = f" … {len(text) - limit} characters cut … "
+    half = (limit - len(mark)) // 2
+    return f"{text[:half]}{mark}{text[-half:]}"
+
+
+def cut_to(limit: int) -> BeforeValidator:
+    """Of a text: has it ``shortened``."""
+
+    def cut(value: object) -> object:
+        return shortened(value, limit) if isinstance(value, str) else value
+
+    return BeforeValidator(cut)
+
+
+def _few_baselines(baselines: object) -> object:
+    """The first of them that are finite, for JSON has no word for other numbers; names cut."""
+    if not isinstance(baselines, dict):
+        return baselines
+    finite = [
+        (shortened(str(name), NAME_CHARACTERS), float(value))
+        for name, value in baselines.items()
+        if _is_finite(value)
+    ]
+    return dict(finite[:BASELINES_KEPT])
+
+
+def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
+    """The first of them; names cut, and without what would break a line or a list of names.
+
+    None in place of what is no finite number.
+    """
+    if not isinstance(values, dict):
+        return values
+    return {
+        metric_name(str(name)): float(value) if _is_finite(value) else None
+        for name, value in itertools.islice(values.items(), most)
+    }
+
+
+def metric_name(name: str) -> str:
+    """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
+    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
+    if len(plain) > METRIC_NAME_CHARACTERS:
+        return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
+    return plain or "_"
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and abs(value) <= _MOST
+
+
+def _first_types(types: object) -> object:
+    return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    # Before the items are looked at: each that is wrong makes an error, and a million of them take seconds.
+    def check(value: Any) -> Any:  # noqa: ANN401 whatever stands there
+        if isinstance(value, Mapping | list | tuple) and len(value) > limit:
+            raise ValueError(f"more than {limit} items")
+        return value
+
+    return BeforeValidator(check)
+
+
+Text = Annotated[str, cut_to(ERROR_CHARACTERS)]
+"""For people: an error, a reason."""
+Name = Annotated[str, cut_to(NAME_CHARACTERS)]
+"""For people: of a unit, a phase, a file."""
+Traceback = Annotated[str, cut_to(TRACEBACK_CHARACTERS)]
+"""For people: of one thread or of all."""
+ErrorTypes = Annotated[tuple[Name, ...], BeforeValidator(_first_types)]
+"""Qualified names of an exception's classes, the first 32."""
+GroupName = Annotated[str, StringConstraints(max_length=64)]
+Digest = Annotated[str, StringConstraints(max_length=1_024)]
+Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
+Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
+"""Losses of simple models by their names, the first eight that are finite."""
+MetricValues = Annotated[dict[str, float | None], BeforeValidator(_few_metrics)]
+"""Values by name, at most 64; None: no finite number."""
+EvaluationMetrics = Annotated[
+    dict[str, float | None],
+    BeforeValidator(lambda values: _few_metrics(values, EVALUATION_METRICS_KEPT)),
+]
+"""The same of a validation pass, of which a job's record keeps many: at most 16."""
+Versions = Annotated[dict[Name, Name], _at_most(_VERSIONS_KEPT)]
+Numbers = Annotated[dict[GroupName, int], _at_most(_GROUPS_KEPT)]
+"""Collective sequence numbers by process group."""
+AtMostOnePerRank: Final = _at_most(MOST_RANKS)
+"""For what has an item a rank, or fewer."""

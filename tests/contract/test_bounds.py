@@ -1,0 +1,99 @@
+"""Whatever an agent's user writes into Redis is short once it is read, and soon refused if it is wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from services.contract.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
+from services.contract.ids import new_job_id
+from services.contract.messages.facts import (
+    FACT,
+    CheckpointCorrupt,
+    Evaluated,
+    GangDiagnosed,
+    GangEnded,
+    LaunchRefused,
+    NodeJoined,
+)
+from services.contract.messages.telemetry import LogLine, RankSample, RankStacks
+
+LONG = "x" * 1_000_000
+JOB = new_job_id(1, bytes(10))
+CHECKPOINT = f"ckpt_{JOB[4:]}-s000000001-a0001"
+OF_GANG = {"job_id": JOB, "fence": 1, "node_id": "loom-1"}
+EXIT = {"rank": 0, "pid": 1, "order": 0, "step": 1, "phase": LONG, "error": LONG}
+FINDING = {"rank": 0, "pid": 1, "phase": LONG, "unit": LONG, "stacks": LONG, "frames": [LONG] * 9}
+SAMPLE = {"rank": 0, "local_rank": 0, "fence": 1, "node_id": "loom-1", "pid": 1, "step": 1}
+INVENTORY = {"hostname": LONG, "cpu_slots": 1, "cpu_count": 1, "memory_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (LaunchRefused, OF_GANG | {"reason": LONG, "condition": LONG}),
+        (CheckpointCorrupt, OF_GANG | {"checkpoint_id": CHECKPOINT, "file": LONG, "reason": LONG}),
+        (
+            Evaluated,
+            OF_GANG
+            | {"step": 1, "loss": 1.0, "tokens": 1}
+            | {"baselines": {f"{LONG}{number}": 1.0 for number in range(20)}},
+        ),
+        (
+            GangEnded,
+            OF_GANG
+            | {"last_step": 1}
+            | {"exits": [EXIT | {"traceback": LONG, "error_types": [LONG] * 1_000}]},
+        ),
+        (
+            GangDiagnosed,
+            OF_GANG
+            | {"findings": {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": [FINDING]}},
+        ),
+        (
+            NodeJoined,
+            {"node_id": "loom-1", "incarnation": "a"}
+            | {"inventory": INVENTORY | {"versions": {LONG: LONG}}},
+        ),
+        (RankSample, SAMPLE | {"device": LONG, "phase": LONG, "unit": LONG}),
+        (RankStacks, {"rank": 0, "fence": 1, "node_id": "loom-1", "text": LONG}),
+        (LogLine, {"rank": 0, "fence": 1, "stream": "stdout", "time_ms": 1, "text": LONG}),
+    ],
+)
+def test_what_people_read_is_cut_with_a_mark(kind: type[BaseModel], fields: dict[str, Any]) -> None:
+    read = kind.model_validate_json(json.dumps(fields)).model_dump_json()
+    assert "characters cut" in read
+    assert len(read) < 3 * TRACEBACK_CHARACTERS
+    # Cut once, it is not cut again wherever it is read next.
+    assert kind.model_validate_json(read).model_dump_json() == read
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "gang_launched", "pids": {f"a{number}": "b" for number in range(MOST_RANKS + 1)}},
+        {"kind": "gang_ended", "last_step": 1, "exits": [0] * (MOST_RANKS + 1)},
+        {"kind": "chain_damaged", "records": [0] * (MOST_RANKS + 1)},
+        {"kind": "gang_launched", "pids": {}, "job_id": LONG},
+    ],
+)
+def test_what_must_be_exact_is_refused_with_one_fault(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        FACT.validate_json(json.dumps(OF_GANG | fields))
+    assert refused.value.error_count() == 1
+
+
+def test_names_of_lives_and_groups_are_no_longer_than_names() -> None:
+    joined = {"kind": "node_joined", "node_id": "loom-1", "inventory": INVENTORY}
+    FACT.validate_json(json.dumps(joined | {"incarnation": "a" * NAME_CHARACTERS}))
+    for fields in (
+        joined | {"incarnation": "a" * (NAME_CHARACTERS + 1)},
+        joined | {"incarnation": "a", "gangs": [0] * (MOST_RANKS + 1)},
+    ):
+        with pytest.raises(ValidationError):
+            FACT.validate_json(json.dumps(fields))
+    sample = SAMPLE | {"device": "cpu", "phase": "FORWARD"}
+    for issued in ({LONG: 1}, {str(number): 1 for number in range(65)}):
+        with pytest.raises(ValidationError):
+            RankSample.model_validate(sample | {"issued": issued})

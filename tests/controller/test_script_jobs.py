@@ -1,0 +1,119 @@
+"""The course of a job that runs a script, and what is refused of one."""
+
+from services.contract.entry_points import EntryPoints
+from services.contract.ids import new_job_id
+from services.contract.messages.telemetry import StepRecord
+from services.contract.problems import Fault
+from services.contract.specs import JobSpec
+from services.contract.states import ExitReason, JobState
+from services.contract.views import StopRequest
+from services.controller.domain import planner
+from services.controller.domain.events import PauseAsked
+from services.controller.domain.job import Job
+from services.controller.domain.spec_rules import against_the_rules
+from services.controller.domain.support import unsupported
+from services.controller.use_cases.progress import measure
+from tests.controller.histories import (
+    NOW,
+    began,
+    crashed,
+    finished,
+    killed,
+    launched,
+    linked,
+    placed,
+    play,
+    progressed,
+    saved,
+    vote,
+    votes,
+)
+
+
+def spec(**changes: object) -> JobSpec:
+    fields: dict[str, object] = {
+        "entrypoint": {"script": "train.py"},
+        "resources": {"ranks": 2},
+    }
+    return JobSpec.model_validate(fields | changes)
+
+
+def started(**changes: object) -> Job:
+    """A job whose script runs and has not reported a step."""
+    job = Job(id=new_job_id(NOW, bytes(10)), spec=spec(**changes), created_ms=NOW, updated_ms=NOW)
+    return play(job, [placed(job), launched(job), progressed(job, step=0)]).job
+
+
+def reporting(**changes: object) -> Job:
+    job = started(**changes)
+    return play(job, [progressed(job, step=1)]).job
+
+
+def test_a_script_runs_before_it_reports_a_step() -> None:
+    job = started()
+    assert (job.state, job.reason) == (JobState.RUNNING, "attempt 1 runs train.py")
+    assert job.attempts[-1].first_step is None
+    assert reporting().attempts[-1].first_step == 1
+
+
+def test_an_exception_before_the_first_report_is_not_tried_again() -> None:
+    job = started()
+    job = play(job, [crashed(job, "ImportError: no module named data", step=0)]).job
+    assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.USER_ERROR)
+    job = reporting()
+    assert play(job, [crashed(job, "OSError: gone")]).job.state == JobState.RESTARTING
+
+
+def test_a_script_needs_no_checkpoint_to_be_done_but_waits_for_one_that_it_began() -> None:
+    job = reporting()
+    assert play(job, [finished(job, step=9)]).job.state == JobState.SUCCEEDED
+    waits = play(job, [began(job, 9), *votes(job, 9), finished(job, step=9)]).job
+    assert (waits.state, waits.exit_reason) == (JobState.RUNNING, None)
+    done = play(waits, [linked(job, 9)]).job
+    assert (done.state, done.exit_reason) == (JobState.SUCCEEDED, ExitReason.COMPLETED)
+
+
+def test_a_script_whose_last_state_was_not_saved_is_tried_again() -> None:
+    job = reporting()
+    lost = play(job, [began(job, 9), vote(job, 9, 0), finished(job, step=9)]).job
+    assert lost.state == JobState.RESTARTING
+    assert lost.attempts[-1].exit_reason == ExitReason.CHECKPOINT_FAILED
+
+
+def test_a_script_that_stops_when_it_is_asked_is_paused_and_one_that_ends_meanwhile_is_done() -> (
+    None
+):
+    job = reporting()
+    job = play(job, [*saved(job, 5), PauseAsked(StopRequest())]).job
+    assert job.state == JobState.PAUSING
+    paused = play(job, [finished(job, step=5, drained=True)]).job
+    assert (paused.state, paused.reason) == (JobState.PAUSED, "paused on request; at step 5")
+    assert play(job, [finished(job, step=9)]).job.state == JobState.SUCCEEDED
+    deaf = play(job, [killed(job, step=9)]).job
+    assert (deaf.state, deaf.reason) == (
+        JobState.PAUSED,
+        "paused on request; what is saved ends at step 5",
+    )
+
+
+def test_the_eta_of_a_script_is_by_what_it_says_of_its_steps() -> None:
+    def of(job: Job, told: int | None) -> tuple[int | None, float | None]:
+        record = StepRecord(step=10, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.5, of=told)
+        found = measure(job, [record], {})
+        return found.of, found.eta_s
+
+    assert of(reporting(), None) == (None, None)
+    assert of(reporting(), 30) == (30, 10.0)
+    assert of(reporting(train={"steps": 20}), 30) == (20, 5.0)
+
+
+def test_a_script_has_a_plan_of_its_ranks_alone_and_is_judged_by_its_name() -> None:
+    asked = spec(mesh={"dp_shard": 1, "tp": 2})
+    assert unsupported(asked) == []
+    assert planner.shard(spec()).mesh.dp_shard == 2
+    (fault,) = against_the_rules(asked, EntryPoints(("runs",)))
+    assert (fault.pointer, fault.code) == ("/entrypoint/script", "script_not_allowed")
+    told = spec(entrypoint={"script": "runs/a.py", "args": ["redis://me:secret@host"]})
+    (fault,) = against_the_rules(told, EntryPoints(("runs",)))
+    assert isinstance(fault, Fault)
+    assert fault.pointer == "/entrypoint/args/0"

@@ -1,0 +1,168 @@
+"""Scripts in real ranks: as under torchrun, and with the lines of ``meshloom.session``."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.contract.messages.rank_pipe import RankFailed, RankFinished, RankVote
+from services.contract.specs import JobSpec
+from services.contract.states import RankPhase
+from services.local.settings import child_environment
+from tests.rank.gang import Attempt, Ranks, ranks_below
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PLAIN = "script/train.py"
+WITH_SESSION = "script/train_with_session.py"
+STEPS = 8
+SAVED = 4
+ARGS = ("--steps", str(STEPS), "--every", str(SAVED), "--dim", "16")
+
+
+def job(script: str = WITH_SESSION, *args: str) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "entrypoint": {"script": script, "args": args or ARGS},
+            "resources": {"ranks": 2, "device": "cpu"},
+        }
+    )
+
+
+def printed(output: str) -> dict[int, float]:
+    """The losses that a script prints, by step."""
+    return {int(s): float(loss) for s, loss in re.findall(r"step (\d+) loss (\S+)", output)}
+
+
+def under_torchrun(script: str, *args: str) -> dict[int, float]:
+    """What a script prints that torchrun runs on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script), *args],
+        env=child_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return printed(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempt]:
+    """The script with the session's lines, from its first step to its last."""
+    with ranks_below(tmp_path_factory.mktemp("undisturbed")) as ranks:
+        yield ranks.start(job(), code=EXAMPLES).succeeded()
+
+
+def test_an_unchanged_script_has_the_losses_that_it_has_under_torchrun(ranks: Ranks) -> None:
+    args = ("--steps", "3", "--dim", "16")
+    attempt = ranks.start(job(PLAIN, *args), code=EXAMPLES).succeeded()
+    losses = printed((ranks.root / "rank-0.log").read_text())
+    assert losses == under_torchrun(PLAIN, *args)
+    assert len(losses) == 3
+    assert [attempt.of_kind(rank, RankFinished)[0].step for rank in (0, 1)] == [0, 0]
+    assert attempt.losses() == {}
+
+
+def test_what_a_script_reports_is_on_the_board_and_its_lines_do_nothing_under_torchrun(
+    undisturbed: Attempt,
+) -> None:
+    steps = undisturbed.steps()
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert {step.of for step in steps} == {STEPS}
+    assert all(step.tokens_per_s == pytest.approx(8 / step.step_time_s) for step in steps)
+    shown = undisturbed.board(1).read()
+    assert shown is not None
+    assert (shown.phase, shown.step) == (RankPhase.FINISHED, STEPS)
+    losses = under_torchrun(WITH_SESSION, *ARGS)
+    assert undisturbed.losses() == pytest.approx(losses, rel=1e-15)
+    finished = undisturbed.of_kind(0, RankFinished)[0]
+    assert (finished.step, finished.drained) == (STEPS, False)
+
+
+def test_a_script_whose_rank_is_killed_goes_on_from_its_checkpoint_with_the_same_bits(
+    ranks: Ranks, undisturbed: Attempt
+) -> None:
+    first = ranks.start(job(WITH_SESSION, "--steps", "100000", *ARGS[2:]), code=EXAMPLES)
+    first.until(lambda: all(first.of_kind(rank, RankVote) for rank in (0, 1)))
+    first.processes[1].kill()
+    assert first.ended()[1] == -9
+    source = first.committed(SAVED)
+    again = ranks.start(job(), fence=2, resume_from=source.checkpoint_id, code=EXAMPLES)
+    again.succeeded()
+    assert again.losses_after(0) == undisturbed.losses_after(SAVED)
+
+
+def test_a_script_that_is_asked_to_stop_saves_its_state_and_ends_as_drained(ranks: Ranks) -> None:
+    forever = job(WITH_SESSION, "--steps", "100000", "--every", "3", "--dim", "16")
+    first = ranks.start(forever, code=EXAMPLES)
+    first.until(lambda: bool(first.of_kind(0, RankVote)))
+    first.order(1, checkpoint=True, stop=True)
+    first.succeeded()
+    votes = [[vote.step for vote in first.of_kind(rank, RankVote)] for rank in (0, 1)]
+    assert votes[0] == votes[1]
+    finished = [first.of_kind(rank, RankFinished)[0] for rank in (0, 1)]
+    assert [(end.step, end.drained) for end in finished] == [(votes[0][-1], True)] * 2
+
+
+def test_a_checkpoint_that_is_asked_for_is_taken_where_none_was_due(ranks: Ranks) -> None:
+    forever = job(WITH_SESSION, "--steps", "100000", "--every", "0", "--dim", "16")
+    first = ranks.start(forever, code=EXAMPLES)
+    for taken in (1, 2):
+        first.order(taken - 1, checkpoint=True)
+        first.until(lambda: all(len(first.of_kind(r, RankVote)) == taken for r in (0, 1)))  # noqa: B023 at once
+    first.order(0, stop=True)
+    first.succeeded()
+    steps = [[vote.step for vote in first.of_kind(rank, RankVote)] for rank in (0, 1)]
+    assert steps[0] == steps[1]
+    assert len(set(steps[0])) == 2
+    assert first.of_kind(0, RankFinished)[0].drained
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_script_goes_on_at_another_number_of_ranks(ranks: Ranks, world: int) -> None:
+    even = (*ARGS, "--dropout", "0")
+    first = ranks.start(job(WITH_SESSION, *even), code=EXAMPLES).succeeded()
+    source = first.committed(SAVED)
+    again = ranks.start(
+        job(WITH_SESSION, *even), world, fence=2, resume_from=source.checkpoint_id, code=EXAMPLES
+    )
+    again.succeeded()
+    assert again.losses() == pytest.approx(first.losses_after(SAVED), abs=1e-5)
+
+
+def test_a_script_on_our_engine_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    text = (EXAMPLES / WITH_SESSION).read_text()
+    ours = text.replace("from torch.distributed.fsdp import", "from fsdp_core import")
+    assert ours != text
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(ours)
+    first = ranks.start(job("train.py"), code=tmp_path / "code").succeeded()
+    source = first.committed(SAVED)
+    again = ranks.start(
+        job("train.py"), fence=2, resume_from=source.checkpoint_id, code=tmp_path / "code"
+    )
+    again.succeeded()
+    assert again.losses() == first.losses_after(SAVED)
+
+
+def test_what_cannot_be_saved_is_named_by_its_place(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from meshloom import session\n"
+        "session.report(1, loss=1.0)\n"
+        "session.checkpoint({'step': 1, 'data': {'queue': [1, object()]}})\n"
+    )
+    attempt = ranks.start(job("train.py"), world=1, code=tmp_path)
+    assert attempt.ended() == [1]
+    (failed,) = attempt.of_kind(0, RankFailed)
+    assert "state['data']['queue'][1]: a object cannot be saved" in failed.error
+    assert failed.traceback.splitlines()[1].endswith(
+        f'"{tmp_path / "train.py"}", line 3, in <module>'
+    )

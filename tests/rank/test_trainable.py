@@ -1,0 +1,164 @@
+"""A user's Trainable: several models, optimizers and losses in the loop that parts by name have."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fsdp_core.errors import PlanError
+from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
+from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady, RankVote
+from services.contract.specs import JobSpec
+from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
+from services.worker.rank.models.several import Models
+from tests.rank.gang import JOB, Attempt, Ranks, Trained
+from tests.rank.user_trainables import blocks
+
+Spec = Callable[..., JobSpec]
+USER = "tests.rank.user_trainables"
+UNITS = (UnitPlan(("generator.*",)), UnitPlan(("discriminator.0", "discriminator.2")))
+
+
+def of(spec: Spec, trainable: str, **changes: object) -> JobSpec:
+    plain = spec().model_dump(mode="json")
+    given = {"model": None, "data": None, "trainable": {"factory": f"{USER}:{trainable}"}}
+    return JobSpec.model_validate(plain | given | changes)
+
+
+@pytest.fixture
+def gan(spec: Spec) -> JobSpec:
+    train = {"steps": 6, "global_batch": 12, "seed": 7, "ema": {"decay": 0.5, "every": 2}}
+    return of(spec, "Gan", train=train)
+
+
+def saved(attempt: Attempt, step: int) -> dict[str, torch.Tensor]:
+    """All that the ranks of an attempt saved, by rank and name."""
+    return {
+        f"{path.name} {name}": tensor
+        for path in files(attempt, step)
+        for name, tensor in load_file(path).items()
+    }
+
+
+def files(attempt: Attempt, step: int) -> list[Path]:
+    """The shards of its checkpoint, which need not be committed."""
+    votes = attempt.of_kind(0, RankVote)
+    name = next(vote.checkpoint_id for vote in votes if vote.step == step)
+    return sorted((attempt.root / JOB / "shards" / name).iterdir())
+
+
+@pytest.mark.ranks
+def test_two_models_learn_by_two_losses(trained: Trained, gan: JobSpec) -> None:
+    run = trained.of(gan, units=UNITS)
+    losses = run.losses()
+    assert losses == run.losses(1)
+    assert losses[6] != losses[1]
+    ready = run.of_kind(0, RankReady)[0]
+    assert ready.units == (
+        "generator",
+        *(f"generator.{place}" for place in range(5)),
+        "discriminator",
+        "discriminator.0, discriminator.2",
+    )
+    (evaluation,) = run.of_kind(0, RankEvaluated)
+    assert evaluation.tokens == 6
+    alone = trained.of(gan, 1, units=UNITS)
+    assert alone.losses() == pytest.approx(losses, abs=1e-5)
+    assert alone.of_kind(0, RankEvaluated)[0].loss == pytest.approx(evaluation.loss, abs=1e-5)
+
+
+@pytest.mark.ranks
+def test_all_of_a_trainable_is_resumed_bit_for_bit_and_at_another_world_size(
+    trained: Trained, ranks: Ranks, gan: JobSpec
+) -> None:
+    source = trained.committed(3, ranks, gan, units=UNITS).checkpoint_id
+    whole = trained.of(gan, units=UNITS)
+    same = ranks.start(gan, fence=2, resume_from=source, units=UNITS).succeeded()
+    assert same.losses() == whole.losses_after(3)
+    once, again = saved(whole, 6), saved(same, 6)
+    assert once.keys() == again.keys()
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    kinds = {name.split()[1].split(".")[0] for name in once}
+    assert kinds == {"model", "optim", "ema", "beside", "random"}
+    other = ranks.start(gan, 3, fence=3, resume_from=source, units=UNITS).succeeded()
+    assert other.losses() == pytest.approx(whole.losses_after(3), abs=1e-5)
+    ends = [run.of_kind(0, RankEvaluated)[-1].loss for run in (whole, same, other)]
+    assert ends[0] == ends[1]
+    assert ends[0] == pytest.approx(ends[2], abs=1e-5)
+
+
+@pytest.mark.ranks
+def test_a_trainable_that_adds_nothing_trains_as_its_parts_do(trained: Trained, spec: Spec) -> None:
+    data = {"factory": "tests.rank.user_vision:Pictures"}
+    loss = {"factory": "cross_entropy"}
+    by_name = of(spec, "Alone", data=data, loss=loss).model_dump(mode="json") | {
+        "trainable": None,
+        "model": {"factory": "tests.rank.user_vision:Classifier"},
+    }
+    parts = trained.of(JobSpec.model_validate(by_name))
+    alone = trained.of(of(spec, "Alone", data=data, loss=loss))
+    assert alone.losses() == parts.losses()
+
+
+@pytest.mark.ranks
+def test_a_job_of_parts_saves_what_older_versions_save(trained: Trained, spec: Spec) -> None:
+    run = trained.of(spec())
+    names = {name.split()[1].split(".")[0] for name in saved(run, 3)}
+    assert names == {"model", "optim", "random"}
+    with safe_open(files(run, 3)[0], framework="pt") as file:
+        about = json.loads(file.metadata()["meshloom"])
+    assert about.keys() == {
+        *("version", "step", "rank", "world_size", "mesh", "data_digest", "data", "boxes"),
+        *("python_random", "numpy_random"),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("trainable", "data", "words"),
+    [
+        ("Alone", None, "data: the spec names none, and Alone.build_data returns none"),
+        ("blocks", None, "blocks: missing a required argument"),
+        ("Points", None, "trainable.factory made a Points, not a meshloom.Trainable"),
+        ("Stepping", "tests.rank.user_vision:Pictures", "unless the class says steps_itself"),
+    ],
+)
+def test_a_trainable_that_cannot_be_says_why(
+    ranks: Ranks, spec: Spec, trainable: str, data: str | None, words: str
+) -> None:
+    named = None if data is None else {"factory": data}
+    job = of(spec, trainable, data=named, loss={"factory": "cross_entropy"})
+    attempt = ranks.start(job, 1)
+    assert attempt.ended() == [1]
+    (failure,) = attempt.of_kind(0, RankFailed)
+    assert words in failure.error
+
+
+def test_each_model_has_the_units_that_begin_with_its_name() -> None:
+    models = Models.of({"one": blocks(2, 2), "two": blocks(2, 2)})
+    units = (UnitPlan(("one.0",)), UnitPlan(("*.2",)), UnitPlan(("two",)), UnitPlan(("",)))
+    plans = models.plans(ShardingPlan(MeshPlan(), units))
+    assert [unit.modules for unit in plans["one"].units] == [("0",), ("2",), ("",)]
+    assert [unit.modules for unit in plans["two"].units] == [("2",), ("",), ("",)]
+    for wrong in (("three.0",), ("one.9",), ("0",)):
+        with pytest.raises(PlanError, match="begins with the name of one of them"):
+            models.plans(ShardingPlan(MeshPlan(), (UnitPlan(wrong),)))
+    with pytest.raises(PlanError, match="two models"):
+        models.plans(ShardingPlan(MeshPlan(), (UnitPlan(("one.0", "two.0")),)))
+
+
+@pytest.mark.parametrize("built", [{}, {"a.b": blocks(1, 1)}, {"one": 3}, 3])
+def test_what_is_no_model_is_refused(built: object) -> None:
+    with pytest.raises(TypeError, match="build_model"):
+        Models.of(built)
+
+
+@pytest.mark.parametrize("state", [{"a": {1: 2}}, {"a": [Path()]}, {"a": torch.zeros(0)}])
+def test_a_state_that_json_and_tensors_cannot_say_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(UnsavableStateError, match=r"state_dict: .*beside\.a"):
+        flattened(state)
