@@ -89,8 +89,9 @@ def report(
 
     From the first report on a job has curves, a speed and an ETA, and its ranks are ended as hanging
     when none of them reports, checkpoints or asks for as long as ``faults.hang_timeout_s``; ``auto`` is a
-    minute, or three usual times between two reports if that is longer. An evaluation between two
-    reports needs as much. Before the first report only the end of a process counts.
+    minute, or three usual times between two reports if that is longer. A second report of the same step
+    (of an evaluation's metrics, or of nothing but that it goes on) gives five minutes more. Before the
+    first report only the end of a process counts.
 
     Args:
         step: How many steps are done, counted from 1 over all attempts of the job. A second report of
@@ -122,7 +123,7 @@ def checkpoint(state: Any, step: int | None = None, *, every: int | None = None)
             DTensors, numbers, strings, None, and objects with ``state_dict`` and ``load_state_dict``:
             modules, optimizers, schedulers. Of DTensors each rank saves its own elements. Anything else
             must be the same on all ranks: it is saved once, by rank 0. Nothing is pickled.
-        step: How many steps are done; the step that was reported last if left out. A step that is
+        step: How many steps are done; if left out, the last one that any rank reported. A step that is
             saved already is not saved again.
         every: Save only at multiples of this (``checkpoint.every_steps`` of the spec, if set, takes its
             place), and whenever a person or a stop asks for a checkpoint: so the line may stand in
@@ -144,6 +145,8 @@ def restore(state: Any) -> Any:  # noqa: ANN401 (any nesting)
     Args:
         state: As for ``checkpoint``. Its tensors and objects are filled in place; DTensors at any
             number of ranks. What it lacks is not loaded into anything.
+
+    A part of what was saved may be asked for, and any number of times.
 
     Returns:
         None if the job begins anew; else ``state`` as it was saved: the same tensors and objects,

@@ -63,6 +63,7 @@ class FSDPParamGroup:
         self._sharded_state = ShardedState.SHARDED
         self._gather: PendingGather | None = None
         self._partial = PartialReduce()
+        self._awaits_reduce = False
         self._resharded: Mark | None = None
 
     @property
@@ -171,6 +172,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.drop_grads()
         self._partial.clear()
+        self._awaits_reduce = False
         self._holders.clear()
         self.reshard()
 
@@ -193,8 +195,13 @@ class FSDPParamGroup:
             self.refresh()
         self._check_values()
 
-    def keep_grads(self) -> None:
-        """Keeps the gradients whole, for a later backward that reduces them."""
+    def keep_grads(self, *, was_reached: bool) -> None:
+        """Keeps the gradients whole, for a later backward that reduces them.
+
+        Args:
+            was_reached: See `take_grads`.
+        """
+        self._awaits_reduce |= was_reached
         for param in self.params:
             param.keep_grad()
 
@@ -203,13 +210,18 @@ class FSDPParamGroup:
 
         Args:
             was_reached: Whether this backward ran through the unit. Then all ranks reduce all
-                its trainable parameters, whichever of them each has used. So they do if sums of
-                earlier backwards wait for the all-reduce that is due now.
+                its trainable parameters, whichever of them each has used. So they do if an
+                earlier backward that was not reduced ran through it, or if sums of earlier
+                backwards wait for the all-reduce that is due now.
 
         Returns:
             One batch for each dtype that gradients travel in.
         """
-        takes_part = was_reached or (self.options.all_reduce_grads and not self._partial.is_empty)
+        waits = self._awaits_reduce or (
+            self.options.all_reduce_grads and not self._partial.is_empty
+        )
+        self._awaits_reduce = False
+        takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
         return batches_of(
             self._travellers,

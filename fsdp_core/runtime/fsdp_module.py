@@ -139,7 +139,8 @@ class FSDPModule(CommunicationSetters):
     def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
         """Sets, on the root, whether the next backward is the last before the optimizer.
 
-        Only the last one waits for the reductions; before it, gradients may be incomplete.
+        Only the last one has the current stream wait for the gradients, and ends the order of
+        prefetching.
         """
         self._root_options.is_last_backward = is_last_backward
 

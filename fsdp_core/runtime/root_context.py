@@ -263,9 +263,11 @@ class RootContext:
                 unit.complete_backward(is_whole=ends_all)
             for unit in ending.going_on:
                 unit.complete_backward_within_forward()
+            # Not the last backward either leaves any: gradients that arrived after the user has
+            # zeroed them, because the next forward raised, would stay.
+            for pending in self.reduces.drain():
+                pending.land(self.link)
             if self.units[0].options.is_last_backward:
-                for pending in self.reduces.drain():
-                    pending.land(self.link)
                 if ends_all:
                     for unit in self.units:
                         unit.drop_gathers()

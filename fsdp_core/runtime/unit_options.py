@@ -23,8 +23,8 @@ class UnitOptions:
         unshard_inline: Whether forward and backward gather on the current stream.
         max_reduces: Reductions in flight besides the one being packed; the largest of the
             root's units counts.
-        is_last_backward: Read from the root: whether the end of backward waits for reductions
-            and forgets the order of prefetching.
+        is_last_backward: Read from the root: whether the end of backward forgets the order of
+            prefetching, and has the compute lane wait for the gradients.
         post_optim_event: Read from the root, once: gathers of the next forward follow it
             instead of everything on the current stream.
     """

@@ -114,7 +114,7 @@ class UnitParams:
         for group in reversed(self.groups):
             if not options.reduce_grads:
                 self._reshard_after_backward(group, options)
-                group.keep_grads()
+                group.keep_grads(was_reached=was_reached)
                 continue
             batches = group.take_grads(was_reached=was_reached)
             self._reshard_after_backward(group, options)

@@ -25,6 +25,7 @@ from services.cli.nodes import nodes
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
+from services.cli.tokenizing import data
 from services.contract.ids import JobId
 from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
@@ -56,6 +57,7 @@ app = typer.Typer(
     "MESHLOOM_TOKEN is sent where it is set. JOB is a job's id, or 'last' for the newest.",
 )
 app.add_typer(tokens, name="tokens")
+app.add_typer(data, name="data")
 app.command()(audit)
 app.command()(nodes)
 app.command()(planning.plan)
@@ -345,7 +347,7 @@ def clone(
     ] = None,
     from_checkpoint: Annotated[
         str | None,
-        typer.Option("--from", help="A committed checkpoint of the job, or 'latest'."),
+        typer.Option("--from", help="A committed checkpoint of the job, 'latest' or 'best'."),
     ] = None,
     key: Annotated[
         str | None,

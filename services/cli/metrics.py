@@ -37,7 +37,7 @@ def show_metrics(client: Client, job_id: str, names: Sequence[str], *, as_csv: b
         if as_csv:
             _write_csv(rows, columns)
         else:
-            console.print(_overview(rows, columns))
+            console.print(_overview(rows, columns, whole.throughput_unit))
         left_out = whole.names_left_out
     if left_out and not as_csv:
         console.print(f"of {left_out} further names nothing is kept: a job may have 64")
@@ -65,15 +65,20 @@ def _rows(whole: MetricsView) -> list[_Row]:
     return [rows[place] for place in sorted(rows)]
 
 
-def _overview(rows: Sequence[_Row], columns: Sequence[str]) -> Table:
+def _overview(rows: Sequence[_Row], columns: Sequence[str], throughput_unit: str) -> Table:
     table = _table("metric", "newest", "at step", "least", "most")
     for name in columns:
         told = [(row["step"], value) for row in rows if (value := row.get(name)) is not None]
         if told:
             step, newest = told[-1]
             values = [value for _, value in told]
+            counted = f" ({throughput_unit})" if name == "tokens_per_s" else ""
             table.add_row(
-                Text(name), figure(newest), str(step), figure(min(values)), figure(max(values))
+                Text(name + counted),
+                figure(newest),
+                str(step),
+                figure(min(values)),
+                figure(max(values)),
             )
     return table
 

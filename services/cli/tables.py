@@ -80,7 +80,7 @@ def job_details(job: JobView) -> Table:
         ("loss", loss(job.progress.loss, job.progress)),
         ("validation", _evaluation(job)),
         (per_s(job.progress), number(job.progress.tokens_per_s, "{:,.0f}")),
-        ("MFU", number(job.progress.mfu, "{:.1%}")),
+        ("MFU", None if job.progress.mfu is None else f"{100 * job.progress.mfu:.3g} %"),
         *_user_metrics(job),
         ("eta", duration(job.progress.eta_s)),
         ("attempt", f"{job.attempt} ({job.restarts} restarts)" if job.attempt else None),
@@ -145,7 +145,16 @@ def diagnosis_table(diagnosis: DiagnosisView) -> Table:
 def checkpoints_table(checkpoints: CheckpointList) -> Table:
     """One row a checkpoint, newest first."""
     table = _table(
-        "checkpoint", "state", "step", "loss", "size", "world", "age", "kept", "verified"
+        "checkpoint",
+        "state",
+        "step",
+        "loss",
+        "validation",
+        "size",
+        "world",
+        "age",
+        "kept",
+        "verified",
     )
     for checkpoint in checkpoints.items:
         table.add_row(
@@ -153,6 +162,7 @@ def checkpoints_table(checkpoints: CheckpointList) -> Table:
             state_text(checkpoint.state),
             str(checkpoint.step),
             number(checkpoint.loss, "{:.4f}"),
+            _judged(checkpoint),
             humanize.naturalsize(checkpoint.bytes, binary=True),
             str(checkpoint.world_size),
             age(checkpoint.created_at),
@@ -172,6 +182,7 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         ("state", state_text(checkpoint.state)),
         ("why", checkpoint.reason),
         ("step", str(checkpoint.step)),
+        ("validation", _judged(checkpoint) or None),
         ("size", f"{checkpoint.bytes:,} bytes in {len(checkpoint.shards)} shards"),
         ("kept", _kept(checkpoint) or None),
         ("export", _export(checkpoint)),
@@ -184,6 +195,12 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
         if value is not None:
             table.add_row(name, value)
     return table
+
+
+def _judged(checkpoint: CheckpointView) -> str:
+    """Figures of its evaluation; the best one says so."""
+    told = (f"{name} {number(value, '{:.4f}')}" for name, value in checkpoint.evaluation.items())
+    return ", ".join([*told, *(["best"] if checkpoint.best else [])])
 
 
 def nodes_table(nodes: NodeList) -> Table:
@@ -345,7 +362,10 @@ def _evaluation(job: JobView) -> Text | None:
 
 def _user_metrics(job: JobView) -> list[tuple[Text, str]]:
     # The names are the user's: as a plain string they could hold markup.
-    return [(Text(name), figure(value)) for name, value in job.progress.metrics.items()]
+    passed = {} if job.evaluation is None else job.evaluation.metrics
+    shown = {f"validation/{name}" for name in passed}
+    values = job.progress.metrics.items()
+    return [(Text(name), figure(value)) for name, value in values if name not in shown]
 
 
 def _ranks(job: JobView) -> str:

@@ -11,7 +11,7 @@ BUILT_IN_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "trainable": frozenset(),
         "model": frozenset({"decoder", "hf_causal_lm", "hf_sequence_classification"}),
-        "data": frozenset({"stdlib_bytes"}),
+        "data": frozenset({"hf_dataset", "stdlib_bytes", "tokens"}),
         "loss": frozenset({"bce_with_logits", "cross_entropy", "mse", "next_token"}),
         "optimizer": frozenset({"adamw", "muon", "sgd"}),
         "schedule": frozenset({"constant", "linear", "one_cycle", "warmup_cosine", "wsd"}),

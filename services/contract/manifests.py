@@ -4,7 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from services.contract.bounds import AtMostOnePerRank, Digest, Name, Text
+from services.contract.bounds import AtMostOnePerRank, Digest, EvaluationMetrics, Name, Text
 from services.contract.ids import CheckpointId, JobId
 
 FORMAT_VERSION: Final = 1
@@ -27,7 +27,8 @@ class ShardFile(_Record):
 class Manifest(_Record):
     """The file whose existence is the commit. All shards together hold the whole state.
 
-    ``step`` optimizer steps had been made; ``loss`` is that of the last of them.
+    ``step`` optimizer steps had been made; ``loss`` is that of the last of them, ``evaluation`` what a
+    validation pass gave after it: its loss, and metrics.
     """
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
@@ -39,6 +40,7 @@ class Manifest(_Record):
     world_size: int = Field(ge=1)
     loss: float | None = None
     data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
     shards: Annotated[tuple[ShardFile, ...], AtMostOnePerRank]
 
     @property

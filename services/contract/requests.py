@@ -62,10 +62,11 @@ class CloneRequest(_Request):
     """What is to differ from the job that is cloned, and where the clone begins.
 
     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
-    checkpoint of the cloned job, or its ``latest``; without one the clone begins anew.
+    checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
+    the validation loss; without one the clone begins anew.
     """
 
     overrides: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(
         default_factory=dict
     )
-    from_checkpoint: CheckpointId | Literal["latest"] | None = None
+    from_checkpoint: CheckpointId | Literal["latest", "best"] | None = None

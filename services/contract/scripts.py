@@ -31,6 +31,7 @@ _BESIDE_A_SCRIPT: Final = frozenset(
         "mesh",
         "checkpoint",
         "faults",
+        "metrics",
         "priority",
         "labels",
     }

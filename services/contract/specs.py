@@ -35,6 +35,7 @@ from services.contract.scripts import (
     for_a_loop_alone,
     schema_of_both,
 )
+from services.contract.secret_references import SECRET_NAME
 from services.contract.worlds import Share, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
@@ -111,6 +112,40 @@ class PrecisionSpec(_Spec):
     reduce: Precision = "fp32"
 
 
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class _ByMetric(_Spec):
+    """By which figure of evaluations something is decided, and whether less or more of it is better.
+
+    ``loss`` is the validation loss; other names are those of metrics that the loss gives beside it.
+    """
+
+    metric: MetricName = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Whether ``value`` is better ``than`` another by more than ``by``."""
+        return value < than - by if self.mode == "min" else value > than + by
+
+
+class EarlyStopSpec(_ByMetric):
+    """Ends the run, as one that succeeded, once evaluations no longer get better.
+
+    That is after ``patience`` evaluations in a row of which none was better than the best one before
+    them by more than ``min_delta``.
+    """
+
+    patience: int = Field(ge=1, le=_MOST)
+    min_delta: float = Field(default=0.0, ge=0)
+
+
+class KeepBestSpec(_ByMetric):
+    """Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step."""
+
+    count: int = Field(default=1, ge=1, le=1_000)
+
+
 class TrainSpec(_Spec):
     """The loop: how many steps, how large a batch over all ranks, how exact."""
 
@@ -125,6 +160,21 @@ class TrainSpec(_Spec):
     deterministic: bool = Field(
         default=False, description="only operators that give the same bits each time; slower"
     )
+    early_stop: EarlyStopSpec | None = Field(
+        default=None, description="null: all steps are made; needs eval_every"
+    )
+
+    @field_validator("early_stop")
+    @classmethod
+    def _has_evaluations(
+        cls, value: EarlyStopSpec | None, info: ValidationInfo
+    ) -> EarlyStopSpec | None:
+        if value is not None and info.data.get("eval_every") == 0:
+            raise ValueError(
+                "it is decided by evaluations, and there are none before the last step: set "
+                "train.eval_every"
+            )
+        return value
 
 
 class WorldSpec(_Spec):
@@ -201,6 +251,10 @@ class CheckpointSpec(_Spec):
     every_steps: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
     keep_last: int = Field(default=2, ge=1, le=_MOST)
     mode: Literal["sync", "async"] = "async"
+    keep_best: KeepBestSpec | None = Field(
+        default=None,
+        description="keeps the best ones beside the last; evaluates before each checkpoint that is due",
+    )
 
 
 class FaultSpec(_Spec):
@@ -215,6 +269,52 @@ class FaultSpec(_Spec):
     max_restarts: int = Field(default=3, ge=0, le=_MOST)
     on_nan: Literal["stop", "rollback"] = "stop"
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+
+
+class SecretReference(_Spec):
+    """A secret by name: the value lies in a file on the nodes."""
+
+    secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")]
+
+
+_Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class WandbSpec(_Spec):
+    """Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+
+    Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
+    logs, for ``wandb sync``.
+    """
+
+    project: _Word | None = None
+    entity: _Word | None = None
+    mode: Literal["online", "offline"] = "online"
+    base_url: _Word | None = None
+    api_key: SecretReference | None = None
+    tags: tuple[_Word, ...] = Field(default=(), max_length=16)
+
+
+class MlflowSpec(_Spec):
+    """MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+
+    Each attempt is a run of the experiment, the job's name unless another is given. Without a
+    ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
+    read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
+    """
+
+    tracking_uri: _Word | None = None
+    experiment: _Word | None = None
+    token: SecretReference | None = None
+    username: SecretReference | None = None
+    password: SecretReference | None = None
+
+
+class MetricsSpec(_Spec):
+    """Where the metrics go beside the API, JSON lines and TensorBoard's event files."""
+
+    wandb: WandbSpec | None = None
+    mlflow: MlflowSpec | None = None
 
 
 class JobSpec(_Spec):
@@ -258,6 +358,9 @@ class JobSpec(_Spec):
     plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"
     checkpoint: CheckpointSpec = CheckpointSpec()
     faults: FaultSpec = FaultSpec()
+    metrics: MetricsSpec | None = Field(
+        default=None, description="services that take the metrics, beside files and the API"
+    )
     priority: int = Field(default=0, ge=-1000, le=1000)
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(
         default_factory=dict, max_length=64
@@ -286,6 +389,11 @@ class JobSpec(_Spec):
     def _says_nothing_to_no_loop(self) -> Self:
         if self.entrypoint is not None:
             for_a_loop_alone(self)
+            if self.checkpoint.keep_best is not None:
+                raise ValueError(
+                    "checkpoint.keep_best: it is decided by evaluations of our loop, and a script has "
+                    "none; leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -337,6 +337,8 @@ class CheckpointView(_View):
     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
     when one last was done with reading, whatever it found. ``held_by``:
     jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
+    ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
+    ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
     """
 
     id: CheckpointId
@@ -347,6 +349,8 @@ class CheckpointView(_View):
     world_size: int
     bytes: int = 0
     loss: float | None = None
+    evaluation: dict[str, float | None] = {}
+    best: bool = False
     reason: str | None = None
     votes: int = 0
     shards: tuple[ShardView, ...] = ()

@@ -42,6 +42,9 @@ def test_secrets_come_from_the_folder_by_name_alone(tmp_path: Path) -> None:
     rules = admission(folder)
     assert rules.admit(spec(a={"secret": "HUB"}, b=[{"secret": "HUB"}])) == {"HUB": "value-of-hub"}
     assert rules.admit(spec(a={"secret": "../outside"})) == {}  # that is no reference
+    metrics = {"metrics": {"wandb": {"api_key": {"secret": "HUB"}}}}
+    tracked = JobSpec.model_validate(spec().model_dump() | metrics)
+    assert rules.admit(tracked) == {"HUB": "value-of-hub"}
     for name in ("SHORT", "LONG", "BYTES", "FOLDER", "ABSENT"):
         with pytest.raises(NotAdmittedError, match=f"secret {name}"):
             rules.admit(spec(a={"secret": name}))

@@ -136,6 +136,16 @@ def test_boxes_of_rows_and_of_columns_become_whole_tensors_of_the_model_alone(
     assert export(tmp_path) == outcome, "a second export takes the first one's place"
 
 
+def test_averages_of_the_weights_get_a_file_of_their_own(tmp_path: Path) -> None:
+    first, second = ROWS_AND_COLUMNS
+    averages = {"ema.rows": ((2, 3), ((0, 0), (2, 3)))}
+    commit(tmp_path, [first | averages, second])
+    assert export(tmp_path).files == ("model.safetensors", "ema.safetensors")
+    folder = tmp_path / JOB / "exports" / NAME
+    assert floats(folder / "ema.safetensors") == {"rows": ([2, 3], [float(n) for n in range(6)])}
+    assert floats(folder / "model.safetensors").keys() == {"rows", "columns", "scalar"}
+
+
 def test_a_large_model_gets_several_files_and_their_index(tmp_path: Path) -> None:
     commit(tmp_path, ROWS_AND_COLUMNS)
     outcome = export(tmp_path, "--file-bytes", "100")

@@ -174,3 +174,16 @@ def test_the_time_that_counts_is_the_time_since_anything_moved(
         progress, stall = look(progress, {0: mark(number)}, 5.0, now)
         assert abs(stall.still_s - still) < 1e-6
         assert stall.is_hang == (stall.still_s > 5.0)
+
+
+def test_a_script_is_looked_for_hangs_after_its_first_report_alone() -> None:
+    silent = replace(gang(stepped=False), is_script=True)
+    assert standing_still(silent, 2 * SLOW_PHASE_S, phase=RankPhase.SCRIPT)[1] == []
+    # One rank's report is enough: the others may not make any.
+    one = {**silent.ranks, 0: replace(silent.ranks[0], step_seen=True)}
+    reporting = replace(silent, ranks=one)
+    assert standing_still(reporting, 59, phase=RankPhase.SCRIPT)[1] == []
+    assert first_look_into(standing_still(reporting, 61, phase=RankPhase.SCRIPT)[1]) > 60
+    asked = replace(reporting, hang_timeout_s=2.0)
+    assert first_look_into(standing_still(asked, 3, phase=RankPhase.SCRIPT)[1]) < 2.5
+    assert standing_still(reporting, 250, phase=RankPhase.EVAL)[1] == []

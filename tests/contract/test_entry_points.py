@@ -14,7 +14,10 @@ from services.contract.secret_references import references, resolved, written_ou
         ("models.net.deep:Tiny", True),
         ("models.network:Tiny", False),
         ("models:net", False),
-        ("models.net", True),  # no entry point: the registry knows it or refuses it
+        ("models.net", True),
+        ("models.net.Tiny", True),
+        ("models.network.Tiny", False),
+        ("os.system", False),
         ("exact:One", True),
         ("exact:OneMore", False),
         ("os:system", False),

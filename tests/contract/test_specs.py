@@ -167,3 +167,48 @@ def test_checkpoint_ids_sort_by_step_and_name_their_job(one: int, other: int, fe
     a, b = checkpoint_id(job, one, fence), checkpoint_id(job, other, fence)
     assert (a < b) == (one < other)
     assert job_of_checkpoint(a) == job
+
+
+def test_a_job_names_a_model_or_a_trainable() -> None:
+    trainable = {"factory": "mine.gan:Gan"}
+    spec = JobSpec.model_validate({"trainable": trainable, "train": {"steps": 1}})
+    assert (spec.model, spec.data) == (None, None)
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    with_data = JobSpec.model_validate({**SPEC, "model": None, "trainable": trainable})
+    assert with_data.data is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "kind"),
+    [
+        ({"model": None}, "model", "missing"),
+        ({"data": None}, "data", "missing"),
+        ({"trainable": {"factory": "mine.gan:Gan"}}, "model", "one_of_both"),
+        (
+            {"trainable": {"factory": "no good"}, "model": None},
+            "trainable",
+            "string_pattern_mismatch",
+        ),
+    ],
+)
+def test_a_job_without_a_model_or_with_two_is_refused_at_its_place(
+    change: dict[str, Any], place: str, kind: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        JobSpec.model_validate({**SPEC, **change})
+    found = {(str(error["loc"][0]), error["type"]) for error in refused.value.errors()}
+    assert found == {(place, kind)}
+
+
+def test_a_group_of_parameters_has_options_in_plain_json() -> None:
+    groups = [{"match": "*.bias", "weight_decay": 0.0, "betas": [0.9, 0.99]}]
+    spec = JobSpec.model_validate({**SPEC, "optimizer": {"factory": "adamw", "groups": groups}})
+    assert spec.model_dump(mode="json")["optimizer"]["groups"] == groups
+    assert spec.optimizer.groups[0].options == {"weight_decay": 0.0, "betas": [0.9, 0.99]}
+    deep: Any = 0
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(ValidationError, match="nested deeper"):
+        JobSpec.model_validate(
+            {**SPEC, "optimizer": {"factory": "adamw", "groups": [{"match": "*", "lr": deep}]}}
+        )

@@ -11,7 +11,13 @@ from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.messages.base import Message
 from services.contract.messages.commands import Command, LaunchGang
 from services.contract.messages.facts import Fact
-from services.contract.messages.telemetry import LogLine, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    LogLine,
+    MetricRecord,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.specs import JobSpec
 
 NODE = "loom-1"
@@ -98,7 +104,15 @@ def members(union: object) -> list[type[Message]]:
     return list(typing.get_args(typing.get_args(union)[0]))
 
 
-SPOKEN = [*members(Fact), *members(Command), RankSample, RankStacks, StepRecord, LogLine]
+SPOKEN = [
+    *members(Fact),
+    *members(Command),
+    RankSample,
+    RankStacks,
+    StepRecord,
+    MetricRecord,
+    LogLine,
+]
 
 
 def of_yesterday(kind: type[BaseModel]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """What a node is asked about a model, and how its answer becomes a plan."""
 
+import hashlib
+import json
 from dataclasses import replace
 
 import pytest
 
-from fsdp_core.plan.model import ADAMW_FUSED, Conditions, MeshPlan, NodeFacts
+from fsdp_core.plan.model import ADAMW_FUSED, PROFILE_VERSION, Conditions, MeshPlan, NodeFacts
 from services.contract.messages.probing import ProbeModel
 from services.contract.planning import PlanOutcome
 from services.contract.plans import SHARDING_PLAN
@@ -57,6 +59,38 @@ def test_a_model_is_split_only_where_it_can_be_or_is_to_be(
     question = asked(**changes)
     assert {each.tp for each in question.conditions} == sizes
     assert bool(question.tensor_parallel) == (max(sizes) > 1)
+
+
+def test_what_the_spec_names_beside_the_model_names_a_question_only_if_it_is_set() -> None:
+    plain = asked(model=SMALL)
+    # The name that version 0.1 gave; a spec that says nothing new is the question that it was.
+    old = json.dumps(
+        {
+            "profile": PROFILE_VERSION,
+            "versions": {},
+            "spec": {
+                "model": {"factory": "decoder", "args": SMALL["args"]},
+                "data": {"factory": "stdlib_bytes", "args": {}},
+                "optimizer": {"factory": "adamw", "args": {}},
+            },
+            "train": {"precision": {"params": "fp32", "reduce": "fp32"}},
+            "question": plain.model_dump(
+                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes"}
+            ),
+        },
+        sort_keys=True,
+    )
+    assert plain.probe_id == f"probe_{hashlib.sha256(old.encode()).hexdigest()[:32]}"
+    train = {"steps": 100, "global_batch": 12}
+    differing: tuple[dict[str, object], ...] = (
+        {"loss": {"factory": "mse"}},
+        {"code": "sha256:" + "0" * 64},
+        {"trainable": {"factory": "mine:T"}, "model": None},
+        {"train": {**train, "ema": {"decay": 0.9}}},
+        {"optimizer": {"factory": "adamw", "groups": [{"match": "*bias", "weight_decay": 0}]}},
+    )
+    names = {asked(**{"model": SMALL, **each}).probe_id for each in differing}
+    assert len(names | {plain.probe_id}) == len(differing) + 1
 
 
 def test_only_what_decides_the_answer_names_a_question() -> None:

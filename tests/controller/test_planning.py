@@ -635,6 +635,8 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
         await office.looks()
         job = await office.job(first)
         assert job.estimate is not None
+        assert job.estimate.model_flops
+        assert job.estimate.peak_flops == FACTS.matmul_flops["fp32"]
         foreseen_s = job.estimate.step_time_s or 0.0
         await office.happens(first, launched(job))
         await office.happens(first, progressed(job))

@@ -7,6 +7,7 @@ import pytest
 
 from services.cli.errors import RefusedError
 from services.contract.commit_chain import CommitChain
+from services.contract.requests import CloneRequest
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import AttemptView, CheckpointView, JobView, ResumeRequest, StopRequest
 from tests.e2e.conftest import Stack
@@ -148,3 +149,28 @@ def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_begins_anew(stack:
     assert "no other committed checkpoint is left" in str(failed.reason)
     with pytest.raises(RefusedError, match="every checkpoint"):
         stack.client.resume(job.id, ResumeRequest())
+
+
+def test_the_best_checkpoint_is_kept_and_cloned_from_and_a_run_ends_early(stack: Stack) -> None:
+    # By this metric and mode the first evaluation is the best one, and none gets better by so much.
+    early = {"patience": 2, "min_delta": 100.0}
+    job = stack.submit(
+        train={"steps": 400, "global_batch": 4, "seed": 7, "eval_every": 5, "early_stop": early},
+        checkpoint={"every_steps": 5, "keep_last": 1, "keep_best": {"mode": "max"}},
+    )
+    done = stack.rested(job.id)
+    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+    assert (done.reason or "").startswith("stopped early: validation loss got no better in 2")
+    assert done.progress.step == 15
+    until(lambda: len(stack.client.checkpoints(job.id).items) == 2)  # the deletion of step 10
+    last, best = stack.client.checkpoints(job.id).items
+    assert [(each.step, each.best) for each in (last, best)] == [(15, False), (5, True)]
+    assert (done.evaluation.loss if done.evaluation else None) == last.evaluation["loss"]
+    shown = typed(stack.url, "checkpoints", job.id)
+    assert (shown.returncode, "best" in shown.stdout) == (0, True), shown.stdout + shown.stderr
+    overrides = {"train": {"steps": 10, "early_stop": None}}
+    wanted = CloneRequest.model_validate({"overrides": overrides, "from_checkpoint": "best"})
+    clone = stack.client.clone(job.id, wanted)
+    assert clone.cloned_from is not None
+    assert clone.cloned_from.checkpoint_id == best.id
+    assert stack.rested(clone.id).state is JobState.SUCCEEDED

@@ -51,7 +51,9 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     status = meshloom("status", "last")
     assert "FINISHED" in status.stdout
     assert "waited for" in meshloom("ranks", "last").stdout
-    assert len(json.loads(meshloom("ranks", "last", "--json").stdout)["items"]) == 2
+    ranks = json.loads(meshloom("ranks", "last", "--json").stdout)["items"]
+    assert len(ranks) == 2
+    assert all(0 < rank["data_wait_s"] < rank["step_time_s"] for rank in ranks)
     assert "was looked into" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"

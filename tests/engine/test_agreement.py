@@ -147,6 +147,43 @@ def check_reduce_unused(ctx: RankContext) -> None:
         assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
 
 
+class Half(nn.Module):
+    """A part of a larger model that a microbatch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(23)
+        self.stem = nn.Linear(3, 3)
+        self.choice = Choice()
+
+    def forward(self, x: torch.Tensor, chosen: list[int] | None) -> torch.Tensor:
+        hidden = self.stem(x)
+        if chosen is None:
+            return hidden.square().mean()
+        result: torch.Tensor = self.choice(hidden, chosen)
+        return result
+
+
+def test_ranks_agree_on_what_earlier_microbatches_left_although_the_last_skips_the_unit(
+    gangs: Gangs,
+) -> None:
+    gangs(2).run(check_left_by_others)
+
+
+def check_left_by_others(ctx: RankContext) -> None:
+    model, plain = Half(), Half()
+    ours().shard(model.choice, mesh=ctx.mesh)
+    ours().shard(model, mesh=ctx.mesh)
+    # The same number of elements on each rank, but of other parameters.
+    for sync, chosen in ((False, [[1], [2]]), (True, [None, None])):
+        model.set_requires_gradient_sync(sync)  # type: ignore[operator]  # FSDPModule's
+        torch.autograd.backward(model(ctx.batch(0, 4, 3), chosen[ctx.rank]))
+        for rank in range(ctx.world):
+            x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(0, 4, 3)
+            torch.autograd.backward(plain(x, chosen[rank]) / ctx.world)
+    assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_a_zero_gradient_is_not_taken_for_none(gangs: Gangs) -> None:
     gangs(2).run(check_zero)
 

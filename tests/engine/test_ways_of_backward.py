@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core import FSDPModule, share_comm_ctx
 from fsdp_core.errors import StateError
 from tests.engine.gang import Gangs, RankContext
-from tests.engine.versus import assert_same_tensor, full, ours, theirs
+from tests.engine.versus import Engine, assert_same_tensor, full, ours, theirs
 
 pytestmark = pytest.mark.ranks
 
@@ -754,6 +754,18 @@ def accumulated(run: Run) -> None:
 
 
 @way
+def zeroed_after_a_backward_that_is_not_the_last(run: Run) -> None:
+    """As after a microbatch whose forward raised: the step begins anew."""
+    model = run.net()
+    optimizer = torch.optim.SGD(run.params.values())
+    model.set_is_last_backward(False)
+    run.backward(model(run.x()))
+    optimizer.zero_grad()
+    model.set_is_last_backward(True)
+    run.backward(model(run.x(1)))
+
+
+@way
 def in_place_on_an_output(run: Run) -> None:
     model = run.net()
     model.first.register_forward_hook(lambda _, __, out: out.mul_(2))
@@ -795,6 +807,55 @@ def assert_same(mine: list[Grads], other: list[Grads], *, rtol: float, atol: flo
         assert one.keys() == two.keys()
         for name, grad in one.items():
             assert_same_tensor(f"backward {number}: {name}", grad, two[name], rtol, atol)
+
+
+class Keeping(nn.Module):
+    """Its output leaves by return, and what it is computed from by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(29)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.hidden = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.first(x)
+        return cast("torch.Tensor", self.second(self.hidden.tanh()))
+
+
+def test_each_backward_rounds_once_wherever_it_began(gangs: Gangs) -> None:
+    gangs(2).run(check_rounding)
+
+
+def check_rounding(ctx: RankContext) -> None:
+    """Ours adds up all backwards in the reduce dtype, the reference some in the compute dtype."""
+    x = ctx.batch(0, 4, WIDTH)
+    plain = Keeping().to(ctx.device, torch.bfloat16)
+    output, weight = plain(x.bfloat16()), plain.first.weight
+    losses = [loss.float().square().sum() for loss in (plain.hidden, output)]
+    inner, outer = (
+        torch.autograd.grad(loss, weight, retain_graph=True)[0].float() for loss in losses
+    )
+    in_one_dtype = (inner + outer) + outer
+    in_two = (inner + outer).bfloat16().float() + outer
+    for engine, local in ((ours(), in_one_dtype), (theirs(), in_two)):
+        dist.all_reduce(local)
+        assert torch.equal(low_precision_grad(ctx, engine, x), local / ctx.world)
+    assert not torch.equal(in_one_dtype, in_two)
+
+
+def low_precision_grad(ctx: RankContext, engine: Engine, x: torch.Tensor) -> torch.Tensor:
+    """Of two microbatches; the first goes backward from within before it does from its output."""
+    model: Any = Keeping().to(ctx.device)
+    engine.shard(model, mesh=ctx.mesh, mp_policy=engine.precision(torch.bfloat16, torch.float32))
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        output = model(x)
+        if not is_last:
+            backward(model.hidden.float().square().sum(), retain_graph=True)
+        backward(output.float().square().sum())
+    return full(model.first.weight.grad)
 
 
 def test_a_backward_that_would_read_freed_parameters_is_refused(gangs: Gangs) -> None:

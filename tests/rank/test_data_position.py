@@ -1,13 +1,14 @@
 """Ranks that go on from a checkpoint train on the samples that the undisturbed run would have had."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.contract.messages.rank_pipe import RankEvaluated
+from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
 from services.contract.specs import JobSpec
 from services.worker.rank.checkpoints.shard_file import opened
 from tests.rank.gang import Attempt, Ranks, Trained
@@ -76,6 +77,17 @@ def test_a_data_set_trains_with_its_epoch_ends_and_goes_on_with_other_ranks(
     assert not any(map(lives, workers))
 
 
+def test_a_stream_goes_on_with_other_ranks(trained: Trained, ranks: Ranks, spec: Spec) -> None:
+    job = of(spec, "Flow")
+    losses = trained.of(job).losses()
+    log = (trained.of(job).root / "rank-0.log").read_text(encoding="utf-8")
+    assert "a stream that every rank reads" in log
+    source = trained.committed(3, ranks, job)
+    again = ranks.start(job, 3, fence=2, resume_from=source.checkpoint_id).succeeded()
+    expected = {step: loss for step, loss in losses.items() if step > 3}
+    assert again.losses() == pytest.approx(expected, abs=1e-5)
+
+
 def test_workers_die_with_their_rank(ranks: Ranks, spec: Spec, tmp_path: Path) -> None:
     noted = of(
         spec,
@@ -90,3 +102,23 @@ def test_workers_die_with_their_rank(ranks: Ranks, spec: Spec, tmp_path: Path) -
     assert lives(worker)
     attempt.processes[0].kill()
     until(lambda: not lives(worker))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "said"),
+    [
+        ("Wide", None, r"VocabularyError: data: token 1011 .* of 256 tokens \(first in sample 3 "),
+        ("spoilt", "nan", r"NonFiniteLossError: .*such numbers: first, sample 7 \(number "),
+        ("spoilt", "bytes", r"UnfitBatchError: data: .*\[uint8 \[12, 8\], .*as float32"),
+    ],
+)
+def test_an_error_that_the_data_made_names_it(
+    ranks: Ranks, spec: Spec, data: str, kind: str | None, said: str
+) -> None:
+    job = of(spec, data, None if kind is None else {"kind": kind})
+    if kind is None:
+        job = spec(data={"factory": f"{SETS}:{data}", "args": {}})
+    attempt = ranks.start(job, 1)
+    assert attempt.ended() == [1]
+    (failure,) = attempt.of_kind(0, RankFailed)
+    assert re.match(said, failure.error), failure.traceback

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.plan.model import UnitPlan
 from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
 from services.contract.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks, Trained
@@ -41,6 +42,14 @@ def test_a_masked_token_weighs_nothing_however_the_batch_is_split(
         assert evaluation(other) == pytest.approx(evaluation(one), abs=1e-5)
         assert norms(other) == pytest.approx(norms(one), rel=1e-4)
     assert one.losses()[6] < one.losses()[1]
+
+
+def test_a_step_without_a_token_says_so(ranks: Ranks, spec: Spec) -> None:
+    attempt = ranks.start(tokens(spec, "AllMasked"), 1)
+    assert attempt.ended() == [1]
+    assert "step 1 is the mean over no token: all labels of its batch are masked" in failure(
+        attempt
+    )
 
 
 def test_where_all_tokens_count_the_arithmetic_is_that_without_labels(
@@ -141,6 +150,19 @@ def test_owned_matrices_of_replicas_are_saved_once(ranks: Ranks, spec: Spec) -> 
     assert resumed.losses() == whole.losses_after(1)
 
 
+def test_an_evaluation_of_averages_leaves_no_trace_in_the_training(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    """Not even where units stay gathered after a pass."""
+    gathered = (UnitPlan(("blocks.*",), reshard_after_forward=False),)
+    averaged = spec(train={**TRAIN, "eval_every": 2, "ema": {"decay": 0.9}})
+    run = ranks.start(averaged, units=gathered).succeeded()
+    assert run.losses() == trained.of(spec()).losses()
+    mine, weights = run.of_kind(0, RankEvaluated)[-1], trained.of(spec()).of_kind(0, RankEvaluated)
+    assert mine.loss is not None
+    assert mine.loss > (weights[-1].loss or 0.0) + 0.01
+
+
 def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) -> None:
     none = [{"match": "*", "lr": 0.0}]
     job = spec(
@@ -157,7 +179,7 @@ def test_groups_of_parameters_have_rates_of_their_own(ranks: Ranks, spec: Spec) 
     assert "optimizer.groups.0.match: '*.bais' matches no parameter" in failure(refused)
 
 
-def evaluation(attempt: Attempt) -> float:
+def evaluation(attempt: Attempt) -> float | None:
     (found,) = attempt.of_kind(0, RankEvaluated)
     assert found.loss is not None
     return found.loss

@@ -198,6 +198,7 @@ def test_a_loader_gives_all_but_its_order() -> None:
         ([], "to train on is empty"),
         ((Numbers(3), Numbers(0)), "to validate on is empty"),
         ({"test": Numbers(3)}, "mapping of test; it needs 'train'"),
+        ((torch.zeros(3, 2), torch.zeros(3)), r"made a tuple of Tensor, Tensor.*TensorDataset"),
         (7, "made a int, which gives no batches"),
         (torch.nn.Linear(1, 1), "made a Linear"),
         (MapSource(dataset=Numbers(2), validation_fraction=0.01), "to validate on is empty"),

@@ -5,6 +5,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,8 +13,16 @@ import torch
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  # it has no types
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
-from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankReady
-from services.contract.specs import JobSpec
+from meshloom.trainable import Trainable
+from services.contract.bounds import METRIC_NAMES_KEPT
+from services.contract.messages.rank_pipe import (
+    RANK_MESSAGE,
+    RankMessage,
+    RankMetrics,
+    RankReady,
+)
+from services.contract.specs import Factory, JobSpec
+from services.worker.rank.loop.run import Run
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.bounded_file import BoundedFile
 from services.worker.rank.metrics.points import Point
@@ -22,6 +31,7 @@ from tests.disk import small_disk
 from tests.rank.gang import Trained
 from tests.rank.test_any_batch import EQUAL, of
 from tests.rank.test_checkpoints import seat_of
+from tests.rank.user_trainables import Alone, Gan
 from tests.waiting import until
 
 Spec = Callable[..., JobSpec]
@@ -75,7 +85,8 @@ def test_an_outlet_that_fails_is_told_of_once_and_ends_alone(
     (tmp_path / "metrics.jsonl").mkdir()  # nothing can be appended there
     refused, taken = Refusing(), Taking()
     seat = seat_of(tmp_path, spec()).model_copy(update={"log_folder": str(tmp_path)})
-    with MetricsReporter(seat, lambda _: None, [refused, taken]) as reporter:
+    sent: list[RankMessage] = []
+    with MetricsReporter(seat, sent.append, [refused, taken]) as reporter:
         reporter.report(1, {"x": 1.0})
         until(lambda: taken.points)
         reporter.report(2, {"x": torch.tensor(2.0), "y": math.nan})  # type: ignore[dict-item] # users do
@@ -83,6 +94,7 @@ def test_an_outlet_that_fails_is_told_of_once_and_ends_alone(
             reporter.report(3, {"z": "high"})  # type: ignore[dict-item] # as above
     assert [(point.step, dict(point.values)["x"]) for point in taken.points] == [(1, 1.0), (2, 2.0)]
     assert refused.tries == 1
+    assert sent == []  # an agent that does not say that it hears metrics is told none
     said = capfd.readouterr().err
     assert said.count("metrics are no longer written to a broken service: OSError: gone") == 1
     assert said.count(f"metrics are not written to {tmp_path / 'metrics.jsonl'}") == 1
@@ -110,17 +122,27 @@ class Refusing(Taking):
         raise OSError("gone")
 
 
-def test_a_loop_of_thousands_of_steps_a_second_sends_a_message_a_second() -> None:
+def test_a_loop_of_thousands_of_steps_a_second_sends_few_messages() -> None:
     sent: list[RankMetrics] = []
     outlet = AgentOutlet(lambda message: sent.append(cast("RankMetrics", message)), steps=60_000)
     outlet.write([Point(step, {"hits": step, "loss": 1.0}, 0.0) for step in range(1, 5_001)])
     outlet.write([Point(5_001, {"loss": 1.0}, 0.0)])
-    (message,) = sent
-    steps = [point.step for point in message.points]
-    assert (len(steps), steps[-1]) == (32, 4_998)
+    steps = [point.step for message in sent for point in message.points]
+    assert (len(sent), len(steps), steps[-1]) == (4, 256, 4_998)
     assert all(step % 3 == 0 for step in steps)
-    assert len(message.model_dump_json()) < 4_096
-    assert RANK_MESSAGE.validate_json(message.model_dump_json()) == message
+    assert all(len(message.model_dump_json()) < 4_096 for message in sent)
+
+
+def test_of_a_second_with_many_names_an_agent_is_sent_less_than_it_reads() -> None:
+    sent: list[RankMetrics] = []
+    outlet = AgentOutlet(lambda message: sent.append(cast("RankMetrics", message)), steps=100)
+    values = {f"{number:04d}-{'x' * 80}": 1 / 3 for number in range(200)}
+    outlet.write([Point(step, values, 0.0) for step in range(1, 101)])
+    assert {message.left_out for message in sent} == {200 - METRIC_NAMES_KEPT}
+    assert {len(point.values) for message in sent for point in message.points} == {64}
+    lines = [message.model_dump_json() for message in sent]
+    assert sum(map(len, lines)) < 1 << 19
+    assert [RANK_MESSAGE.validate_json(line) for line in lines] == sent
 
 
 def test_a_file_of_metrics_is_bounded_and_has_whole_records_only(tmp_path: Path) -> None:
@@ -152,3 +174,25 @@ def test_a_full_disk_costs_records_and_no_training(tmp_path: Path) -> None:
         file.add(b"last\n")
         file.close()
         assert file.path.read_text() == "first\nlast\n"
+
+
+@pytest.mark.parametrize(
+    ("trainable", "loss", "counts_tokens", "unit"),
+    [
+        (Alone, None, True, "nats"),
+        (Alone, None, False, ""),
+        (Alone, "next_token", True, "nats"),
+        (Alone, "mse", True, ""),
+        (Gan, None, True, ""),
+    ],
+)
+def test_a_loss_is_in_nats_where_it_is_that_of_the_next_token(
+    spec: Spec, trainable: type[Trainable], loss: str | None, unit: str, *, counts_tokens: bool
+) -> None:
+    chosen = None if loss is None else Factory(factory=loss)
+    run = SimpleNamespace(
+        trainable=trainable(),
+        spec=spec().model_copy(update={"loss": chosen}),
+        counts_tokens=counts_tokens,
+    )
+    assert Run.loss_unit.fget(run) == unit  # type: ignore[attr-defined]  # it is a property

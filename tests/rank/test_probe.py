@@ -85,6 +85,38 @@ def test_a_model_with_a_loss_of_its_own_is_profiled_as_the_engine_runs_it() -> N
     assert (answer.sequence_tokens, answer.optimizer) == (LENGTH, SGD)
 
 
+def of_trainable(name: str, **wishes: JsonValue) -> ModelProbed:
+    trainable = at(f"tests.rank.user_trainables:{name}")
+    return ask(wishes={"model": None, "trainable": trainable, **wishes})
+
+
+def test_a_trainable_is_profiled_by_its_own_passes_and_optimizer() -> None:
+    pictures: dict[str, JsonValue] = {
+        "data": at("tests.rank.user_vision:Pictures"),
+        "loss": at("cross_entropy"),
+    }
+    alone = of_trainable("Alone", **pictures)
+    by_name = ask(wishes={"model": at("tests.rank.user_vision:Classifier"), **pictures})
+    assert alone.profile is not None, alone.failure
+    assert by_name.profile is not None
+    assert boundaries(alone.profile) == boundaries(by_name.profile)
+    assert alone.optimizer == by_name.optimizer == SGD
+    doubled = of_trainable("Doubled", train={"steps": 1, "ema": {}}, **pictures)
+    assert doubled.profile is not None, doubled.failure
+    assert len(boundaries(doubled.profile)) > len(boundaries(alone.profile))
+    assert doubled.optimizer is not None
+    # Adam's two, and the average of the weights.
+    assert doubled.optimizer.state_copies == 3
+
+
+def test_a_trainable_that_cannot_be_followed_says_why_and_is_not_judged() -> None:
+    failure = of_trainable("Gan", data=None).failure
+    assert failure is not None
+    assert failure.code == "raised"
+    assert "does not follow several models" in failure.reason
+    assert failure.reason.startswith("model: NotFollowedError")
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_loss_may_call_forward_which_stays_the_models_own(*, replaced: bool) -> None:
     model = ByLoss()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.messages.rank_pipe import RankSeat
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.data.roots import PathOutsideRootsError, inside
@@ -39,6 +40,15 @@ def test_paths_that_lead_out_are_refused(roots: tuple[Path, ...], path: str) -> 
 def test_no_roots_let_nothing_be_read(tmp_path: Path) -> None:
     with pytest.raises(PathOutsideRootsError, match="none is set"):
         inside(tmp_path, ())
+
+
+def test_a_job_reads_in_its_own_uploaded_code_first(roots: tuple[Path, ...]) -> None:
+    seat = RankSeat.model_construct(
+        secrets={}, data_roots=(str(roots[0]),), code_folder=str(roots[1])
+    )
+    granted = registry.Grant.of(seat).data_roots
+    assert granted == (roots[1], roots[0])
+    assert inside("0.py", granted) == roots[1] / "0.py"
 
 
 def test_a_built_in_source_reads_below_its_roots_alone(roots: tuple[Path, ...]) -> None:

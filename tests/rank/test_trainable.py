@@ -1,16 +1,18 @@
 """A user's Trainable: several models, optimizers and losses in the loop that parts by name have."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
-from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady
+from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady, RankVote
 from services.contract.specs import JobSpec
 from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
 from services.worker.rank.models.several import Models
@@ -36,12 +38,18 @@ def gan(spec: Spec) -> JobSpec:
 
 def saved(attempt: Attempt, step: int) -> dict[str, torch.Tensor]:
     """All that the ranks of an attempt saved, by rank and name."""
-    folder = attempt.root / JOB / "shards" / attempt.committed(step).checkpoint_id
     return {
         f"{path.name} {name}": tensor
-        for path in sorted(folder.iterdir())
+        for path in files(attempt, step)
         for name, tensor in load_file(path).items()
     }
+
+
+def files(attempt: Attempt, step: int) -> list[Path]:
+    """The shards of its checkpoint, which need not be committed."""
+    votes = attempt.of_kind(0, RankVote)
+    name = next(vote.checkpoint_id for vote in votes if vote.step == step)
+    return sorted((attempt.root / JOB / "shards" / name).iterdir())
 
 
 @pytest.mark.ranks
@@ -95,6 +103,19 @@ def test_a_trainable_that_adds_nothing_trains_as_its_parts_do(trained: Trained, 
     parts = trained.of(JobSpec.model_validate(by_name))
     alone = trained.of(of(spec, "Alone", data=data, loss=loss))
     assert alone.losses() == parts.losses()
+
+
+@pytest.mark.ranks
+def test_a_job_of_parts_saves_what_older_versions_save(trained: Trained, spec: Spec) -> None:
+    run = trained.of(spec())
+    names = {name.split()[1].split(".")[0] for name in saved(run, 3)}
+    assert names == {"model", "optim", "random"}
+    with safe_open(files(run, 3)[0], framework="pt") as file:
+        about = json.loads(file.metadata()["meshloom"])
+    assert about.keys() == {
+        *("version", "step", "rank", "world_size", "mesh", "data_digest", "data", "boxes"),
+        *("python_random", "numpy_random"),
+    }
 
 
 @pytest.mark.ranks

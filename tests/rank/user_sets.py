@@ -1,12 +1,13 @@
 """Data sets as users of PyTorch write them, named in specs as ``tests.rank.user_sets:…``."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from meshloom import MapSource
 from meshloom.data import Batch
@@ -40,6 +41,17 @@ def pair(count: int = 20) -> tuple[Dataset[Any], Dataset[Any]]:
     return Shaken(count), pictures(10)
 
 
+class Flow(IterableDataset[Batch]):
+    """Pictures one after the other, in an order that is drawn when an epoch begins."""
+
+    def __init__(self, count: int = 20) -> None:
+        self._pictures = pictures(count)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in torch.randperm(len(self._pictures)).tolist():
+            yield self._pictures[index]
+
+
 def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
     """The same, read ahead by a process that leaves its number in ``folder``."""
 
@@ -48,3 +60,23 @@ def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
             (Path(folder) / f"worker-{os.getpid()}").touch()
 
     return MapSource(dataset=Shaken(count), validation=pictures(10), workers=1, worker_init_fn=note)
+
+
+class Wide(Dataset[Batch]):
+    """Tokens of which sample 3 has one beyond what a model of bytes embeds."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Batch:
+        tokens = torch.arange(9) + index
+        return tokens + 1_000 * (index == 3)
+
+
+def spoilt(kind: str) -> Dataset[Any]:
+    """Pictures in bytes, or with a number that is none in sample 7."""
+    pixels, labels = pictures(12).tensors
+    if kind == "nan":
+        pixels[7, 2] = torch.nan
+        return TensorDataset(pixels, labels)
+    return TensorDataset(pixels.to(torch.uint8), labels)

@@ -77,7 +77,7 @@ class Gan(Trainable):
         )
         context.backward(against, into="discriminator")
         context.step("discriminator")
-        loss = -functional.logsigmoid(discriminator(generator(batch["noise"]))).mean()
+        loss = -functional.logsigmoid(discriminator(fake)).mean()
         context.backward(loss, into="generator")
         context.step("generator")
         if context.is_training:
@@ -104,6 +104,17 @@ class Alone(Trainable):
 
     def build_model(self) -> nn.Module:
         return Classifier()
+
+
+class Doubled(Alone):
+    """Makes two passes of a batch, and has an optimizer of its own."""
+
+    def build_optimizer(self, models: Models) -> torch.optim.Optimizer:
+        return torch.optim.Adam(models["model"].parameters(), lr=0.01)
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        again = context.models["model"](batch[0]).square().mean()
+        return {"loss": context.loss(batch)["loss"] + again, "again": again}
 
 
 class Spoilt(Alone):
@@ -142,6 +153,14 @@ class Masked(DataSource):
 
     def validation(self) -> Sequence[Batch]:
         return [self.batch(99, [0, 1]), self.batch(99, range(2, 7))]
+
+
+class AllMasked(Masked):
+    """The same tokens, none of which counts."""
+
+    def batch(self, step: int, indices: Sequence[int]) -> Batch:
+        tokens = super().batch(step, indices)["input_ids"]
+        return {"input_ids": tokens, "labels": torch.full_like(tokens, -100)}
 
 
 class Whole(Masked):

@@ -129,7 +129,10 @@ class CheckpointBegan(_GangFact):
 
 
 class CheckpointVoted(_GangFact):
-    """One rank's shard is written, synced and digested: it votes for the commit."""
+    """One rank's shard is written, synced and digested: it votes for the commit.
+
+    ``evaluation``: figures of the validation pass after that step, if there was one.
+    """
 
     kind: Literal["checkpoint_voted"] = "checkpoint_voted"
     checkpoint_id: CheckpointId
@@ -137,6 +140,7 @@ class CheckpointVoted(_GangFact):
     shard: ShardFile
     loss: float | None = None
     data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
 
 
 class CheckpointLinked(_GangFact):
@@ -288,6 +292,7 @@ class RankExit(Message):
     ``order`` counts the exits and reported errors of a gang on a node: 0 came first. ``standing``
     compares exits across nodes: a failure of its own came before what echoes it. ``phase`` and
     ``step`` are the last on its board. ``drained``: it finished as asked by a stop command.
+    ``early``: why it finished before the job's last step without being asked to.
     """
 
     rank: int = Field(ge=0)
@@ -300,6 +305,7 @@ class RankExit(Message):
     phase: Name
     finished: bool = False
     drained: bool = False
+    early: Text | None = None
     error: Text | None = None
     error_types: ErrorTypes = ()
     traceback: Traceback | None = None

@@ -91,7 +91,10 @@ class RankCheckpointBegan(Message):
 
 
 class RankVote(Message):
-    """Rank to agent: this rank's shard is durable."""
+    """Rank to agent: this rank's shard is durable.
+
+    ``evaluation``: the validation loss after this step and metrics; empty without a validation pass.
+    """
 
     kind: Literal["rank_vote"] = "rank_vote"
     checkpoint_id: CheckpointId
@@ -99,6 +102,7 @@ class RankVote(Message):
     shard: ShardFile
     loss: float | None = None
     data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
 
 
 class RankCheckpointWaits(Message):
@@ -179,11 +183,15 @@ class RankFailed(Message):
 
 
 class RankFinished(Message):
-    """Rank to agent: the last vote is cast and the rank is about to exit with code 0."""
+    """Rank to agent: the last vote is cast and the rank is about to exit with code 0.
+
+    ``early``: why it made no more steps than these, though nobody asked it to stop.
+    """
 
     kind: Literal["rank_finished"] = "rank_finished"
     step: _Step
     drained: bool
+    early: Text | None = None
 
 
 RankMessage = Annotated[

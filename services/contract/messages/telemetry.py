@@ -94,7 +94,7 @@ class MetricRecord(Message):
 
     step: int = Field(ge=0)
     fence: int = Field(ge=1)
-    values: MetricValues
+    values: MetricValues = Field(default_factory=dict)
     left_out: int = Field(default=0, ge=0)
 
 

@@ -150,6 +150,11 @@ class Attempt(Record):
             return False
         return self.last_step >= steps or not any(e.drained for e in exits)
 
+    @property
+    def early(self) -> str | None:
+        """Why its ranks were done before the job's last step; None: they were not."""
+        return next((e.exit.early for e in self.exits if e.exit.finished and e.exit.early), None)
+
     def has_drained(self) -> bool:
         """Whether all ranks stopped as they were asked."""
         exits = [entry.exit for entry in self.exits]

@@ -14,6 +14,7 @@ from pydantic import Field
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
+from services.contract.specs import CheckpointSpec, KeepBestSpec
 from services.contract.states import CheckpointState
 from services.controller.domain.record import Record
 
@@ -36,7 +37,8 @@ class Checkpoint(Record):
     """What is known of one checkpoint.
 
     ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
-    ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with reading it, whatever it found.
+    ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with
+    reading it, whatever it found. ``evaluation``: the validation loss after its step, and metrics.
     """
 
     id: CheckpointId
@@ -48,6 +50,7 @@ class Checkpoint(Record):
     votes: dict[int, ShardFile] = Field(default_factory=dict)
     loss: float | None = None
     data_digest: str = ""
+    evaluation: dict[str, float | None] = Field(default_factory=dict)
     reason: str | None = None
     number: int | None = None
     created_ms: int
@@ -75,6 +78,7 @@ class Checkpoint(Record):
             world_size=self.world_size,
             loss=self.loss,
             data_digest=self.data_digest,
+            evaluation=self.evaluation,
             shards=tuple(self.votes[rank] for rank in sorted(self.votes)),
         )
 
@@ -116,6 +120,7 @@ def count_vote(checkpoint: Checkpoint, fact: CheckpointVoted) -> Checkpoint:
             "votes": votes,
             "data_digest": digest,
             "loss": fact.loss if checkpoint.loss is None else checkpoint.loss,
+            "evaluation": checkpoint.evaluation or fact.evaluation,
             "state": CheckpointState.SEALED if everybody else CheckpointState.WRITING,
         }
     )
@@ -136,6 +141,7 @@ def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Che
         votes={shard.rank: shard for shard in manifest.shards},
         loss=manifest.loss,
         data_digest=manifest.data_digest,
+        evaluation=manifest.evaluation,
         number=fact.number,
         created_ms=now_ms if known is None else known.created_ms,
         committed_ms=now_ms,
@@ -182,30 +188,48 @@ def abort(checkpoint: Checkpoint, reason: str) -> Checkpoint:
     return checkpoint.model_copy(update={"state": CheckpointState.ABORTED, "reason": reason})
 
 
+def best_of(line: Iterable[Checkpoint], wanted: KeepBestSpec) -> tuple[Checkpoint, ...]:
+    """The best committed ones, the very best first; of equals the one that was committed first.
+
+    One without an evaluation, or of which the metric is no number, is none of them.
+    """
+    sign = 1.0 if wanted.mode == "min" else -1.0
+    judged = [
+        (sign * value, c)
+        for c in line
+        if c.state == CheckpointState.COMMITTED
+        and (value := c.evaluation.get(wanted.metric)) is not None
+    ]
+    judged.sort(key=lambda each: (each[0], each[1].number or 0, each[1].step))
+    return tuple(c for _, c in judged[: wanted.count])
+
+
 def to_retire(
     line: Iterable[Checkpoint],
     abandoned: Iterable[Checkpoint],
-    keep_last: int,
+    wanted: CheckpointSpec,
     protected: frozenset[str],
 ) -> tuple[Checkpoint, ...]:
     """Which committed checkpoints retention gives up: abandoned ones, then the oldest commits.
 
-    The ``keep_last`` (at least 1) of the line that were committed last stay; so do the last
-    verified one, those that are pinned, and the ``protected`` ones. What the job would never go on
-    from is kept only while the line leaves room for it.
+    The ``keep_last`` (at least 1) of the line that were committed last stay; so do the best ones of
+    the line by ``keep_best``, the last verified one, those that are pinned, and the ``protected``
+    ones. What the job would never go on from is kept only while the line leaves room for it.
 
     Args:
         line: Those from which the job may go on.
         abandoned: All others of the job.
-        keep_last: How many stay.
+        wanted: What the job's spec says.
         protected: Ids of those that something needs.
     """
     line, abandoned = tuple(line), tuple(abandoned)
+    if wanted.keep_best is not None:
+        protected |= {c.id for c in best_of(line, wanted.keep_best)}
     verified_last = last_verified(line) or last_verified(abandoned)
     committed = [*_by_commit(abandoned), *_by_commit(line)]
     return tuple(
         c
-        for c in committed[: -max(keep_last, 1)]
+        for c in committed[: -wanted.keep_last]
         if c.id not in protected and c != verified_last and not c.pinned
     )
 

@@ -288,7 +288,7 @@ def _retire(draft: Draft) -> None:
     surplus = checkpoints.to_retire(
         [c for c in everything if job.is_on_line(c)],
         [c for c in everything if not job.is_on_line(c)],
-        job.spec.checkpoint.keep_last,
+        job.spec.checkpoint,
         protected,
     )
     stuck = [c for c in job.checkpoints.values() if c.state == CheckpointState.DELETING]

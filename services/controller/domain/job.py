@@ -9,11 +9,11 @@ from services.contract.ids import CheckpointId, JobId, PlanId
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
-from services.contract.specs import CarriedSpec
+from services.contract.specs import CarriedSpec, KeepBestSpec
 from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
 from services.contract.views import Evaluation
 from services.controller.domain.attempt import Attempt, Failure
-from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.checkpoint import Checkpoint, best_of
 from services.controller.domain.record import Record, is_ahead
 
 RESUMABLE_STATES: Final = frozenset({JobState.PAUSED, JobState.FAILED, JobState.CANCELLED})
@@ -173,6 +173,13 @@ class Job(Record):
             if c.state == CheckpointState.COMMITTED and self.is_on_line(c)
         ]
         return max(line, key=lambda c: (c.step, c.fence), default=None)
+
+    @property
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The best committed one by ``checkpoint.keep_best``, else by the validation loss."""
+        line = [c for c in self.checkpoints.values() if self.is_on_line(c)]
+        best = best_of(line, self.spec.checkpoint.keep_best or KeepBestSpec())
+        return best[0] if best else None
 
     @property
     def resume_point(self) -> "ResumePoint":

@@ -54,15 +54,23 @@ def succeed_late(draft: Draft, linked: Checkpoint) -> None:
     Even one that has failed: all that it lacked was the word of this commit.
     """
     steps = draft.job.spec.train.steps
-    trained = any(a.fence == linked.fence and a.has_trained(steps) for a in draft.job.attempts)
+    trained = any(
+        a.fence == linked.fence and a.has_trained(steps) and linked.step >= _last_due(draft.job, a)
+        for a in draft.job.attempts
+    )
     waiting = draft.job.state in {JobState.QUEUED, JobState.RESTARTING, JobState.FAILED}
-    if waiting and trained and linked == draft.job.latest_checkpoint and linked.step >= steps:
+    if waiting and trained and linked == draft.job.latest_checkpoint:
         _succeed(draft)
+
+
+def _last_due(job: Job, attempt: Attempt) -> int:
+    """The step of which there must be a checkpoint once the attempt has trained."""
+    return job.spec.train.steps if attempt.early is None else attempt.last_step
 
 
 def _conclude_training(draft: Draft, attempt: Attempt) -> None:
     latest = draft.job.latest_checkpoint
-    is_saved = latest is not None and latest.step >= draft.job.spec.train.steps
+    is_saved = latest is not None and latest.step >= _last_due(draft.job, attempt)
     if is_saved or (draft.job.spec.entrypoint is not None and not _lost_its_last(draft, attempt)):
         _end_attempt(draft, ExitReason.COMPLETED)
         _succeed(draft)
@@ -202,6 +210,9 @@ def _lost_its_last(draft: Draft, attempt: Attempt) -> bool:
 def _how_it_succeeded(job: Job) -> str:
     script = job.spec.entrypoint
     if script is None:
+        early = next((a.early for a in reversed(job.attempts) if a.early is not None), None)
+        if early is not None:
+            return f"{early}; the last checkpoint is committed"
         return f"all {job.spec.train.steps} steps are done and the last checkpoint is committed"
     words = f"{script.what} ended with exit code 0 on all ranks"
     if all(attempt.first_step is None for attempt in job.attempts):

@@ -31,6 +31,8 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
         faults += written_out(list(spec.entrypoint.args), "/entrypoint/args")
         if not allowed.allows_script_of(spec):
             faults.append(_not_allowed(spec.entrypoint, allowed))
+    if spec.metrics is not None:
+        faults += written_out(spec.metrics.model_dump(), "/metrics")
     return [*faults, *written_out(spec.labels, "/labels")]
 
 

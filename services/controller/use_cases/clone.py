@@ -175,10 +175,14 @@ def _origin(source: Job, wanted: CloneRequest, spec: JobSpec) -> Origin:
     asked = wanted.from_checkpoint
     if asked is None:
         return Origin(job_id=source.id)
-    latest = source.latest_checkpoint
-    known = latest if asked == "latest" else source.checkpoints.get(asked)
+    by_word = {"latest": source.latest_checkpoint, "best": source.best_checkpoint}
+    known = by_word[asked] if asked in by_word else source.checkpoints.get(asked)
     if known is None or known.state != CheckpointState.COMMITTED:
-        what = "it has none yet" if asked == "latest" else f"{asked} is none"
+        missing = {
+            "latest": "it has none yet",
+            "best": "it has none yet of whose step there is an evaluation",
+        }
+        what = missing.get(asked, f"{asked} is none")
         raise _refusal(
             "/from_checkpoint",
             f"only a committed checkpoint of {source.id} can be begun with, and {what}; "

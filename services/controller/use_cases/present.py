@@ -205,6 +205,8 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
         world_size=checkpoint.world_size,
         bytes=checkpoint.total_bytes,
         loss=checkpoint.loss,
+        evaluation=checkpoint.evaluation,
+        best=checkpoint == job.best_checkpoint,
         reason=checkpoint.reason,
         votes=len(checkpoint.votes),
         shards=tuple(

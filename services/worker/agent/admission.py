@@ -56,6 +56,8 @@ class Admission:
                 f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
                 "node"
             )
+        if spec.metrics is not None:
+            names.update(references(spec.metrics.model_dump()))
         return {name: self._secret(name) for name in sorted(names)}
 
     def _secret(self, name: str) -> str:

@@ -7,8 +7,9 @@ files say which box of which tensor each of their arrays is. They are verified b
 It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, and beside it the files that the
 model brought, such as ``config.json``: of a model of ``transformers`` that makes a folder which
 ``from_pretrained`` loads. A model that is larger than one file
-should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Its last
-line on stdout is the outcome as JSON.
+should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Averages of
+the weights, where the job kept some, are written in the same way to ``ema.safetensors``, each under the
+name of its parameter. Its last line on stdout is the outcome as JSON.
 """
 
 import argparse
@@ -35,10 +36,13 @@ from services.contract.own_process import set_up_process
 from services.worker.agent.removal import remove_what_can_be
 
 FILE_BYTES: Final = 5_000_000_000
-_MODEL: Final = "model."
+_MODEL: Final = "model"
+_AVERAGES: Final = "ema"
 _FILE: Final = "file."
 # A rank named it: nothing that leads elsewhere, or takes the place of what is written here.
-_PLAIN_NAME: Final = re.compile(r"(?!model)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII)
+_PLAIN_NAME: Final = re.compile(
+    r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
+)
 _MOST_FILES: Final = 32
 _ABOUT: Final = "meshloom"
 _ALIGNMENT: Final = 8
@@ -111,8 +115,9 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     make_folders(partial, root)
     try:
         with ExitStack() as stack:
-            tensors, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
-            names = (*_write(partial, tensors, file_bytes), *_write_beside(partial, beside))
+            kinds, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
+            written = [_write(partial, kind, kinds[kind], file_bytes) for kind in kinds]
+            names = (*itertools.chain(*written), *_write_beside(partial, beside))
         sync_folder(partial)
         remove_what_can_be(folder)
         partial.replace(folder)
@@ -149,9 +154,9 @@ def _split_axis(whole: Sequence[int], shape: Sequence[int]) -> int:
 
 def _contents(
     folder: Path, manifest: Manifest, stack: ExitStack
-) -> tuple[dict[str, Whole], dict[str, memoryview]]:
-    """The model's tensors, and the files that belong beside them."""
-    tensors: dict[str, Whole] = {}
+) -> tuple[dict[str, dict[str, Whole]], dict[str, memoryview]]:
+    """Tensors of the model, and averages of them if there are any, and the files that belong beside."""
+    kinds: dict[str, dict[str, Whole]] = {_MODEL: {}, _AVERAGES: {}}
     beside: dict[str, memoryview] = {}
     for shard in manifest.shards:
         content = _verified(folder, shard, stack)
@@ -165,22 +170,21 @@ def _contents(
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
                 beside[name.removeprefix(_FILE)] = content[start:end]
         for name, box in about["boxes"].items():
-            if name.startswith(_MODEL):
+            kind, _, fqn = name.partition(".")
+            if kind in kinds:
                 entry = header[name]
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
                 piece = Piece(tuple(box["offsets"]), tuple(box["shape"]), content[start:end])
                 shape = tuple(box["global_shape"])
-                known = tensors.setdefault(
-                    name.removeprefix(_MODEL), Whole(entry["dtype"], shape, [])
-                )
+                known = kinds[kind].setdefault(fqn, Whole(entry["dtype"], shape, []))
                 known.pieces.append(piece)
-    for name, tensor in tensors.items():
+    for name, tensor in itertools.chain(*(tensors.items() for tensors in kinds.values())):
         held = sum(math.prod(piece.shape) for piece in tensor.pieces)
         if held != math.prod(tensor.shape):
             raise IncompleteError(f"{name}: the shards hold {held} of {math.prod(tensor.shape)}")
-    if not tensors:
+    if not kinds[_MODEL]:
         raise IncompleteError("the shards hold no tensor of a model")
-    return tensors, beside
+    return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
 
 
 def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, ...]:
@@ -213,13 +217,15 @@ def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
     return view
 
 
-def _write(folder: Path, tensors: Mapping[str, Whole], file_bytes: int) -> tuple[str, ...]:
+def _write(
+    folder: Path, stem: str, tensors: Mapping[str, Whole], file_bytes: int
+) -> tuple[str, ...]:
     groups = list(_grouped(tensors, file_bytes))
     if len(groups) == 1:
-        _write_file(folder / "model.safetensors", groups[0], tensors)
-        return ("model.safetensors",)
+        _write_file(folder / f"{stem}.safetensors", groups[0], tensors)
+        return (f"{stem}.safetensors",)
     count = len(groups)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    names = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for name, group in zip(names, groups, strict=True):
         _write_file(folder / name, group, tensors)
     index = {
@@ -228,7 +234,7 @@ def _write(folder: Path, tensors: Mapping[str, Whole], file_bytes: int) -> tuple
             tensor: name for name, group in zip(names, groups, strict=True) for tensor in group
         },
     }
-    path = folder / "model.safetensors.index.json"
+    path = folder / f"{stem}.safetensors.index.json"
     with path.open("xb") as file:
         file.write(json.dumps(index, indent=1, sort_keys=True).encode())
         file.flush()

@@ -58,6 +58,7 @@ def _exit(
         phase=seen.phase,
         finished=finished is not None,
         drained=finished is not None and finished.drained,
+        early=None if finished is None else finished.early,
         error=failed.error if failed is not None else _explanation(state, rank, oom_kills),
         error_types=failed.error_types if failed is not None else (),
         traceback=failed.traceback if failed is not None else None,

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from services.contract.entry_points import is_entry_point
+from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.rank_pipe import RankSeat
 from services.contract.secret_references import resolved
 from services.contract.specs import Factory, JobSpec
+from services.worker.rank.data.hf_datasets import hf_dataset
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
+from services.worker.rank.data.tokens import tokens
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.models.hugging_face import (
     hf_causal_lm,
@@ -38,7 +42,7 @@ BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyT
             "hf_causal_lm": hf_causal_lm,
             "hf_sequence_classification": hf_sequence_classification,
         },
-        "data": {"stdlib_bytes": stdlib_bytes},
+        "data": {"hf_dataset": hf_dataset, "stdlib_bytes": stdlib_bytes, "tokens": tokens},
         "loss": {
             "bce_with_logits": bce_with_logits,
             "cross_entropy": cross_entropy,
@@ -69,6 +73,12 @@ class Grant:
 
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     data_roots: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, seat: RankSeat | ProbeSeat) -> Self:
+        """What a seat grants: a job may read its own uploaded code too, which comes first."""
+        code = () if seat.code_folder is None else (seat.code_folder,)
+        return cls(seat.secrets, tuple(map(Path, (*code, *seat.data_roots))))
 
 
 NOTHING_GRANTED: Final = Grant()

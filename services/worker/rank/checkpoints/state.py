@@ -50,6 +50,18 @@ FILE: Final = "file."
 """Begins the names of tensors that hold a file's bytes; an export writes these files."""
 
 
+class Told(Protocol):
+    """Has a state that JSON has words for, the same on all ranks."""
+
+    def state(self) -> Mapping[str, Any]:
+        """The state."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes it back."""
+        ...
+
+
 class Stateful(Protocol):
     """Has a state of dicts and lists of tensors and of what JSON has words for."""
 
@@ -77,6 +89,7 @@ class TrainedParts:
         scaler: The scale of losses.
         files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
         data: Where it is in the data; None: the step says it.
+        early_stop: How its evaluations went, where they decide on its end.
     """
 
     model: nn.Module
@@ -89,6 +102,7 @@ class TrainedParts:
     scaler: LossScaler | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     data: Feed | None = None
+    early_stop: Told | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class TrainingState:
         tensors: By name, where they are: the next step changes them.
         text: The boxes and the random states that are no tensors, as safetensors metadata.
         lasting: Names of the tensors that nothing but the optimizer's step changes.
+        evaluation: The validation loss after the step and metrics; empty if there was no pass.
     """
 
     step: int
@@ -108,10 +123,16 @@ class TrainingState:
     tensors: Mapping[str, torch.Tensor]
     text: Mapping[str, str]
     lasting: frozenset[str] = frozenset()
+    evaluation: Mapping[str, float] = field(default_factory=dict)
 
 
-def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState:
-    """The state of ``parts`` after ``step`` steps on this rank."""
+def capture(
+    parts: TrainedParts,
+    step: int,
+    loss: float | None,
+    evaluation: Mapping[str, float] | None = None,
+) -> TrainingState:
+    """The state of ``parts`` after ``step`` steps on this rank, and how it was evaluated then."""
     model = model_state(parts.model)
     changed_by_update = {
         name: tensor
@@ -146,12 +167,14 @@ def capture(parts: TrainedParts, step: int, loss: float | None) -> TrainingState
         about["beside"] = beside.document
     if parts.scaler is not None:
         about["scaler"] = parts.scaler.state()
+    if parts.early_stop is not None:
+        about["early_stop"] = dict(parts.early_stop.state())
     lasting = frozenset(
         name
         for name in tensors
         if name in sharded or name in changed_by_update or name.startswith(FILE)
     )
-    return TrainingState(step, loss, tensors, as_text(about), lasting)
+    return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
 
 
 def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
@@ -179,6 +202,8 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
         parts.beside.load_state_dict(restored(saved, shards, parts.beside.state_dict()))
     if parts.scaler is not None and (scale := abouts[0][1].get("scaler")):
         parts.scaler.restore(scale)
+    if parts.early_stop is not None and (course := abouts[0][1].get("early_stop")):
+        parts.early_stop.restore(course)
     step = abouts[0][1]["step"]
     _restore_position(parts, abouts[0][1])
     for reader, about in abouts:

@@ -202,6 +202,7 @@ class CheckpointWriter:
                 shard=shard,
                 loss=state.loss,
                 data_digest=self._data_digest,
+                evaluation=dict(state.evaluation),
             )
         )
 

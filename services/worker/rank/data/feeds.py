@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from meshloom.data import DataSource, IterableSource, MapSource, Mixture
@@ -14,6 +15,7 @@ from services.worker.rank.data.order import SampleOrder, held_out
 from services.worker.rank.data.samples import Chosen, SampleReader, own_random_state
 from services.worker.rank.data.share import Share
 from services.worker.rank.data.source import AddressedFeed, DataError, Feed
+from services.worker.rank.data.stream_feed import StreamFeed
 
 _TRAIN: Final = "train"
 _VALIDATION: Final = "validation"
@@ -40,6 +42,9 @@ def feed_of(made: object, share: Share, seed: int) -> Feed:
         return MapFeed(_map_data(parts, seed), share)
     if isinstance(source, MapSource):
         return MapFeed(_map_data([(source, 1.0)], seed), share)
+    if isinstance(source, IterableSource):
+        given = () if source.validation is None else (source.validation,)
+        return StreamFeed(source, share, seed, _validation(given, source))
     raise DataError(
         f"data.factory made a {type(made).__name__}, which gives no batches: return a data set (with "
         "__len__ and __getitem__), a DataLoader, a pair or a mapping of train and validation, or a "
@@ -51,7 +56,7 @@ def feed_of(made: object, share: Share, seed: int) -> Feed:
 
 
 def _source(made: object) -> object:
-    """``made`` as a MapSource or Mixture; itself if it is none of what can be one."""
+    """``made`` as one of our sources; itself if it is none of what can be one."""
     if isinstance(made, Mapping):
         if _TRAIN not in made:
             raise DataError(
@@ -61,6 +66,12 @@ def _source(made: object) -> object:
         return _validated(made[_TRAIN], made.get(_VALIDATION))
     if isinstance(made, tuple) and len(made) == _PAIR and all(map(_gives_samples, made)):
         return _validated(*made)
+    if isinstance(made, tuple):
+        kinds = ", ".join(type(each).__name__ for each in made)
+        raise DataError(
+            f"data.factory made a tuple of {kinds or 'nothing'}, which is no pair of data sets (train, "
+            "validation); columns of samples make one by torch.utils.data.TensorDataset(x, y)"
+        )
     return _single(made)
 
 
@@ -68,12 +79,12 @@ def _validated(train: object, validation: object) -> object:
     source = _single(train)
     if validation is None:
         return source
-    if not isinstance(source, MapSource) or source.validation is not None:
+    if not isinstance(source, MapSource | IterableSource) or source.validation is not None:
         raise DataError(
             f"data.factory made a {type(train).__name__} to train on and, beside it, data to validate "
             "on; give the latter as its validation"
         )
-    return _changed(source, validation=validation)
+    return dataclasses.replace(source, validation=validation)
 
 
 def _single(made: object) -> object:
@@ -81,11 +92,12 @@ def _single(made: object) -> object:
         return _of_loader(made)
     if _is_map_style(made):
         return MapSource(dataset=made)
-    return made
+    return IterableSource(dataset=cast("Any", made)) if _is_stream(made) else made
 
 
 def _of_loader(loader: DataLoader[Any]) -> object:
-    if not _is_map_style(loader.dataset):
+    has_own_order = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    if has_own_order or not _is_map_style(loader.dataset):
         return IterableSource(dataset=loader)
     # Without batches of its own a loader has no function that joins samples.
     joins = loader.collate_fn if loader.collate_fn is not default_convert else None
@@ -112,14 +124,16 @@ def _is_map_style(made: object) -> bool:
     return has_samples and not isinstance(made, str | bytes | Mapping | IterableDataset)
 
 
-def _gives_samples(made: object) -> bool:
-    return isinstance(made, MapSource | IterableSource | Mixture | DataLoader) or (
-        _is_map_style(made) and not hasattr(made, "shape")
+def _is_stream(made: object) -> bool:
+    return isinstance(made, IterableDataset) or (
+        hasattr(made, "__iter__") and not isinstance(made, str | bytes | Mapping | torch.Tensor)
     )
 
 
-def _changed(source: MapSource, **changes: Any) -> MapSource:  # noqa: ANN401 (its fields)
-    return dataclasses.replace(source, **changes)
+def _gives_samples(made: object) -> bool:
+    return isinstance(made, MapSource | IterableSource | Mixture | DataLoader) or (
+        (_is_map_style(made) or _is_stream(made)) and not hasattr(made, "shape")
+    )
 
 
 # -- The feed of map-style sources
@@ -154,7 +168,7 @@ def _map_data(parts: Sequence[tuple[MapSource, float]], seed: int) -> MapData:
     )
 
 
-def _validation(given: Sequence[Any], source: MapSource) -> Sequence[Any]:
+def _validation(given: Sequence[Any], source: MapSource | IterableSource) -> Sequence[Any]:
     datasets, collate, batch = [], source.collate_fn, source.validation_batch
     for each in given:
         dataset = each

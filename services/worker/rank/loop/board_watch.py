@@ -51,6 +51,10 @@ class BoardWatch:
         self._evaluates = phase is RankPhase.EVAL
         self._board.show(int(phase), None, time.monotonic_ns())
 
+    def evaluate(self, part: int) -> None:
+        """An evaluation of which nothing else is known has come to its ``part``, which moves the board."""
+        self._board.show(_EVAL, part, time.monotonic_ns())
+
     def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:  # noqa: ARG002 (the engine's signature)
         """A unit entered ``state``. Its return to IDLE is not told: its parent computes on."""
         phase = _PHASES.get(state)

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_core import FSDPModule, clip_grad_norm_, torch_private
+from fsdp_core import clip_grad_norm_, torch_private
 from meshloom.data import Batch
 from meshloom.trainable import Models
 from services.contract.states import RankPhase
@@ -106,9 +105,7 @@ class LoopContext:
         run, scaler = self._run, self._run.scaler
         run.watch.enter(RankPhase.OPTIMIZER)
         optimizers = run.optimizers.named(name)
-        for model in run.models.by_name.values():
-            # One whose last pass had no backward is still gathered, and would compute on with that.
-            cast("FSDPModule", model).reshard()
+        run.models.reshard()
         parameters = (
             list(run.model.parameters())
             if name is None

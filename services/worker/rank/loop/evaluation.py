@@ -3,11 +3,9 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from fsdp_core import FSDPModule
 from meshloom.data import Batch
 from services.contract.states import RankPhase
 from services.worker.rank.data import batches
@@ -29,6 +27,11 @@ class Evaluation:
     loss: float
     tokens: int
     metrics: Mapping[str, float]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The loss, and then the metrics beside it, by name."""
+        return {"loss": self.loss, **self.metrics}
 
 
 def evaluate(run: Run, step: int) -> Evaluation | None:
@@ -77,8 +80,8 @@ def _evaluated(run: Run) -> Iterator[None]:
     yield
     for model, was_training in zip(models, were_training, strict=True):
         model.train(was_training)
-        # The root stays gathered after a forward pass: nobody needs it whole until the next one.
-        cast("FSDPModule", model).reshard()
+    # Nobody needs them whole until the next pass.
+    run.models.reshard()
 
 
 def _sums(run: Run, batch: Batch, context: LoopContext) -> dict[str, float]:

@@ -54,5 +54,11 @@ def evaluated(step: int, loss: float, baselines: Mapping[str, float]) -> None:
     _say(f"step {step}: validation loss {loss:.4f}" + (f" ({beside})" if beside else ""))
 
 
+def ended_early(run: Run, step: int, reason: str) -> None:
+    """Rank 0 tells that evaluations ended the run."""
+    if run.gang.rank == 0:
+        _say(f"step {step}: {reason}")
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")

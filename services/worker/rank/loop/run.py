@@ -20,10 +20,12 @@ from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens
 from services.worker.rank.data.feeds import feed_of
+from services.worker.rank.data.samples import own_random_state, seed_all
 from services.worker.rank.data.share import Share
 from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.early_stop import EarlyStop
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
 from services.worker.rank.models.loss import Computed, Loss, LossError, UserLoss, loss_of
 from services.worker.rank.models.materialise import sharded_models
@@ -60,6 +62,7 @@ class Run:
         weighs_tokens: Whether micro-batches predict different numbers of tokens.
         scaler: Of losses, where anything is computed or reduced in fp16.
         ema: Averages of the weights, if the spec wants them.
+        early_stop: By which evaluations may end the run, if the spec wants that.
         watch: Tells the board.
     """
 
@@ -76,11 +79,14 @@ class Run:
     weighs_tokens: bool
     scaler: LossScaler | None
     ema: Ema | None
+    early_stop: EarlyStop | None
     watch: BoardWatch
 
     @property
     def loss_unit(self) -> LossUnit:
-        """Nats where the loss is that of the next token."""
+        """Nats where the loss is that of the next token; what a user's ``train_batch`` gives has none."""
+        if type(self.trainable).train_batch is not Trainable.train_batch:
+            return ""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""
@@ -104,6 +110,7 @@ class Run:
             scaler=self.scaler,
             files=self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
             data=self.data,
+            early_stop=self.early_stop,
         )
 
     @property
@@ -129,7 +136,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
             f"{gang.data_ranks} data-parallel ranks of this attempt"
         )
-    grant = registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    grant = registry.Grant.of(seat)
     trainable = trainable_of(spec, grant)
     make = _with_mark(trainable.build_model, is_meta=built_by_meta(spec, trainable))
     watch.memory.begin_model()
@@ -140,7 +147,9 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         "schedule", spec.schedule, offered={"steps": spec.train.steps}, grant=grant
     )
     ema = None if spec.train.ema is None else Ema(models.whole, spec.train.ema)
-    with watch.memory.apart():
+    # What draws as it is made, as samplers do, is the same on all ranks and in every attempt.
+    with watch.memory.apart(), own_random_state():
+        seed_all(derive(spec.train.seed, "data"))
         made = made_data(spec, trainable, grant)
         share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
         data = feed_of(made, share, spec.train.seed)
@@ -176,6 +185,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         weighs_tokens=counts_differ(sample) and not trainable.steps_itself,
         scaler=LossScaler() if _computes_in_fp16(seat.plan.sharding) else None,
         ema=ema,
+        early_stop=None if spec.train.early_stop is None else EarlyStop(spec.train.early_stop),
         watch=watch,
     )
 

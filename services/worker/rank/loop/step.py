@@ -12,6 +12,7 @@ from fsdp_core import FSDPModule
 from meshloom.data import Batch
 from services.contract.states import RankPhase
 from services.worker.rank.data import batches
+from services.worker.rank.data.checks import explain, not_finite
 from services.worker.rank.loop.context import LoopContext, NonFiniteLossError
 from services.worker.rank.loop.run import Run
 from services.worker.rank.models.loss import Computed, checked
@@ -47,12 +48,14 @@ class _Share:
     """This rank's part of a step.
 
     Attributes:
+        batch: On the CPU.
         micro_batches: On the device.
         divisors: By what the mean loss of each is divided: how many there are, where all weigh alike.
         counted: Tokens or samples of the global batch.
         data_wait_s: How long the data let this rank wait.
     """
 
+    batch: Batch
     micro_batches: Sequence[Batch]
     divisors: Sequence[float]
     counted: int
@@ -69,13 +72,28 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
             they are those of the step before.
 
     Raises:
+        VocabularyError, UnfitBatchError: The model fails because it does not take the batch.
         NonFiniteLossError: The mean loss over the global batch, or the norm of the gradients, is
             not a number; the parameters were not changed (but by a trainable that steps itself). With
             fp16 a norm that overflows has the step skipped, until too many are in a row.
     """
     run.watch.enter(RankPhase.DATA)
     share = _own_share(run, step)
+    try:
+        return _trained(run, step, share, before_update)
+    except NonFiniteLossError as error:
+        found = not_finite(share.batch, run.data, step)
+        if found is None:
+            raise
+        raise NonFiniteLossError(f"{error}; its data has such numbers: first, {found}") from error
+    except Exception as error:
+        explain(error, share.batch, run.model, run.data, step)
+        raise
 
+
+def _trained(
+    run: Run, step: int, share: "_Share", before_update: Callable[[], None]
+) -> StepFigures:
     context = LoopContext(run, step, before_update)
     passes = _accumulate(run, share, context)
     names = sorted(passes.metrics)
@@ -138,7 +156,7 @@ def _own_share(run: Run, step: int) -> _Share:
         divisors = [float(len(micro_batches))] * len(micro_batches)
         count = batches.predicted_tokens if run.counts_tokens else batches.rows
         counted = run.gang.data_ranks * sum(count(each) or 0 for each in micro_batches)
-    return _Share(micro_batches, divisors, counted, waited)
+    return _Share(batch, micro_batches, divisors, counted, waited)
 
 
 def _weighed(run: Run, step: int, own: Sequence[int]) -> tuple[Sequence[float], int]:

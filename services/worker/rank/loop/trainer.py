@@ -1,6 +1,8 @@
 """What a rank does, from its seat to its last word."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,6 +30,7 @@ from services.worker.rank.gang.groups import joined, mesh_axes
 from services.worker.rank.loop import narration
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.determinism import make_deterministic
+from services.worker.rank.loop.early_stop import check_validation, chosen_figure
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
@@ -67,6 +70,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
     with joined(seat, listen_fd, watch) as gang:
         watch.enter(RankPhase.BUILD)
         run = build(seat, gang, watch)
+        check_validation(seat.spec, run.data.validation)
         watch.enter(RankPhase.LOAD)
         resumed = resume(run.trained, seat, pipe.send)
         watch.resume(resumed)
@@ -81,31 +85,65 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         narration.ready(run, resumed)
         with MetricsReporter(seat, pipe.send) as metrics:
             with writer:
-                last, drained = _loop(run, pipe, writer, metrics, resumed)
+                end = _loop(run, pipe, writer, metrics, resumed)
                 run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
-                writer.finish(last)
+                writer.finish(end.step)
             watch.enter(RankPhase.FINISHED)
-            pipe.send(RankFinished(step=last, drained=drained))
+            if end.early is not None:
+                narration.ended_early(run, end.step, end.early)
+            pipe.send(RankFinished(step=end.step, drained=end.drained, early=end.early))
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last step; whether it was one by request, or why it was one by evaluations."""
+
+    step: int
+    drained: bool = False
+    early: str | None = None
+
+
+@dataclass(frozen=True)
+class _After:
+    """What is known after a step."""
+
+    step: int
+    loss: float
+    evaluation: Mapping[str, float]
 
 
 def _loop(
     run: Run, pipe: Pipe, writer: CheckpointWriter, metrics: MetricsReporter, resumed: int
-) -> tuple[int, bool]:
-    """Steps until the last one or an agreed stop; returns the step, and whether it was a stop."""
-    steps = run.spec.train.steps
+) -> _End:
+    """Steps until the last one, an agreed stop, or until evaluations get no better."""
+    steps, wanted = run.spec.train.steps, run.spec.checkpoint
+    if resumed < steps and (early := _early(run)) is not None:
+        return _End(resumed, early=early)
     for step in range(resumed + 1, steps + 1):
         agreement = propose(pipe, run.gang.control)
         loss = _timed_step(run, writer, metrics, step)
         agreed = agreement.outcome()
-        if _is_due(step, run.spec.train.eval_every, steps):
-            _report_evaluation(run, pipe, metrics, step)
-        if agreed.checkpoint or _is_due(step, run.spec.checkpoint.every_steps, steps):
-            is_last = step == steps or (agreed.checkpoint and agreed.stop)
-            _save(run, writer, step, loss, is_last=is_last)
+        is_regular = _is_due(step, wanted.every_steps, steps)
+        evaluation: Mapping[str, float] = {}
+        # Not before a checkpoint that somebody waits for: it would be no step's of another attempt.
+        is_judged = is_regular and wanted.keep_best is not None
+        if is_judged or _is_due(step, run.spec.train.eval_every, steps):
+            evaluation = _report_evaluation(run, pipe, metrics, step)
+        early = None if step == steps else _early(run)
+        if agreed.checkpoint or is_regular or early is not None:
+            is_last = step == steps or early is not None or (agreed.checkpoint and agreed.stop)
+            _save(run, writer, _After(step, loss, evaluation), is_last=is_last)
+        if early is not None:
+            return _End(step, early=early)
         if agreed.stop and step < steps:
-            return step, True
-    return max(steps, resumed), False
+            return _End(step, drained=True)
+    return _End(max(steps, resumed))
+
+
+def _early(run: Run) -> str | None:
+    """Why the run ends before its last step."""
+    return None if run.early_stop is None else run.early_stop.reason
 
 
 def _timed_step(run: Run, writer: CheckpointWriter, metrics: MetricsReporter, step: int) -> float:
@@ -145,10 +183,11 @@ def _is_due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _save(run: Run, writer: CheckpointWriter, step: int, loss: float, *, is_last: bool) -> None:
-    if writer.is_due(step):
+def _save(run: Run, writer: CheckpointWriter, after: _After, *, is_last: bool) -> None:
+    if writer.is_due(after.step):
         run.watch.enter(RankPhase.CHECKPOINT)
-        writer.save(capture(run.trained, step, loss), is_last=is_last)
+        state = capture(run.trained, after.step, after.loss, after.evaluation)
+        writer.save(state, is_last=is_last)
 
 
 def _await_copies(run: Run, writer: CheckpointWriter) -> None:
@@ -160,22 +199,32 @@ def _await_copies(run: Run, writer: CheckpointWriter) -> None:
         writer.release()
 
 
-def _report_evaluation(run: Run, pipe: Pipe, metrics: MetricsReporter, step: int) -> None:
+def _report_evaluation(
+    run: Run, pipe: Pipe, metrics: MetricsReporter, step: int
+) -> Mapping[str, float]:
+    """Evaluates, tells it and decides by it; the figures, none where the data has no validation."""
     evaluation = evaluate(run, step)
-    if evaluation is None or run.gang.rank != 0:
-        return
-    metrics.report(step, {**evaluation.metrics, "loss": evaluation.loss}, validation=True)
-    baselines = dict(run.data.baselines())
-    pipe.send(
-        RankEvaluated(
-            step=step,
-            loss=evaluation.loss,
-            tokens=evaluation.tokens,
-            baselines=baselines,
-            metrics=dict(evaluation.metrics),
+    if evaluation is None:
+        return {}
+    keep_best = run.spec.checkpoint.keep_best
+    if keep_best is not None:
+        chosen_figure(evaluation.figures, keep_best.metric, "checkpoint.keep_best")
+    if run.early_stop is not None:
+        run.early_stop.note(step, evaluation.figures)
+    if run.gang.rank == 0:
+        metrics.report(step, evaluation.figures, validation=True)
+        baselines = dict(run.data.baselines())
+        pipe.send(
+            RankEvaluated(
+                step=step,
+                loss=evaluation.loss,
+                tokens=evaluation.tokens,
+                baselines=baselines,
+                metrics=dict(evaluation.metrics),
+            )
         )
-    )
-    narration.evaluated(step, evaluation.loss, baselines)
+        narration.evaluated(step, evaluation.loss, baselines)
+    return evaluation.figures
 
 
 def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:

@@ -19,6 +19,7 @@ from services.worker.rank.metrics.event_file import EventFile
 from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.metrics.json_lines import JsonLines
 from services.worker.rank.metrics.points import VALIDATION, Point
+from services.worker.rank.metrics.trackers import trackers
 
 _PENDING: Final = 100_000
 _EVERY_S: Final = 1.0
@@ -53,7 +54,7 @@ class MetricsReporter:
     Args:
         seat: The rank's seat.
         send: Takes messages to the agent; callable from any thread.
-        outlets: Further ones, beside files and the agent.
+        outlets: Further ones, beside files, the agent and what the spec names.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class MetricsReporter:
             self._outlets.append(EventFile(files.events))
             if seat.hears_metrics:
                 self._outlets.append(AgentOutlet(send, seat.spec.steps))
-            self._outlets += outlets
+            self._outlets += [*trackers(seat), *outlets]
 
     def report(self, step: int, values: Mapping[str, float], *, validation: bool = False) -> None:
         """Reports values at a step; to be called on every rank, effective on rank 0.
 
         The names ``loss``, ``grad_norm``, ``learning_rate``, ``tokens_per_s``, ``samples_per_s``,
-        ``step_time_s`` and ``data_wait_s`` are those of the job's own figures, which reach the controller by the board: here
-        they go to files and services alone.
+        ``step_time_s`` and ``data_wait_s`` are those of the job's own figures, which reach the
+        controller by the board: here they go to files and services alone.
 
         Args:
             step: After which, from 1.

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from fsdp_core import fully_shard
+from fsdp_core import FSDPModule, fully_shard
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import ShardingPlan, TensorParallelPlan, UnitPlan
 from fsdp_core.plan.model.sharding import ANY, matches
@@ -54,6 +54,18 @@ class Models:
         if self.is_one:
             return self.by_name[ALONE]
         return nn.ModuleDict(self.by_name)
+
+    @cached_property
+    def _sharded(self) -> Sequence[FSDPModule]:
+        return [each for each in self.whole.modules() if isinstance(each, FSDPModule)]
+
+    def reshard(self) -> None:
+        """Has every unit give back what it gathered: those whose last pass had no backward keep it.
+
+        They would otherwise compute on with values of before an update or an exchange.
+        """
+        for module in self._sharded:
+            module.reshard()
 
     def prefix(self, name: str) -> str:
         """What names of modules of this model have in front."""

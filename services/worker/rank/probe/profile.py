@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 from weakref import WeakKeyDictionary
 
@@ -121,7 +120,7 @@ def _profile(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelProfile:
 
 
 def _grant(seat: ProbeSeat) -> registry.Grant:
-    return registry.Grant(seat.secrets, tuple(map(Path, seat.data_roots)))
+    return registry.Grant.of(seat)
 
 
 def _bind(seat: ProbeSeat, course: _Course) -> None:

@@ -204,9 +204,12 @@ class _Filling:
         missing = [key for key in beside if key not in saved] if strict else []
         if missing:
             raise KeyError(f"{_path((*place, missing[0]))} was not saved in this checkpoint")
+        # People may ask for a part; an object gets all that it had saved.
+        wanted = beside.keys() if strict and beside else saved
         return {
             key: self.rebuilt(node, beside.get(key), (*place, key), strict=strict)
             for key, node in items
+            if key in wanted
         }
 
     def _object(self, inner: Node, given: Any, place: tuple[object, ...]) -> Any:  # noqa: ANN401 (any object)

@@ -6,7 +6,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
@@ -40,7 +40,6 @@ from services.worker.rank.checkpoints.state import (
     saved_shards,
 )
 from services.worker.rank.checkpoints.writer import CheckpointWriter
-from services.worker.rank.gang.agreement import Agreed, propose
 from services.worker.rank.gang.control import CONTROL_GROUP, ControlChannel
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.metrics.reporter import MetricsReporter
@@ -108,6 +107,7 @@ class Session:
         self._of = seat.spec.steps or 0
         self._loss: float | None = None
         self._moved_at = time.perf_counter()
+        self._evaluated = 0
         self._has_told_stop = False
 
     @property
@@ -147,12 +147,18 @@ class Session:
         self._of = figures.of or self._of
         if step > self._reported:
             values |= self._finish_step(step, loss, figures, values)
+        elif self._reported:
+            self._evaluated += 1
+            self._watch.evaluate(self._evaluated)
         self._metrics.report(step, values)
 
     def checkpoint(self, state: Any, step: int | None, every: int | None) -> bool:  # noqa: ANN401 (any nesting)
         """See ``meshloom.session.checkpoint``."""
         self._check_process()
-        at = self.step if step is None else step
+        if step is None or every is not None:
+            self._agree("checkpoint")
+        # Not each rank reports, and all must save the same step.
+        at = self._asked.step if step is None else step
         if every is not None and not self._is_due(at, every):
             return False
         if not 0 < at <= MAX_STEP:
@@ -229,7 +235,6 @@ class Session:
         return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
 
     def _is_due(self, step: int, every: int) -> bool:
-        self._agree("checkpoint")
         every = self._seat.spec.checkpoint.every_steps or every
         is_wanted, self._asked.checkpoint = self._asked.checkpoint, False
         return is_wanted or (every > 0 and step > 0 and step % every == 0)
@@ -241,8 +246,10 @@ class Session:
         """
         if self._asked.is_news_to(asker):
             return
-        agreed = propose(self._pipe, self._control()).outcome()
-        self._asked.take(agreed, asker)
+        orders = self._pipe.poll_orders()
+        wishes = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
+        agreed = self._control().all_reduce(torch.tensor(wishes), dist.ReduceOp.MAX).wait()
+        self._asked.take(agreed.tolist(), asker)
 
     def _control(self) -> ControlChannel:
         if self._channel is None:
@@ -255,10 +262,12 @@ class Session:
 
     def _captured(self, state: Any, step: int) -> TrainingState:  # noqa: ANN401 (any nesting)
         taken = nested.taken(state)
-        if not self._control().agree_on(hashlib.sha256(taken.outline.encode()).digest()):
+        outline = f"{step}\n{taken.outline}"
+        if not self._control().agree_on(hashlib.sha256(outline.encode()).digest()):
             raise ValueError(
-                "session.checkpoint: the ranks have different names or shapes of tensors in their "
-                f"states; rank {self._seat.rank} has {len(taken.tensors)} tensors"
+                "session.checkpoint: the ranks name different steps, or have different names or shapes "
+                f"of tensors in their states; rank {self._seat.rank} has {len(taken.tensors)} tensors "
+                f"after step {step}"
             )
         device = self._device
         entries = local_shards(taken.tensors)
@@ -315,6 +324,7 @@ class _Asked:
     def __init__(self) -> None:
         self.checkpoint = False
         self.stop = False
+        self.step = 0
         self._unheard: set[str] = set()
 
     def is_news_to(self, asker: str) -> bool:
@@ -324,10 +334,11 @@ class _Asked:
         self._unheard.discard(asker)
         return True
 
-    def take(self, agreed: Agreed, asker: str) -> None:
+    def take(self, agreed: Sequence[int], asker: str) -> None:
         """An answer, which ``asker`` hears. What is asked for stays so until it is done."""
-        self.checkpoint = self.checkpoint or agreed.checkpoint
-        self.stop = self.stop or agreed.stop
+        checkpoint, stop, self.step = agreed
+        self.checkpoint = self.checkpoint or bool(checkpoint)
+        self.stop = self.stop or bool(stop)
         self._unheard = {"checkpoint", "should_stop"} - {asker}
 
 

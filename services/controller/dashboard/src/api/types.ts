@@ -129,6 +129,13 @@ export interface PrecisionSpec {
   reduce: "fp32" | "bf16" | "fp16";
 }
 
+export interface EarlyStopSpec {
+  metric: string;
+  mode: "min" | "max";
+  patience: number;
+  min_delta: number;
+}
+
 export interface TrainSpec {
   steps: number;
   global_batch: number;
@@ -139,6 +146,7 @@ export interface TrainSpec {
   eval_every: number;
   ema: EmaSpec | null;
   deterministic: boolean;
+  early_stop: EarlyStopSpec | null;
 }
 
 export interface ResourceSpec {
@@ -159,10 +167,17 @@ export interface MeshSpec {
   tp: number;
 }
 
+export interface KeepBestSpec {
+  metric: string;
+  mode: "min" | "max";
+  count: number;
+}
+
 export interface CheckpointSpec {
   every_steps: number;
   keep_last: number;
   mode: "sync" | "async";
+  keep_best: KeepBestSpec | null;
 }
 
 export interface FaultSpec {
@@ -175,6 +190,32 @@ export interface EntryPoint {
   script: string | null;
   module: string | null;
   args: string[];
+}
+
+export interface SecretReference {
+  secret: string;
+}
+
+export interface WandbSpec {
+  project: string | null;
+  entity: string | null;
+  mode: "online" | "offline";
+  base_url: string | null;
+  api_key: SecretReference | null;
+  tags: string[];
+}
+
+export interface MlflowSpec {
+  tracking_uri: string | null;
+  experiment: string | null;
+  token: SecretReference | null;
+  username: SecretReference | null;
+  password: SecretReference | null;
+}
+
+export interface MetricsSpec {
+  wandb: WandbSpec | null;
+  mlflow: MlflowSpec | null;
 }
 
 export interface JobSpec {
@@ -193,6 +234,7 @@ export interface JobSpec {
   plan: Record<string, unknown> | "auto" | "default";
   checkpoint: CheckpointSpec;
   faults: FaultSpec;
+  metrics: MetricsSpec | null;
   priority: number;
   labels: Record<string, string>;
 }
@@ -455,6 +497,8 @@ export interface CheckpointView {
   world_size: number;
   bytes: number;
   loss: number | null;
+  evaluation: Record<string, number | null>;
+  best: boolean;
   reason: string | null;
   votes: number;
   shards: ShardView[];

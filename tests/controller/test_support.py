@@ -1,0 +1,66 @@
+"""What a spec can say and this version cannot do."""
+
+from typing import Any
+
+import pytest
+
+from services.contract.specs import JobSpec
+from services.controller.domain import planner
+from services.controller.domain.support import unsupported
+
+SPEC: dict[str, Any] = {
+    "model": {"factory": "decoder"},
+    "data": {"factory": "stdlib_bytes"},
+    "train": {"steps": 1, "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer", "words"),
+    [
+        ({"optimizer": {"factory": "moun"}}, "/optimizer/factory", "adamw, muon, sgd"),
+        (
+            {"model": None, "trainable": {"factory": "gan"}},
+            "/trainable/factory",
+            "no built-in 'gan'; write package",
+        ),
+        (
+            {
+                "optimizer": {"factory": "muon"},
+                "mesh": {"tp": 2},
+                "resources": {"ranks": 2},
+            },
+            "/mesh/tp",
+            "muon needs whole matrices",
+        ),
+    ],
+)
+def test_it_is_refused_at_its_place(change: dict[str, Any], pointer: str, words: str) -> None:
+    (fault,) = unsupported(JobSpec.model_validate({**SPEC, **change}))
+    assert fault.pointer == pointer
+    assert words in fault.detail
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"factory": "torch.optim.Adam"}},
+        {"optimizer": {"factory": "torch.optim:Adam"}},
+        {"model": None, "trainable": {"factory": "mine.gan:Gan"}, "data": None},
+        {"train": {"steps": 1, "precision": {"params": "fp16", "reduce": "fp16"}}},
+    ],
+)
+def test_what_it_can_do_is_taken(change: dict[str, Any]) -> None:
+    assert unsupported(JobSpec.model_validate({**SPEC, **change})) == []
+
+
+def test_no_search_splits_what_muon_takes_whole() -> None:
+    assert planner.splits_of(JobSpec.model_validate(SPEC))
+    assert not planner.splits_of(JobSpec.model_validate({**SPEC, "optimizer": {"factory": "muon"}}))
+
+
+def test_a_trainable_has_no_units_that_are_known_before() -> None:
+    spec = JobSpec.model_validate(
+        {"trainable": {"factory": "mine.gan:Gan"}, "train": {"steps": 1}, "plan": "default"}
+    )
+    assert planner.shard(spec).units == ()

@@ -1,0 +1,50 @@
+"""Trainers of other libraries under Meshloom: what they report, and how they go on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.contract.specs import JobSpec
+from tests.rank.gang import Ranks
+
+pytestmark = pytest.mark.ranks
+
+PROGRAMS = Path(__file__).parent / "programs"
+STEPS = 6
+SAVED = 4
+
+
+def job(program: str, ranks: int) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "entrypoint": {"script": f"{program}.py", "args": [str(STEPS), "2"]},
+            "resources": {"ranks": ranks, "device": "cpu"},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "world", "metric"),
+    [
+        ("hf_trainer", 2, "epoch"),
+        ("lightning_trainer", 1, "error"),
+        ("accelerate_loop", 2, "rate"),
+    ],
+)
+def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
+    ranks: Ranks, program: str, world: int, metric: str
+) -> None:
+    first = ranks.start(job(program, world), world, code=PROGRAMS).succeeded()
+    steps = first.steps()
+    assert [(step.step, step.of) for step in steps] == [(n, STEPS) for n in range(1, STEPS + 1)]
+    assert len(set(first.losses().values())) == STEPS
+    points = [json.loads(line) for line in (ranks.root / "metrics.jsonl").read_text().splitlines()]
+    assert {point["step"] for point in points if metric in point} == set(range(1, STEPS + 1))
+
+    source = first.committed(SAVED)
+    again = ranks.start(
+        job(program, world), world, fence=2, resume_from=source.checkpoint_id, code=PROGRAMS
+    )
+    again.succeeded()
+    assert again.losses() == first.losses_after(SAVED)

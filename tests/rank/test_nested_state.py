@@ -1,0 +1,114 @@
+"""A script's state as tensors and JSON, and back."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.checkpoint import SavedShard
+from services.worker.rank.script import nested
+
+
+def shards(tensors: dict[str, torch.Tensor]) -> list[SavedShard]:
+    """As one rank saves whole tensors."""
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    return [
+        SavedShard(
+            fqn=name,
+            global_shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            shape=tuple(tensor.shape),
+            read=lambda slices, tensor=tensor: tensor[slices],  # type: ignore[misc]  # mypy cannot type a default in a lambda
+        )
+        for name, tensor in kept.items()
+    ]
+
+
+def through_a_file(state: object, into: object) -> Any:  # noqa: ANN401 (any nesting)
+    taken = nested.taken(state)
+    return nested.restored(into, json.loads(json.dumps(taken.tree)), shards(taken.tensors))
+
+
+def test_plain_values_come_back_with_their_types_and_their_keys() -> None:
+    state = {
+        "step": 7,
+        3: [True, None, -0.0, float("inf"), "ü"],
+        "pair": (1, {"deep": 2}),
+        "numpy": np.float32(0.5),
+        "empty": {},
+        "tensor": torch.arange(3),
+    }
+    found = through_a_file(state, dict.fromkeys(state))
+    assert torch.equal(found.pop("tensor"), torch.arange(3))
+    assert found == {
+        "step": 7,
+        3: [True, None, -0.0, float("inf"), "ü"],
+        "pair": (1, {"deep": 2}),
+        "numpy": 0.5,
+        "empty": {},
+    }
+    assert isinstance(found["pair"], tuple)
+
+
+def test_tensors_and_objects_are_filled_in_place_and_a_new_optimizer_gets_its_state() -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def trained(parts: tuple[nn.Module, torch.optim.Optimizer, Any]) -> list[float]:
+        model, optimizer, schedule = parts
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first, second = made(1), made(2)
+    trained(first)
+    weight = second[0].get_parameter("0.weight")
+    found = through_a_file(list(first), list(second))
+    assert [new is old for new, old in zip(found, second, strict=True)] == [True] * 3
+    assert second[0].get_parameter("0.weight") is weight
+    assert trained(second) == trained(first)
+
+
+def test_a_part_of_a_state_may_be_asked_for_and_what_was_not_saved_is_named() -> None:
+    state = {"a": torch.ones(2), "b": {"c": 1}}
+    assert through_a_file(state, {"b": None}) == {"b": {"c": 1}}
+    with pytest.raises(KeyError, match=r"state\['b'\]\['d'\] was not saved"):
+        through_a_file(state, {"b": {"c": 0, "d": 0}})
+    with pytest.raises(KeyError, match=r"state\['m'\]\['bias'\] was not saved"):
+        through_a_file({"m": nn.Linear(2, 2, bias=False)}, {"m": nn.Linear(2, 2)})
+    with pytest.raises(KeyError, match=r"state\['m'\]\['bias'\] was saved"):
+        through_a_file({"m": nn.Linear(2, 2)}, {"m": nn.Linear(2, 2, bias=False)})
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"f": [print]}, r"state\['f'\]\[0\]: a builtin_function_or_method cannot be saved"),
+        ({"s": {1, 2}}, r"state\['s'\]: a set cannot be saved"),
+        ({"b": b"x"}, r"state\['b'\]: a bytes cannot be saved"),
+        ({1.5: 1}, "state: a key is 1.5"),
+        ({"c": torch.ones(1, dtype=torch.complex64)}, r"state\['c'\]: a tensor of torch.complex64"),
+    ],
+)
+def test_what_would_have_to_be_pickled_is_refused_by_its_place(state: object, words: str) -> None:
+    with pytest.raises(nested.UnsavableStateError, match=words):
+        nested.taken(state)
+
+
+def test_two_places_with_one_name_are_kept_apart() -> None:
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    found = through_a_file(state, {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+    assert (found["a.b"].item(), found["a"]["b"].item()) == (0.0, 1.0)
