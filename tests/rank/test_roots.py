@@ -44,13 +44,8 @@ def test_no_roots_let_nothing_be_read(tmp_path: Path) -> None:
 
 
 def test_a_job_reads_in_its_own_uploaded_code_first(roots: tuple[Path, ...]) -> None:
-    granted_here: dict[str, Any] = {
-        "secrets": {},
-        "data_roots": (str(roots[0]),),
-        "code_folder": str(roots[1]),
-    }
-    seat = RankSeat.model_construct(**granted_here)
-    granted = registry.Grant.of(seat).data_roots
+    fields: dict[str, Any] = {"data_roots": (str(roots[0]),), "code_folder": str(roots[1])}
+    granted = registry.Grant.of(RankSeat.model_construct(secrets={}, **fields)).data_roots
     assert granted == (roots[1], roots[0])
     assert inside("0.py", granted) == roots[1] / "0.py"
 
