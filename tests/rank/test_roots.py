@@ -1,6 +1,7 @@
 """Paths in a spec stay below the roots that the node allows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +44,8 @@ def test_no_roots_let_nothing_be_read(tmp_path: Path) -> None:
 
 
 def test_a_job_reads_in_its_own_uploaded_code_first(roots: tuple[Path, ...]) -> None:
-    seat = RankSeat.model_construct(
-        secrets={}, data_roots=(str(roots[0]),), code_folder=str(roots[1])
-    )
-    granted = registry.Grant.of(seat).data_roots
+    fields: dict[str, Any] = {"data_roots": (str(roots[0]),), "code_folder": str(roots[1])}
+    granted = registry.Grant.of(RankSeat.model_construct(secrets={}, **fields)).data_roots
     assert granted == (roots[1], roots[0])
     assert inside("0.py", granted) == roots[1] / "0.py"
 

@@ -1,0 +1,70 @@
+"""Every example continues, whatever happens to it, with the losses of a run that is left alone."""
+
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from ruamel.yaml import YAML
+
+from fsdp_core.plan.model import UnitPlan
+from services.contract.messages.rank_pipe import RankVote
+from services.contract.specs import JobSpec
+from tests.rank.gang import Attempt, Ranks
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLES: Final = Path(__file__).parents[2] / "examples"
+STEPS: Final = 6
+
+
+def short(name: str) -> JobSpec:
+    """The example with fewer steps and samples, and a checkpoint at every second step."""
+    body: dict[str, Any] = YAML(typ="safe").load(EXAMPLES / name / "job.yaml")
+    body["train"] |= {"steps": STEPS, "global_batch": 12, "eval_every": 0}
+    if shape := body.get("schedule", {}).get("args"):
+        shape["warmup_steps"] = 2
+    return JobSpec.model_validate(body | {"checkpoint": {"every_steps": 2}})
+
+
+@pytest.mark.parametrize("name", ["digits", "regression", "gan", "llama"])
+def test_a_killed_rank_a_pause_and_another_world_size_do_not_show_in_the_losses(
+    ranks: Ranks, name: str
+) -> None:
+    spec = short(name)
+    said = spec.plan["units"] if isinstance(spec.plan, dict) else ()
+    units = tuple(UnitPlan(tuple(unit["modules"])) for unit in said)
+    start = functools.partial(ranks.start, spec, units=units, code=EXAMPLES / name)
+    whole = start().succeeded().losses()
+    assert sorted(whole) == list(range(1, STEPS + 1))
+
+    killed = start(fence=2)
+    killed.until(lambda: all(_voted(killed, rank, 2) for rank in range(2)))
+    pid = killed.processes[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert killed.ended()[1] == -signal.SIGKILL
+    source = killed.committed(2).checkpoint_id
+
+    paused = start(fence=3, resume_from=source)
+    paused.order(0, checkpoint=True, stop=True)
+    paused.succeeded()
+    (step,) = paused.losses()
+    source = paused.committed(step).checkpoint_id
+    resumed = start(fence=4, resume_from=source).succeeded()
+    seen = killed.losses() | paused.losses() | resumed.losses()
+    assert seen == whole
+
+    for fence, world in enumerate((1, 3), start=5):
+        other = start(world, fence=fence, resume_from=source).succeeded()
+        assert other.losses() == pytest.approx(_after(whole, step), abs=1e-5)
+
+
+def _voted(attempt: Attempt, rank: int, step: int) -> bool:
+    return any(vote.step == step for vote in attempt.of_kind(rank, RankVote))
+
+
+def _after(losses: dict[int, float], step: int) -> dict[int, float]:
+    return {number: loss for number, loss in losses.items() if number > step}
