@@ -10,7 +10,7 @@ therefore a surprise to at least one. A surprised rank starts nothing before all
 to be about to start the same, which takes one small all-reduce. A rank that is not surprised
 starts at once; gloo keeps different kinds of collectives apart, so the two wait for each other.
 Whoever has waited for `PATIENCE` tells in the store of the default process group what it has
-started, and looks what others have told. Training that repeats itself thus costs a dictionary
+started, and looks what others have told; the second time it logs whom it waits for. Training that repeats itself thus costs a dictionary
 look-up per collective; the first step, and each change of course that all ranks make together,
 costs one all-reduce of 16 bytes per collective.
 
@@ -19,6 +19,7 @@ Only collectives of gloo are watched: on an accelerator the host runs ahead of t
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(seconds=10)
 """How long a rank waits before it tells what it has started, and between two looks at others."""
 
+_LOGGER = logging.getLogger("fsdp_core")
 _CONTEXT = 3
 _REMEMBERED = 64
 _TOO_OLD = 4 * _REMEMBERED
 _MOST_PREDICTIONS = 10_000
+_LOOKS_BEFORE_LOGGING = 2  # by then all who wait for the same have told so
 
 
 @dataclass
@@ -122,6 +125,7 @@ def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch
 
 
 def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
+    patience_lost = 0
     while True:
         started = monotonic()
         try:
@@ -134,8 +138,24 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
                 raise
             _tell(group, log)
             _look(group, log, error)
+            patience_lost += 1
+            if patience_lost == _LOOKS_BEFORE_LOGGING:
+                _log_wait(group, log)
         else:
             return
+
+
+def _log_wait(group: dist.ProcessGroup, log: _Log) -> None:
+    behind = [r for r in _others(group) if not _store().check([_key(group, log, r, log.count)])]
+    if behind:
+        _LOGGER.warning(
+            "Rank %d waits at collective number %d, the %s: ranks %s have not said that they "
+            "started it. One that raised, or went another way, never will: look at its log.",
+            dist.get_rank(),
+            log.count,
+            log.last[log.count],
+            behind,
+        )
 
 
 _PREFIX = "fsdp_core/collectives"

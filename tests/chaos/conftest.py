@@ -18,10 +18,11 @@ from tests.cluster import PATIENCE_S, Cluster
 from tests.e2e.conftest import tiny_spec
 from tests.waiting import until
 
-STEPS = 200
+# Few steps at an easy pace: the time for faults is in the rests, which take no processor.
+STEPS = 100
 LONG = {
     "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
-    "checkpoint": {"every_steps": 50},
+    "checkpoint": {"every_steps": 25},
     "faults": {"max_restarts": 8},
 }
 

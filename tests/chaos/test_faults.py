@@ -48,7 +48,7 @@ def orders(tmp_path: Path) -> Path:
 def job(cluster: Cluster, undisturbed: Losses, orders: Path) -> JobView:
     """The job, at a pace that leaves time for faults, once it has committed a checkpoint."""
     assert len(undisturbed) == STEPS
-    return cluster.committed(cluster.submit(**LONG, model=paced(orders, 0.03)).id)
+    return cluster.committed(cluster.submit(**LONG, model=paced(orders, 0.08)).id)
 
 
 def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_attempt_goes_on(
@@ -106,7 +106,7 @@ def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_
     cluster: Cluster, job: JobView, undisturbed: Losses
 ) -> None:
     cluster.controller.kill()
-    trained = trains_on(cluster, job, 50)
+    trained = trains_on(cluster, job, 25)
     cluster.controller.start()
     back = cluster.job(job.id)
     assert back.state is JobState.RUNNING
@@ -140,7 +140,7 @@ def test_redis_killed_and_away_stops_no_training_and_loses_no_checkpoint(
 ) -> None:
     before = {c.id for c in cluster.client.checkpoints(job.id).items}
     cluster.redis.kill()
-    trains_on(cluster, job, 60)  # a checkpoint falls into it
+    trains_on(cluster, job, 30)  # a checkpoint falls into it
     cluster.redis.start()
     done = finish(cluster, job.id, undisturbed)
     assert (done.attempt, done.restarts) == (1, 0)
@@ -169,7 +169,7 @@ def test_requests_whose_replies_are_lost_are_applied_once(
     victim = cluster.rank_pid(job.id, 1, attempt=1)
     for link in cluster.links.values():
         link.mode = Mode.LOSE_REPLIES
-    trains_on(cluster, job, 60)
+    trains_on(cluster, job, 30)
     victim.kill()
     eventually(lambda: all(link.replies_lost > 5 for link in cluster.links.values()))
     for link in cluster.links.values():

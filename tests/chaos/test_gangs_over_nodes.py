@@ -17,11 +17,11 @@ from tests.parts import gone
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 HEAD, OTHER, LARGE = "loom-1", "loom-2", "loom-3"
-STEPS = 120
+STEPS = 60
 WIDE = {
     **LONG,
     "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
-    "checkpoint": {"every_steps": 20},
+    "checkpoint": {"every_steps": 10},
     "resources": {"ranks": 4, "device": "cpu"},
 }
 
@@ -49,7 +49,7 @@ def over_two(cluster: Cluster, undisturbed: Losses, tmp_path: Path) -> JobView:
     """The job on the two small nodes, once it has committed a checkpoint."""
     assert len(undisturbed) == STEPS
     cluster.client.drain(LARGE, DrainRequest())
-    job = cluster.submit(**WIDE, model=paced(tmp_path, 0.05))
+    job = cluster.submit(**WIDE, model=paced(tmp_path, 0.1))
     running = cluster.committed(job.id)
     assert nodes_of(running) == [HEAD, HEAD, OTHER, OTHER]
     return running
@@ -152,7 +152,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node_and_grows_when_it_is_back(
         "resources": {"world": {"min": 2, "max": 4}, "device": "cpu"},
         # The pace changes, and that is no hang.
         "faults": {"hang_timeout_s": 100, "max_restarts": 1},
-        "model": paced(tmp_path, 0.05),
+        "model": paced(tmp_path, 0.1),
     }
     job_id = cluster.submit(**WIDE | asked).id
     assert nodes_of(cluster.committed(job_id)) == [HEAD, HEAD, OTHER, OTHER]
@@ -164,7 +164,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node_and_grows_when_it_is_back(
     assert cluster.node_view(OTHER).state is NodeState.LOST
     cluster.nodes[OTHER].start()
     eventually(lambda: OTHER in cluster.ready())
-    set_pace(tmp_path, 0.3)
+    set_pace(tmp_path, 0.6)
     whole = cluster.at_step(job_id, 1, attempt=3)
     assert nodes_of(whole) == [HEAD, HEAD, OTHER, OTHER]
     done = finish(cluster, job_id, undisturbed, tolerance=1e-5)

@@ -133,6 +133,16 @@ def test_a_planned_spec_means_exactly_the_layout_that_was_shown() -> None:
         )
 
 
+def test_a_plan_says_that_it_does_not_follow_compilation() -> None:
+    units = [{"modules": ["blocks.*"], "compile": True}]
+    made = plan(spec(model=SMALL, plan={"units": units}))
+    plain = plan(spec(model=SMALL, plan={"units": [{"modules": ["blocks.*"]}]}))
+    said = [each for each in made.reasons if each not in plain.reasons]
+    assert len(said) == 1
+    assert said[0].startswith("units are compiled (plan.units[].compile)")
+    assert made.memory == plain.memory
+
+
 def test_what_a_spec_settles_is_kept() -> None:
     wanted = spec(
         model=SMALL,

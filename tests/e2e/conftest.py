@@ -23,7 +23,15 @@ USER_MODELS = Path(__file__).parent / "user_models"
 REST = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.PAUSED}
 
 
-LONG = {"train": {"steps": 240, "global_batch": 4, "seed": 7}, "checkpoint": {"every_steps": 60}}
+# Some seconds, most of them rests: there is time to disturb it, and others have the processor.
+LONG: dict[str, object] = {
+    "model": {
+        "factory": "paced_models:PacedDecoder",
+        "args": {"pace_s": 0.03, "dim": 32, "layers": 2, "heads": 2},
+    },
+    "train": {"steps": 80, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 20},
+}
 
 
 def tiny_spec(**changes: object) -> dict[str, object]:

@@ -17,7 +17,7 @@ from services.cli.errors import CliError
 from services.contract.states import JobState
 from services.local.settings import child_environment
 from tests.agent.conftest import is_gone
-from tests.e2e.conftest import LONG, Stack, running_stack
+from tests.e2e.conftest import Stack, running_stack
 from tests.waiting import until
 
 USER = pwd.getpwnam("nobody")
@@ -93,7 +93,7 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
                 "factory": "curious_models:CuriousDecoder",
                 "args": {"files": private, "dim": 32, "layers": 2, "heads": 2},
             },
-            train={**LONG["train"], "steps": 10**6},
+            train={"steps": 10**6, "global_batch": 4, "seed": 7},
             checkpoint={"every_steps": 60},
         ).id
         until(lambda: stack.job(job_id).latest_checkpoint)

@@ -75,7 +75,7 @@ def test_a_paused_job_resumes_with_exactly_the_losses_of_an_undisturbed_one(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
     job_id = stack.submit(**LONG).id
-    stack.at_step(job_id, 30)
+    stack.at_step(job_id, 10)
     stack.client.pause(job_id, StopRequest(checkpoint="required"))
     paused = stack.rested(job_id)
     assert paused.state is JobState.PAUSED, (paused.reason, paused.failure)
@@ -93,7 +93,7 @@ def test_a_killed_controller_loses_nothing(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
     job_id = stack.submit(**LONG).id
-    stack.at_step(job_id, 20)
+    stack.at_step(job_id, 7)
     controller = stack.part("services.controller")
     os.kill(controller.pid, signal.SIGKILL)
     done = stack.rested(job_id)
@@ -108,11 +108,11 @@ def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_any
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
     job_id = stack.submit(**LONG, faults={"max_restarts": 0}).id
-    stack.at_step(job_id, 20)
+    stack.at_step(job_id, 7)
     urgent = stack.submit(resources={"ranks": 4, "device": "cpu"}, priority=5)
     assert stack.rested(urgent.id).state is JobState.SUCCEEDED
     (node,) = stack.client.nodes().items
-    stack.at_step(job_id, 120)
+    stack.at_step(job_id, 40)
     assert stack.client.drain(node.id, DrainRequest()).state is NodeState.DRAINING
     until(lambda: stack.job(job_id).state is JobState.RESTARTING)
     (entry,) = until(lambda: stack.client.queue().items)
@@ -171,7 +171,7 @@ def test_a_cancelled_job_can_be_brought_back(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
     job_id = stack.submit(**LONG).id
-    stack.at_step(job_id, 10)
+    stack.at_step(job_id, 4)
     stack.client.cancel(job_id, StopRequest())
     assert stack.rested(job_id).state is JobState.CANCELLED
     stack.client.resume(job_id, ResumeRequest())

@@ -158,9 +158,9 @@ class Half(nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: list[int] | None) -> torch.Tensor:
         hidden = self.stem(x)
-        if chosen is None:
-            return hidden.square().mean()
-        result: torch.Tensor = self.choice(hidden, chosen)
+        result: torch.Tensor = (
+            hidden.square().mean() if chosen is None else self.choice(hidden, chosen)
+        )
         return result
 
 

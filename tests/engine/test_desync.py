@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import warnings
@@ -70,7 +71,7 @@ def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> No
         train(model, ["other"])
 
 
-def test_a_slow_rank_is_waited_for(device: str) -> None:
+def test_a_slow_rank_is_waited_for_and_named(device: str) -> None:
     gang = Gang(2, device)
     gang.run(check_slow)
     gang.close()
@@ -101,14 +102,30 @@ def check_slow(ctx: RankContext) -> None:
     model = sharded(ctx)
     for _ in range(3):
         train(model, ["first", "twin"])
+    store, told = torch_private.default_store(), _Told()
+    logger = logging.getLogger("fsdp_core")
+    logger.addHandler(told)
     if ctx.rank == 1:
         # Until the other has lost patience and told what it waits for.
         group = ctx.mesh.get_group(0)
         log = desync._logs[group]
         late = desync._key(group, log, 0, log.count + 1)
-        torch_private.default_store().wait([late], timedelta(seconds=30))
+        store.wait([late, _Told.KEY], timedelta(seconds=30))
     train(model, ["first", "twin"])
+    logger.removeHandler(told)
+    if ctx.rank == 0:
+        said = store.get(_Told.KEY).decode()
+        assert "the all-gather of 'first.weight' and 1 more: ranks [1] have not" in said
     assert all(param.grad is not None for param in model.first.parameters())
+
+
+class _Told(logging.Handler):
+    """Passes what is logged on to the other rank."""
+
+    KEY = "what rank 0 logged"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        torch_private.default_store().set(self.KEY, record.getMessage())
 
 
 def test_a_collective_that_fails_is_not_waited_for_again(gangs: Gangs) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from meshloom import MapSource, Mixture
 from meshloom.data import Batch
+from services.worker.rank.checkpoints.state import restore_position
 from services.worker.rank.data.batches import BatchShapeError
 from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.share import Share
@@ -127,6 +128,28 @@ def test_without_a_state_the_step_says_where_the_run_is(feed: Feed) -> None:
     feed.restore({}, 4)
     assert torch.equal(feed.share(5), plain.share(5))
     assert feed.state()["samples"] == 5 * 6
+
+
+@pytest.mark.parametrize(
+    ("about", "samples"),
+    [
+        ({"data_digest": "mine", "data": {"samples": 50, "taken": [50]}, "step": 9}, 50),
+        ({"data_digest": "mine", "step": 9}, 9 * 6),  # as older versions saved it
+        ({"data_digest": "another", "data": {"samples": 50, "taken": [50]}, "step": 9}, 0),
+    ],
+    ids=["the same data", "no position", "other data of a clone"],
+)
+def test_a_checkpoint_says_where_its_data_goes_on(about: dict[str, Any], samples: int) -> None:
+    feed = feed_of(MapSource(dataset=Numbers(10)), Share(2, 1, 3), 5)
+    restore_position(feed, "mine", about)
+    assert feed.state()["samples"] == samples
+    assert torch.equal(feed.share(10), shares_after(samples)[2:4])
+
+
+def shares_after(samples: int) -> torch.Tensor:
+    """The global batch of six after so many samples."""
+    alone = feed_of(Numbers(10), Share(1, 0, 1), 5)
+    return torch.cat([alone.share(number + 1) for number in range(samples, samples + 6)])
 
 
 def test_reading_draws_nothing_from_the_generators_of_the_run() -> None:

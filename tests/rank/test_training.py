@@ -25,6 +25,7 @@ pytestmark = pytest.mark.ranks
 Spec = Callable[..., JobSpec]
 
 USER = "tests.rank.user_models"
+COMPILING = "tests.rank.eagerly_compiling_trainer:train"
 
 
 def test_two_ranks_train_and_tell_the_same_falling_loss(trained: Trained, spec: Spec) -> None:
@@ -55,6 +56,16 @@ def test_the_number_of_ranks_does_not_show_in_the_losses(
     # The first is made of first values alone: only the order of its sums may differ.
     assert other[1] == pytest.approx(two[1], abs=2e-6)
     assert other == pytest.approx(two, abs=1e-5)
+
+
+def test_units_that_are_compiled_train_as_eager_ones(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    units = (UnitPlan(("blocks.*",), compile=True),)
+    attempt = ranks.start(spec(), units=units, trainer=COMPILING).succeeded()
+    assert attempt.losses() == pytest.approx(trained.of(spec()).losses(), abs=1e-5)
+    log = (ranks.root / "rank-0.log").read_text(encoding="utf-8")
+    assert int(re.findall(r"graphs: (\d+)", log)[0]) > 0
 
 
 def test_micro_batches_only_change_the_order_of_sums(

@@ -3,6 +3,7 @@
 Nothing is built here: the node profiles the model, and the search is arithmetic on that.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -226,7 +227,7 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     never = (seats.reason,) if isinstance(seats, Never) else ()
     shown = PlanOutcome(
         feasible=answer.feasible and not never,
-        reasons=(*never, *least, *(answer.reasons or _why(answer, room))),
+        reasons=(*never, *least, *(answer.reasons or _why(answer, room)), *_compiled(best)),
         advice=(
             *("join nodes that have the seats, or ask for fewer ranks" for _ in never),
             *(each.text for each in answer.advice),
@@ -294,6 +295,14 @@ def _alternative(other: Alternative) -> PlanAlternative:
         fits=candidate.fits,
         lost_because=other.why,
     )
+
+
+def _compiled(candidate: Candidate | None) -> Iterator[str]:
+    if candidate is not None and any(unit.compile for unit in candidate.plan.units):
+        yield (
+            "units are compiled (plan.units[].compile): what that takes or saves of memory and time is "
+            "not followed; the figures are those of units that are not compiled"
+        )
 
 
 def _title(candidate: Candidate) -> str:

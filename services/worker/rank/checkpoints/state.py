@@ -205,7 +205,8 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     if parts.early_stop is not None and (course := abouts[0][1].get("early_stop")):
         parts.early_stop.restore(course)
     step = abouts[0][1]["step"]
-    _restore_position(parts, abouts[0][1])
+    if parts.data is not None:
+        restore_position(parts.data, parts.data_digest, abouts[0][1])
     for reader, about in abouts:
         if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
             restore_random(parts.gang.device, reader, about)
@@ -215,13 +216,16 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
 
 
-def _restore_position(parts: TrainedParts, about: Mapping[str, Any]) -> None:
-    if parts.data is not None:
-        is_same = about.get("data_digest") == parts.data_digest
-        # A clone with other data begins it; a checkpoint of an older version had no other position
-        # than the step's.
-        position = about.get("data", {}) if is_same else BEGINNING
-        parts.data.restore(position, about["step"])
+def restore_position(feed: Feed, digest: str, about: Mapping[str, Any]) -> None:
+    """Goes to where the run was in its data: by the step, if an older version saved it.
+
+    Args:
+        feed: This rank's way through the data.
+        digest: Of the data; a clone with other data than was saved begins it.
+        about: The text of any rank that saved.
+    """
+    is_same = about.get("data_digest") == digest
+    feed.restore(about.get("data", {}) if is_same else BEGINNING, about["step"])
 
 
 def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:

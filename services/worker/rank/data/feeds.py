@@ -1,7 +1,7 @@
 """Makes a ``Feed`` of whatever a data factory made; ``meshloom.data`` lists what that may be."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, cast
 
 import torch
@@ -125,8 +125,10 @@ def _is_map_style(made: object) -> bool:
 
 
 def _is_stream(made: object) -> bool:
+    # A set has another order on each rank.
     return isinstance(made, IterableDataset) or (
-        hasattr(made, "__iter__") and not isinstance(made, str | bytes | Mapping | torch.Tensor)
+        hasattr(made, "__iter__")
+        and not isinstance(made, str | bytes | Mapping | Set | torch.Tensor)
     )
 
 

@@ -157,7 +157,8 @@ def _sample(seat: ProbeSeat, course: _Course) -> Batch:
     course.part = "data"
 
     def taken() -> Batch:
-        sample = feed_of(make(), Share(1, 0, 1), spec.train.seed).sample()
+        with contextlib.closing(feed_of(make(), Share(1, 0, 1), spec.train.seed)) as feed:
+            sample = feed.sample()
         batches.rows(sample)
         return sample
 

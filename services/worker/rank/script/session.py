@@ -343,6 +343,8 @@ class _Asked:
 
 
 def _number(name: str, value: object) -> float:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()  # PyTorch warns of a loss that still has its graph
     try:
         return float(value)  # type: ignore[arg-type]  # users give what they have
     except (TypeError, ValueError) as error:
