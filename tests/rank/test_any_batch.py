@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
+from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankVote
 from services.contract.specs import Factory, JobSpec
 from services.worker.rank.registry import FactoryError, function
 from tests.rank.gang import Ranks, Trained
@@ -47,6 +47,21 @@ def test_validation_weighs_batches_by_their_samples(trained: Trained, spec: Spec
     three = trained.of(of(spec, *EQUAL[0]), 3).of_kind(0, RankEvaluated)
     assert two[-1].tokens == three[-1].tokens == 11
     assert two[-1].loss == pytest.approx(three[-1].loss, abs=1e-5)
+
+
+def test_each_checkpoint_that_may_be_the_best_is_evaluated_before(
+    trained: Trained, spec: Spec
+) -> None:
+    wanted = of(spec, "Classifier", "tuple", {"factory": f"{USER}:measured"})
+    best = {"metric": "z_hits", "mode": "max"}
+    keeping = wanted.checkpoint.model_validate({"every_steps": 3, "keep_best": best})
+    run = trained.of(wanted.model_copy(update={"checkpoint": keeping}))
+    assert [each.step for each in run.of_kind(0, RankEvaluated)] == [3, 6]
+    votes = run.of_kind(1, RankVote)
+    assert [vote.step for vote in votes] == [3, 6]
+    assert all(0 <= (vote.evaluation["z_hits"] or 0) <= 1 for vote in votes)
+    assert votes[1].evaluation["loss"] == run.of_kind(0, RankEvaluated)[1].loss
+    assert run.losses() == trained.of(of(spec, *EQUAL[0])).losses()
 
 
 @pytest.mark.parametrize(

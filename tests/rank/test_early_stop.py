@@ -1,11 +1,14 @@
 """Runs that end because their evaluations get no better."""
 
+import shutil
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.commit_chain import CommitChain
+from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.messages.rank_pipe import RankEvaluated, RankFinished, RankVote
 from services.contract.specs import EarlyStopSpec, JobSpec
 from services.worker.rank.loop.early_stop import (
@@ -15,7 +18,7 @@ from services.worker.rank.loop.early_stop import (
     check_validation,
     chosen_figure,
 )
-from tests.rank.gang import Attempt, Ranks, Trained
+from tests.rank.gang import JOB, Attempt, Ranks, Trained
 
 Spec = Callable[..., JobSpec]
 # No evaluation is better than the first one by so much: the run ends after evaluations 1 + 2.
@@ -60,6 +63,20 @@ def test_a_resumed_run_ends_at_the_same_step(
     again = ranks.start(wanted, fence=2, resume_from=manifest.checkpoint_id).succeeded()
     assert ends(again) == [(6, False, True)] * 2
     assert set(again.losses()) == set(range(step + 1, 7))
+
+
+@pytest.mark.ranks
+def test_a_clone_counts_evaluations_of_its_own(trained: Trained, ranks: Ranks, spec: Spec) -> None:
+    wanted = spec(train=TRAIN, checkpoint=SAVED)
+    manifest = trained.committed(6, ranks, wanted)
+    other = new_job_id(1_700_000_000_000, bytes(9) + b"\1")
+    name = checkpoint_id(other, 6, 1)
+    chain = CommitChain(ranks.root, other)
+    saved = CommitChain(ranks.root, JOB).shard_folder(manifest.checkpoint_id)
+    shutil.copytree(saved, chain.shard_folder(name))
+    chain.append(manifest.model_copy(update={"job_id": other, "checkpoint_id": name}))
+    clone = ranks.start(wanted, fence=2, resume_from=name).succeeded()
+    assert ends(clone) == [(12, False, False)] * 2
 
 
 def stops(values: Sequence[float], wanted: EarlyStopSpec) -> int | None:

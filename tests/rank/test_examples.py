@@ -23,13 +23,17 @@ STEPS: Final = 6
 def short(name: str) -> JobSpec:
     """The example with fewer steps and samples, and a checkpoint at every second step."""
     body: dict[str, Any] = YAML(typ="safe").load(EXAMPLES / name / "job.yaml")
+    if "entrypoint" in body:
+        body["entrypoint"]["args"] = ["--steps", str(STEPS), "--every", "2", "--batch", "2"]
+        return JobSpec.model_validate(body)
     body["train"] |= {"steps": STEPS, "global_batch": 12, "eval_every": 0}
+    body.pop("mesh", None)  # the test says how many ranks there are
     if shape := body.get("schedule", {}).get("args"):
         shape["warmup_steps"] = 2
     return JobSpec.model_validate(body | {"checkpoint": {"every_steps": 2}})
 
 
-@pytest.mark.parametrize("name", ["digits", "regression", "gan", "llama"])
+@pytest.mark.parametrize("name", ["digits", "regression", "gan", "llama", "trainer"])
 def test_a_killed_rank_a_pause_and_another_world_size_do_not_show_in_the_losses(
     ranks: Ranks, name: str
 ) -> None:
@@ -51,13 +55,16 @@ def test_a_killed_rank_a_pause_and_another_world_size_do_not_show_in_the_losses(
     paused = start(fence=3, resume_from=source)
     paused.order(0, checkpoint=True, stop=True)
     paused.succeeded()
-    (step,) = paused.losses()
+    step = max(paused.losses())
+    assert step < STEPS
     source = paused.committed(step).checkpoint_id
     resumed = start(fence=4, resume_from=source).succeeded()
     seen = killed.losses() | paused.losses() | resumed.losses()
     assert seen == whole
 
-    for fence, world in enumerate((1, 3), start=5):
+    # Hugging Face's Trainer has so many samples a rank: other ranks, another global batch.
+    worlds = (1, 3) if spec.entrypoint is None else ()
+    for fence, world in enumerate(worlds, start=5):
         other = start(world, fence=fence, resume_from=source).succeeded()
         assert other.losses() == pytest.approx(_after(whole, step), abs=1e-5)
 

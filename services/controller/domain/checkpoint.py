@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from pydantic import Field
 
+from services.contract.bounds import metric_name
 from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
@@ -194,11 +195,11 @@ def best_of(line: Iterable[Checkpoint], wanted: KeepBestSpec) -> tuple[Checkpoin
     One without an evaluation, or of which the metric is no number, is none of them.
     """
     sign = 1.0 if wanted.mode == "min" else -1.0
+    metric = metric_name(wanted.metric)
     judged = [
         (sign * value, c)
         for c in line
-        if c.state == CheckpointState.COMMITTED
-        and (value := c.evaluation.get(wanted.metric)) is not None
+        if c.state == CheckpointState.COMMITTED and (value := c.evaluation.get(metric)) is not None
     ]
     judged.sort(key=lambda each: (each[0], each[1].number or 0, each[1].step))
     return tuple(c for _, c in judged[: wanted.count])

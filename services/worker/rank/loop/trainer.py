@@ -11,6 +11,7 @@ import torch
 # would else begin a second later.
 import torch._dynamo
 
+from services.contract.ids import job_of_checkpoint
 from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFinished,
@@ -73,6 +74,8 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         check_validation(seat.spec, run.data.validation)
         watch.enter(RankPhase.LOAD)
         resumed = resume(run.trained, seat, pipe.send)
+        if run.early_stop is not None and _is_clone(seat):
+            run.early_stop.begin_anew()
         watch.resume(resumed)
         writer = CheckpointWriter(
             seat,
@@ -93,6 +96,11 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
             if end.early is not None:
                 narration.ended_early(run, end.step, end.early)
             pipe.send(RankFinished(step=end.step, drained=end.drained, early=end.early))
+
+
+def _is_clone(seat: RankSeat) -> bool:
+    """Whether the run begins with a checkpoint of another job."""
+    return seat.resume_from is not None and job_of_checkpoint(seat.resume_from) != seat.job_id
 
 
 @dataclass(frozen=True)
@@ -207,8 +215,10 @@ def _report_evaluation(
     if evaluation is None:
         return {}
     keep_best = run.spec.checkpoint.keep_best
+    figures = evaluation.figures
     if keep_best is not None:
-        chosen_figure(evaluation.figures, keep_best.metric, "checkpoint.keep_best")
+        value = chosen_figure(figures, keep_best.metric, "checkpoint.keep_best")
+        figures = {keep_best.metric: value, **figures}  # of many only the first are kept
     if run.early_stop is not None:
         run.early_stop.note(step, evaluation.figures)
     if run.gang.rank == 0:
@@ -224,7 +234,7 @@ def _report_evaluation(
             )
         )
         narration.evaluated(step, evaluation.loss, baselines)
-    return evaluation.figures
+    return figures
 
 
 def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
