@@ -148,7 +148,7 @@ def test_every_command_exists_with_its_options(
     program, *words = shlex.split(line, comments=True)
     match program:
         case "meshloom":
-            command: click.Command = typer.main.get_command(app)
+            command: Any = typer.main.get_command(app)
             context = click.Context(command, info_name="meshloom")
             while isinstance(command, click.Group):
                 _, found, words = command.resolve_command(context, words)
