@@ -140,6 +140,8 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
         "step_time_s": plan["step_time"]["total_s"],
         "time_scale": 1.0,
         "probe_id": plan["probe"]["id"],
+        "model_flops": plan["model_flops"],
+        "peak_flops": plan["peak_flops"],
         "measured_peak_bytes": None,
         "measured_as": None,
         "ratio": None,
