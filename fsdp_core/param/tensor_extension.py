@@ -25,7 +25,7 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.unsharded_param import allocate_as_saved, free_for_autograd
+from fsdp_core.param.unsharded_param import allocate, free
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +92,6 @@ class ExtendedParam:
         self._outputs: list[torch.Tensor] = []
         self._inner: tuple[torch.Tensor, ...] = ()
         self._parameter: nn.Parameter | None = None
-        self._is_freed = False
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -154,7 +153,7 @@ class ExtendedParam:
                     for slicing, dtype in zip(self._slicings, dtypes, strict=True)
                 ]
         for output in self._outputs:
-            allocate_as_saved(output)
+            allocate(output)
         return [
             output.view(slicing.parts, slicing.row)
             for output, slicing in zip(self._outputs, self._slicings, strict=True)
@@ -187,23 +186,14 @@ class ExtendedParam:
                 self._parameter = nn.Parameter(shape(made[0]), requires_grad=False)
             return
         for tensor in self._inner:
-            allocate_as_saved(tensor)
-        if self._is_freed:
-            self._is_freed = False
-            torch_private.shift_version(self._parameter, -1)
+            allocate(tensor)
         with torch_private.preserve_version((self._parameter, *self._inner)):
             method(outputs, metadata, self.dtype, out=self._parameter)
 
     def free(self) -> None:
-        """Gives the memory of what arrived, and of what was made of it, back.
-
-        What autograd saved may be the parameter itself, which has no memory, or any of the others.
-        """
+        """Gives the memory of what arrived, and of what was made of it, back."""
         for tensor in (*self._outputs, *self._inner):
-            free_for_autograd(tensor)
-        if self._parameter is not None and not self._is_freed:
-            self._is_freed = True
-            torch_private.shift_version(self._parameter, 1)
+            free(tensor)
 
     def _slicing_of(self, tensor: torch.Tensor) -> Slicing:
         dim = self._place.slicing.dim or 0
