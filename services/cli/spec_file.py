@@ -52,7 +52,7 @@ def read_spec(path: Path) -> dict[str, Any]:
         )
     for place, value in _beyond_json(loaded, ""):
         where = f"{path}: {place or 'a key'}"
-        if isinstance(value, int) and not isinstance(value, bool):  # too long to be shown, perhaps
+        if isinstance(value, int) and not _is_of_json(value):  # too long to be shown, perhaps
             raise SpecFileError(
                 f"{where} is a whole number beyond 64 bits; quote it if it is a text"
             )

@@ -111,16 +111,21 @@ def test_a_new_attempt_removes_what_older_ones_wrote_and_did_not_commit(
     assert all((chain.shard_folder(voted.checkpoint_id) / s.name).exists() for s in voted.shards)
 
 
-def test_a_new_attempt_starts_though_what_an_older_one_wrote_cannot_be_removed(
-    agent: AgentProcess, controller: Controller, voted: Manifest
+@pytest.mark.usefixtures("voted")
+def test_a_new_attempt_removes_a_link_among_older_shards_and_nothing_behind_it(
+    agent: AgentProcess, controller: Controller
 ) -> None:
     chain = CommitChain(agent.checkpoint_root, JOB)
-    stubborn = chain.shard_folder(checkpoint_id(JOB, 7, 1))
-    stubborn.symlink_to(chain.shard_folder(voted.checkpoint_id))
+    link = chain.shard_folder(checkpoint_id(JOB, 7, 1))
+    behind = agent.checkpoint_root.parent / "behind"
+    behind.mkdir()
+    (behind / "kept").touch()
+    link.symlink_to(behind)
     controller.open_job(fence=2)
     controller.send(launch(fence=2, steps=3))
     assert all(e.finished for e in ended(controller, fence=2).exits)
-    assert stubborn.is_symlink()
+    assert not link.is_symlink()
+    assert (behind / "kept").exists()
 
 
 def test_a_purged_job_leaves_no_file_and_purging_it_again_is_no_fault(

@@ -22,6 +22,7 @@ def test_a_job_is_placed_trained_checkpointed_and_succeeds(house: House) -> None
     running = house.in_state(job_id, "RUNNING")
     assert running["progress"] == {
         "step": 4, "of": 10, "loss": 1.25, "tokens_per_s": 1000, "step_time_s": 0.5, "eta_s": 3.0,
+        "throughput_unit": "tokens", "loss_unit": "nats", "metrics": {}, "mfu": None,
     }  # fmt: skip
     house.agent.trains(gang, range(5, 11))
     name = house.agent.saves(gang, 10)

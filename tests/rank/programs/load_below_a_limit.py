@@ -18,6 +18,7 @@ RANKS = 4
 
 def main(way: str, folder: str, limit: int) -> None:
     """Raises where the kernel refuses more memory."""
+    _ = transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM  # imported when asked for
     limit_memory(limit)
     if way == "at_once":
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
