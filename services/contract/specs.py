@@ -325,7 +325,7 @@ class JobSpec(_Spec):
     not say how many it makes, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
-    from what a node finds of the model. With the plan ``default`` nobody looks: all ranks in
+    from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
     dp_shard unless ``mesh`` says otherwise, and the units that are known of a built-in model.
     ``code`` is the digest of an uploaded archive: ranks and probes of this job import from it first.
     """
@@ -410,7 +410,7 @@ class JobSpec(_Spec):
     def leaves_layout_open(self) -> bool:
         """Whether mesh or units are to be chosen; the mesh of an elastic job follows its ranks.
 
-        Nobody can look into a script.
+        A script is not profiled.
         """
         if self.plan == "default" or self.entrypoint is not None:
             return False

@@ -219,9 +219,7 @@ async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> N
     except InvalidRequestError as error:
         faults += error.faults
     if spec.entrypoint is not None:
-        detail = (
-            "entrypoint: nobody looks into a script, so there is no plan for it; submit the job"
-        )
+        detail = "entrypoint: a script is not profiled, so there is no plan for it; submit the job"
         faults.append(Fault(pointer="/entrypoint", detail=detail, code="not_planned"))
     if faults:
         raise InvalidRequestError(faults)
