@@ -60,6 +60,8 @@ class FSDPParam:
         slot: Where the parameter hangs.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
+        awaits_reduce: Whether some backward since the last reduction may have left a gradient on
+            some rank: then it takes part in the next one, frozen by then or not.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class FSDPParam:
         self.fqn = slot.fqn
         self.slot = slot
         self._unreduced = UnreducedGrad()
+        self.awaits_reduce = False
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
@@ -129,6 +132,11 @@ class FSDPParam:
     def is_trainable(self) -> bool:
         """Whether it gets gradients."""
         return self.sharded_param.requires_grad
+
+    @property
+    def may_have_grad(self) -> bool:
+        """Whether some rank may have a gradient that is not reduced."""
+        return self.is_trainable or self.awaits_reduce
 
     @property
     def is_meta(self) -> bool:
@@ -290,12 +298,13 @@ class FSDPParam:
         """Takes the gradient for a reduction.
 
         Args:
-            covers_unused: Whether a trainable parameter without one takes part with zeros.
+            covers_unused: Whether a parameter without one, of which another rank may have one,
+                takes part with zeros.
         """
         grad = self.take_grad()
         had_one = grad is not None
         if grad is None:
-            if not covers_unused or not self.is_trainable:
+            if not covers_unused or not self.may_have_grad:
                 return None
             grad = self.zero_grad()
         return Contribution(self, grad, [had_one], self.reduce_dtype or grad.dtype)
@@ -306,6 +315,7 @@ class FSDPParam:
 
     def drop_grads(self) -> None:
         """Forgets gradients that were not reduced."""
+        self.awaits_reduce = False
         self._unreduced.drop(self._computed)
 
     def add_sharded_grads(

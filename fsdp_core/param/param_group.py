@@ -203,6 +203,7 @@ class FSDPParamGroup:
         """
         self._awaits_reduce |= was_reached
         for param in self.params:
+            param.awaits_reduce = param.may_have_grad
             param.keep_grad()
 
     def take_grads(self, *, was_reached: bool) -> list[GradBatch]:
@@ -223,11 +224,15 @@ class FSDPParamGroup:
         self._awaits_reduce = False
         takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
-        return batches_of(
+        batches = batches_of(
             self._travellers,
             covers_unused=agrees or self.options.reduce_unused,
             is_agreed=agrees and not self.options.reduce_unused,
         )
+        is_complete = self.options.all_reduce_grads or not self.replicates
+        for param in self.params:
+            param.awaits_reduce = param.may_have_grad and not is_complete
+        return batches
 
     def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""

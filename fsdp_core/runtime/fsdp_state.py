@@ -164,7 +164,7 @@ class FSDPState(ShardedUnit):
                 return  # an outer call of the unit may go on
             self._calls.forget()
             self._params.let_go()
-            if not torch_private.in_backward():
+            if not self.context.in_backward:
                 self._params.reshard_unused()
             self._enter(TrainingState.IDLE)
         self.context.abort_forward(self)
@@ -189,7 +189,7 @@ class FSDPState(ShardedUnit):
         self._params.let_go()
         with self.tracer.phase("post_forward"):
             # Recomputation of an enclosing function: backward follows at once and needs them.
-            if not torch_private.in_backward():
+            if not self.context.in_backward:
                 if has_no_tensor(output) and torch.is_grad_enabled():
                     # Nobody will tell when the backward of what it hides begins.
                     self._may_miss_update = True
@@ -213,7 +213,7 @@ class FSDPState(ShardedUnit):
         # Between the gradient of its outputs and those of its inputs. Recomputation at any other
         # time, as by reentrant checkpointing, is a forward with a backward of its own. Outside
         # backward the state remains from a partial forward (a head run per chunk).
-        return self._training_state is TrainingState.PRE_BACKWARD and torch_private.in_backward()
+        return self._training_state is TrainingState.PRE_BACKWARD and self.context.in_backward
 
     @property
     def _reshards_after_forward(self) -> bool:
@@ -329,7 +329,7 @@ class FSDPState(ShardedUnit):
             self._training_state is TrainingState.FORWARD
             and self._calls.is_reentered_at(module)
             and self.context.has_opened(self)
-            and not torch_private.in_backward()
+            and not self.context.in_backward
         ):
             self.context.recover()
 

@@ -61,6 +61,7 @@ from fsdp_core.torch_private.modes import (
     transforms_active,
 )
 from fsdp_core.torch_private.modules import (
+    calls_on_stack,
     composable_names,
     composable_state,
     mark_for_dynamo,
@@ -90,6 +91,7 @@ __all__ = [
     "Spec",
     "allocator_of",
     "box_of",
+    "calls_on_stack",
     "chunk_cat",
     "composable_names",
     "composable_state",
