@@ -33,6 +33,7 @@ class FSDPParamGroup:
         info: Mesh and roles of its axes.
         options: What the setters write.
         is_lent: Whether other units compute with some of its parameters too.
+        lent_in_backward: Whether such a unit's backward has ended since gradients were taken.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class FSDPParamGroup:
         self.info = info
         self.options = GroupOptions()
         self.is_lent = False
+        self.lent_in_backward = False
         self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
@@ -156,6 +158,10 @@ class FSDPParamGroup:
         """Whether some unit is computing with the parameters."""
         return bool(self._holders)
 
+    def is_held_besides(self, unit: Hashable) -> bool:
+        """Whether another than `unit` is."""
+        return bool(self._holders - {unit})
+
     def reshard_after_forward(self, link: CommLink) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
         if self._post_forward is None or not self.options.reshards_to_smaller_mesh:
@@ -202,6 +208,7 @@ class FSDPParamGroup:
             was_reached: See `take_grads`.
         """
         self._awaits_reduce |= was_reached
+        self.lent_in_backward = False
         for param in self.params:
             param.awaits_reduce = param.may_have_grad
             param.keep_grad()
@@ -221,7 +228,7 @@ class FSDPParamGroup:
         waits = self._awaits_reduce or (
             self.options.all_reduce_grads and not self._partial.is_empty
         )
-        self._awaits_reduce = False
+        self._awaits_reduce = self.lent_in_backward = False
         takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
         batches = batches_of(

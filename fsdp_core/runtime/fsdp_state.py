@@ -257,6 +257,8 @@ class FSDPState(ShardedUnit):
         self._has_new_grads = self._awaits_backward = self._may_miss_update = False
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
+        if was_reached:
+            self._params.end_use_in_backward()
         with self.tracer.phase("post_backward"):
             if self.options.reshard_after_backward:
                 self._params.reshard_borrowed()
@@ -271,15 +273,16 @@ class FSDPState(ShardedUnit):
             is_whole: Whether the backward came through the output of some unit's forward.
         """
         if self._training_state is TrainingState.POST_BACKWARD:
-            if self._has_new_grads or self._params.are_lent:
-                self._post_backward(was_reached=False)
+            if self._has_new_grads or self._params.are_owed:
+                self._post_backward(was_reached=self._params.are_owed)
         elif self._awaits_backward and not is_whole and self._training_state is TrainingState.IDLE:
             # One of its modules, no unit, ran without it: a head per chunk. The rest may follow,
             # and so may the backward of its own forward.
             self._reduce_and_stay_whole()
         else:
             was_entered = self._training_state is TrainingState.PRE_BACKWARD
-            self._post_backward(was_reached=was_entered or self._has_new_grads)
+            was_reached = was_entered or self._has_new_grads or self._params.are_owed
+            self._post_backward(was_reached=was_reached)
 
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
@@ -301,7 +304,7 @@ class FSDPState(ShardedUnit):
         """Ends the iteration."""
         self._has_new_grads = False
         self._calls.forget()
-        self._params.let_go()
+        self._params.forget_use()
         self._enter(TrainingState.IDLE)
 
     # -- Methods besides forward
