@@ -68,6 +68,7 @@ class FSDPState(ShardedUnit):
         self._has_new_grads = False
         self._may_miss_update = False
         self._awaits_backward = False
+        self._hidden_outputs = 0
         self._params.watch_grads(weakly(self._note_grad))
 
     @property
@@ -193,6 +194,7 @@ class FSDPState(ShardedUnit):
                 if has_no_tensor(output) and torch.is_grad_enabled():
                     # Nobody will tell when the backward of what it hides begins.
                     self._may_miss_update = True
+                    self._hidden_outputs += 1
                 elif self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.link)
                 self.context.note_forward(self._index)
@@ -255,6 +257,7 @@ class FSDPState(ShardedUnit):
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self.context.join_backward(self)
         self._has_new_grads = self._awaits_backward = self._may_miss_update = False
+        self._hidden_outputs = 0
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
         if was_reached:
@@ -275,14 +278,19 @@ class FSDPState(ShardedUnit):
         if self._training_state is TrainingState.POST_BACKWARD:
             if self._has_new_grads or self._params.are_owed:
                 self._post_backward(was_reached=self._params.are_owed)
-        elif self._awaits_backward and not is_whole and self._training_state is TrainingState.IDLE:
-            # One of its modules, no unit, ran without it: a head per chunk. The rest may follow,
-            # and so may the backward of its own forward.
+        elif self._may_go_on and not is_whole and self._training_state is TrainingState.IDLE:
+            self._hidden_outputs = max(0, self._hidden_outputs - 1)
             self._reduce_and_stay_whole()
         else:
             was_entered = self._training_state is TrainingState.PRE_BACKWARD
             was_reached = was_entered or self._has_new_grads or self._params.are_owed
             self._post_backward(was_reached=was_reached)
+
+    @property
+    def _may_go_on(self) -> bool:
+        # One of its modules, no unit, ran without it: a head per chunk. The rest may follow, and
+        # so may the backward of its own forward. Or another forward hides an output.
+        return self._awaits_backward or self._hidden_outputs > 1
 
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
@@ -324,6 +332,7 @@ class FSDPState(ShardedUnit):
         """Forgets an iteration that raised; gradients that were not reduced are lost."""
         self._params.reset()
         self._awaits_backward = self._may_miss_update = False
+        self._hidden_outputs = 0
         self.go_idle()
 
     def _recover_if_failed(self, module: nn.Module) -> None:
