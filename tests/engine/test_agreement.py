@@ -229,9 +229,11 @@ def test_ranks_agree_on_parameters_that_were_frozen_after_a_microbatch_used_them
 def check_frozen_since(ctx: RankContext, kind: str) -> None:
     model, plain = choice(), choice()
     case = Case(replicas=2 if kind == "kept by replicas" else 1)
-    owns = (lambda param: Owned() if param.ndim == 2 else None) if kind == "owned" else None  # noqa: PLR2004 - dims of a matrix
+    owns = (lambda param: Owned() if param.ndim == 2 else None) if kind == "owned" else None
     ours().shard(model, mesh=mesh_of(ctx, case), shard_placement_fn=owns)
-    set_sync = "set_requires_all_reduce" if kind == "kept by replicas" else "set_requires_gradient_sync"
+    set_sync = (
+        "set_requires_all_reduce" if kind == "kept by replicas" else "set_requires_gradient_sync"
+    )
     # The same number of elements on each rank, but of other experts.
     for is_last, chosen in ((False, [[1], [2]]), (True, [[0], [0]])):
         getattr(model, set_sync)(is_last)
