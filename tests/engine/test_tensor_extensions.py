@@ -201,7 +201,7 @@ class Unpadded(Scaled):
         return (self.data_, self.data_), outer_size[0]
 
 
-def net(kind: type[Wrapped], *, rows: int = 6) -> Any:  # noqa: ANN401 - a Sequential whose layers mypy does not know
+def net(kind: type[Wrapped] | type[LowPrecisionWeight], *, rows: int = 6) -> Any:  # noqa: ANN401 - a Sequential whose layers mypy does not know
     torch.manual_seed(15)
     layers = [nn.Linear(4, rows), nn.Linear(rows, 4)]
     for layer in layers:
