@@ -46,6 +46,18 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+@dataclass(frozen=True)
+class SharedMemoryPolicy:
+    """Ranks of one host exchange CPU tensors through memory that they share, not by sockets.
+
+    Ranks that cannot share memory use their process group, and log that once. So do groups with
+    tensor subclasses, `Owned` parameters or a smaller mesh for what these need.
+
+    Sums of three and more ranks are made in the order of ranks, so they differ in the last bit from
+    gloo's.
+    """
+
+
 def offload_policy_of(policy: object) -> OffloadPolicy:
     """`policy` as a class of this module; PyTorch's own classes are recognised by their names.
 

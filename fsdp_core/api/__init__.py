@@ -29,6 +29,7 @@ from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    SharedMemoryPolicy,
 )
 from fsdp_core.runtime import (
     FSDPModule,
@@ -63,6 +64,7 @@ __all__ = [
     "QuantizedReduceScatter",
     "ReduceScatter",
     "ShardPlacementResult",
+    "SharedMemoryPolicy",
     "ShardedState",
     "TrainingState",
     "UnshardHandle",

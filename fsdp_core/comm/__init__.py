@@ -20,7 +20,7 @@ from fsdp_core.comm.lanes import (
     lanes_for,
 )
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
-from fsdp_core.comm.link import CommLink
+from fsdp_core.comm.link import CommLink, Lent
 from fsdp_core.comm.mesh_info import (
     Axis,
     DataParallelMeshInfo,
@@ -36,6 +36,7 @@ from fsdp_core.comm.owned import Owned
 from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
+from fsdp_core.comm.shared_memory import Counters, OutBox, SharedMemoryAxis, shared_memory_of
 from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
@@ -54,6 +55,7 @@ __all__ = [
     "CollectiveLedger",
     "CollectiveListener",
     "Collectives",
+    "Counters",
     "CommLink",
     "DDPMeshInfo",
     "DataParallelMeshInfo",
@@ -66,8 +68,10 @@ __all__ = [
     "HostLanes",
     "Lane",
     "Lanes",
+    "Lent",
     "LoopbackCollectives",
     "Mark",
+    "OutBox",
     "Owned",
     "ProcessGroupAllGather",
     "ProcessGroupReduceScatter",
@@ -75,6 +79,7 @@ __all__ = [
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",
+    "SharedMemoryAxis",
     "Streams",
     "SymmetricAllGather",
     "SymmetricReduceScatter",
@@ -85,4 +90,5 @@ __all__ = [
     "mesh_info_of",
     "post_forward_mesh_info",
     "resolve_placement",
+    "shared_memory_of",
 ]
