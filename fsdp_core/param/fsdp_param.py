@@ -86,6 +86,7 @@ class FSDPParam:
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
         self._unsharded: Unsharded | None = None
+        self._whole_memory: torch.Tensor | None = None
 
         self._placing = place(param, slot.fqn, info, dim)
         whole = whole_local(param).detach()
@@ -156,6 +157,7 @@ class FSDPParam:
                 self._whole_from_flat,
                 dtype=self.compute_dtype,
                 device=self._info.device,
+                memory=self._whole_memory,
             )
         return cast("Unsharded", self._unsharded)
 
@@ -286,6 +288,11 @@ class FSDPParam:
             padded = memory.view(self.slicing.padded_shape)
             torch_private.replace_local(self._dtensor, self._order.seen(self._own_slice(padded)))
         self._send_data = memory
+
+    def share_whole(self, memory: torch.Tensor | None) -> None:
+        """Has modules compute in `memory`, which all ranks of the host share; None: in its own."""
+        self._whole_memory = memory
+        self._unsharded = None
 
     def pieces(self, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of which copies the whole parameter is made.

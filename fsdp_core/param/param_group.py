@@ -73,13 +73,12 @@ class FSDPParamGroup:
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
         self._gather: PendingGather | SharedGather | None = None
-        self._shared_axis = None if shared_memory is None else self._find_shared_axis()
         self._shared_slices: SharedSlices | None = None
         self._shared_reducer: SharedReducer | None = None
-        if self._shared_axis is not None:
-            self._shared_reducer = SharedReducer(self._shared_axis)
+        if shared_memory is not None and (axis := self._find_shared_axis()) is not None:
+            self._shared_reducer = SharedReducer(axis)
             if all(not isinstance(param, OwnedParam) and param.is_plain for param in params):
-                self._shared_slices = SharedSlices(params, self._shared_axis)
+                self._shared_slices = SharedSlices(params, axis, shared_memory, self.reshard)
         self._partial = PartialReduce()
         self._awaits_reduce = False
         self._resharded: Mark | None = None
@@ -165,6 +164,8 @@ class FSDPParamGroup:
                 param.to_sharded()
             self._sharded_state = ShardedState.SHARDED
             self._resharded = None
+            if self._shared_slices is not None:
+                self._shared_slices.release()
 
     def hold(self, unit: Hashable) -> None:
         """Has the parameters stay whole until `unit` lets go."""
@@ -206,6 +207,11 @@ class FSDPParamGroup:
             param.refresh()
         if self._shared_slices is not None:
             self._shared_slices.place()
+
+    def await_released(self) -> None:
+        """Waits until no rank computes with parameters that are one copy for all ranks of the host."""
+        if self._shared_slices is not None:
+            self._shared_slices.await_released()
 
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start.

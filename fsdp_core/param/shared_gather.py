@@ -5,17 +5,23 @@ that modules compute with as they are lie there for good, and are what the optim
 that are cast, a cast copy is made at each gather. A gather announces that the slices are ready, waits
 for the others, and copies all rows straight into the whole parameters.
 
-Nobody may write a slice before all others have copied it. So each rank counts its landed gathers of the
-group in the first word of its segment, and whoever is about to write waits for the others' counts.
+Where the policy shares storage, one more segment holds whole parameters, with which all ranks compute:
+a rank's slice is its part of them, and nothing is copied.
+
+Nobody may write a slice before all others have copied it, or have ended to compute with it. So each rank
+counts in its segment the gathers of the group that it has landed, and those that it has released, and
+whoever is about to write waits for the others' counts.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters
@@ -23,13 +29,18 @@ from fsdp_core.errors import StateError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
 
     from fsdp_core.comm import CommLink, SharedMemoryAxis
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.policy import SharedMemoryPolicy
 
 _WORDS: Final = 16
+_LANDED: Final = 0
+_RELEASED: Final = 1
 _ROWS_START: Final = 4096
 _ALIGNMENT: Final = 64
 
@@ -43,12 +54,14 @@ class _Row:
         numel: Padded.
         place: Byte of the segment.
         is_cast: Whether it is a copy of the slice in another dtype.
+        whole_place: Where the segment of all ranks has the whole parameter; None if it has not.
     """
 
     dtype: torch.dtype
     numel: int
     place: int
     is_cast: bool
+    whole_place: int | None
 
 
 @dataclass(frozen=True)
@@ -76,18 +89,29 @@ class SharedSlices:
     Args:
         params: In packing order; plain ones that no smaller mesh shards.
         axis: Over which they are sharded.
+        policy: Whether parameters are one copy for all ranks.
+        reshard: Ends this rank's use of the parameters.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], axis: SharedMemoryAxis) -> None:
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        axis: SharedMemoryAxis,
+        policy: SharedMemoryPolicy,
+        reshard: Callable[[], None],
+    ) -> None:
         self._params = tuple(params)
         self._axis = axis
+        self._policy = policy
+        self._reshard = weakref.WeakMethod(reshard)
         self._rows: tuple[_Row, ...] = ()
         self._segments: tuple[mmap.mmap, ...] = ()
-        self._landed_by: list[Counters] = []
+        self._counters: list[Counters] = []
         self._landed = 0
+        self._released = 0
         self._own_rows: list[torch.Tensor] = []
         self._plan: _Plan | None = None
-        self._planned_for: tuple[object, ...] = ()
+        self._planned_for: list[torch.Tensor] = []
         self._what = ""
         self._number = 0
         self.place()
@@ -96,16 +120,41 @@ class SharedSlices:
         """Moves slices that do not lie in the segment into it; collective if their dtypes changed."""
         rows = self._layout()
         if rows != self._rows:
-            self._rows = rows
-            end = rows[-1].place + rows[-1].numel * rows[-1].dtype.itemsize
-            self._segments = self._axis.peers.exchange(end)
-            self._landed_by = [Counters(each, 0, _WORDS) for each in self._segments]
-            self._landed = 0
-            self._own_rows = [self._row(self._axis.rank, row) for row in rows]
+            self._lay_out(rows)
         for param, row, own in zip(self._params, rows, self._own_rows, strict=True):
             if not row.is_cast and not param.is_meta and param.send_data is not own:
                 self.await_copied()
+                self.await_released()
                 param.move_slice(own)
+
+    def _lay_out(self, rows: tuple[_Row, ...]) -> None:
+        self._rows = rows
+        self._segments = self._axis.peers.exchange(_end(rows))
+        self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
+        self._landed = self._released = 0
+        rank = self._axis.rank
+        whole_bytes = sum(_padded_bytes(row, self._axis.size) for row in rows if _is_one_copy(row))
+        common = self._axis.peers.share(whole_bytes) if whole_bytes else None
+        self._own_rows = []
+        for param, row in zip(self._params, rows, strict=True):
+            if common is None or row.whole_place is None:
+                param.share_whole(None)
+                self._own_rows.append(self._row(rank, row))
+                continue
+            whole = torch.frombuffer(
+                common,
+                dtype=row.dtype,
+                count=row.numel * self._axis.size,
+                offset=row.whole_place,
+            )
+            param.share_whole(whole)
+            # A storage of its own, so that whoever saves the slice saves nothing else.
+            own_place = row.whole_place + rank * row.numel * row.dtype.itemsize
+            self._own_rows.append(
+                torch.frombuffer(common, dtype=row.dtype, count=row.numel, offset=own_place)
+            )
+        if common is not None:
+            _guard_optimizers(self)
 
     def issue(self, what: str) -> None:
         """Announces that this rank's slices may be read.
@@ -127,8 +176,9 @@ class SharedSlices:
         try:
             for whole in plan.wholes:
                 whole.allocate()
-            with torch_private.preserve_version(plan.flats):
-                torch_private.foreach_copy(plan.targets, plan.sources)
+            if plan.targets:
+                with torch_private.preserve_version(plan.flats):
+                    torch_private.foreach_copy(plan.targets, plan.sources)
         finally:
             self._note_landed()
 
@@ -139,7 +189,28 @@ class SharedSlices:
 
     def await_copied(self) -> None:
         """Waits until the others have copied what this rank has."""
-        self._axis.wait_for_others(self._landed_by, self._landed, f"end of the {self._what}")
+        if self._landed:
+            what = f"end of the {self._what}"
+            self._axis.wait_for_others(self._counters, _LANDED, self._landed, what)
+
+    def release(self) -> None:
+        """This rank has ended to compute with the parameters."""
+        if self._policy.share_storage:
+            self._released += 1
+            self._counters[self._axis.rank].publish(_RELEASED, self._released)
+
+    def await_released(self) -> None:
+        """Waits until no rank computes with parameters that all share."""
+        if self._released:
+            what = f"computation after the {self._what}"
+            self._axis.wait_for_others(self._counters, _RELEASED, self._released, what)
+
+    def prepare_to_write(self) -> None:
+        """Ends this rank's use of the parameters and waits for the others'; then slices may change."""
+        reshard = self._reshard()
+        if reshard is not None and not torch_private.in_backward():
+            reshard()
+        self.await_released()
 
     @property
     def _plan_of_issue(self) -> _Plan:
@@ -149,14 +220,20 @@ class SharedSlices:
 
     def _note_landed(self) -> None:
         self._landed += 1
-        self._landed_by[self._axis.rank].publish(0, self._landed)
+        self._counters[self._axis.rank].publish(_LANDED, self._landed)
 
     def _layout(self) -> tuple[_Row, ...]:
-        rows, place = [], _ROWS_START
+        rows, place, whole_place = [], _ROWS_START, 0
         for param in self._params:
-            dtype = param.compute_dtype
-            rows.append(_Row(dtype, param.slicing.row, place, dtype != param.orig_dtype))
-            place += -(-param.slicing.row * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            dtype, numel = param.compute_dtype, param.slicing.row
+            is_cast = dtype != param.orig_dtype
+            one_copy = self._policy.share_storage and param.slicing.leads and not is_cast
+            row = _Row(dtype, numel, place, is_cast, whole_place if one_copy else None)
+            rows.append(row)
+            if one_copy:
+                whole_place += _padded_bytes(row, self._axis.size)
+            else:
+                place += _padded_bytes(row, 1)
         return tuple(rows)
 
     def _row(self, rank: int, row: _Row) -> torch.Tensor:
@@ -165,17 +242,13 @@ class SharedSlices:
         )
 
     def _current_plan(self) -> _Plan:
-        if self._plan is None or any(map(operator.is_not, self._planned_for, self._parts())):
+        # What the user replaces, in another dtype for example, is taken over into another tensor.
+        current = [param.send_data for param in self._params]
+        if self._plan is None or any(map(operator.is_not, self._planned_for, current)):
             self.place()
-            # They were moved, perhaps, and refer to what is planned for.
-            self._planned_for = self._parts()
+            self._planned_for = [param.send_data for param in self._params]
             self._plan = self._new_plan()
         return self._plan
-
-    def _parts(self) -> tuple[object, ...]:
-        return tuple(
-            part for param in self._params for part in (param.unsharded(), param.send_data)
-        )
 
     def _new_plan(self) -> _Plan:
         wholes = tuple(cast("UnshardedParam", param.unsharded()) for param in self._params)
@@ -188,13 +261,50 @@ class SharedSlices:
             if row.is_cast:
                 casts[0].append(self._own_rows[index])
                 casts[1].append(param.send_data)
+            if _is_one_copy(row):
+                continue
             rows = [self._row(rank, row) for rank in range(self._axis.size)]
             for target, source in param.pieces(rows):
                 targets.append(target)
                 sources.append(source)
         for whole in wholes:
             whole.free()
-        return _Plan(casts, targets, sources, wholes, [whole.flat for whole in wholes])
+        filled = tuple(whole for whole in wholes if not whole.is_shared)
+        return _Plan(casts, targets, sources, filled, [whole.flat for whole in filled])
+
+
+_guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
+
+
+def _guard_optimizers(slices: SharedSlices) -> None:
+    """Has every optimizer wait, before it steps, until no rank computes with `slices`."""
+    if not _guarded:
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+    _guarded.add(slices)
+
+
+_optimizer_hooks: list[RemovableHandle] = []
+
+
+def _before_step(*_: object) -> None:
+    for slices in list(_guarded):
+        slices.prepare_to_write()
+    if not _guarded:
+        while _optimizer_hooks:
+            _optimizer_hooks.pop().remove()
+
+
+def _is_one_copy(row: _Row) -> bool:
+    return row.whole_place is not None
+
+
+def _padded_bytes(row: _Row, parts: int) -> int:
+    return -(-row.numel * parts * row.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end(rows: Sequence[_Row]) -> int:
+    own = [row for row in rows if not _is_one_copy(row)]
+    return max((row.place + _padded_bytes(row, 1) for row in own), default=_ROWS_START)
 
 
 class SharedGather:

@@ -52,9 +52,9 @@ class SharedReducer:
 
     axis: SharedMemoryAxis
     _targets: dict[tuple[object, ...], list[torch.Tensor]] = field(default_factory=dict)
-    _rows: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[object, ...], list[torch.Tensor]] = field(default_factory=dict)
 
-    def start(  # noqa: PLR0913 - what a reduction is
+    def start(
         self,
         contributions: Sequence[Contribution],
         packing: Packing,
@@ -87,23 +87,34 @@ class SharedReducer:
         pieces = [each.piece(rank) for rank in others for each in contributions]
         pieces = [piece for piece in pieces if piece.numel()]
         torch_private.foreach_copy(targets, pieces)
-        own = [each.piece(axis.rank).to(dtype).reshape(-1) for each in contributions]
+        own = [each.piece(axis.rank).reshape(-1) for each in contributions]
+        own = [piece if piece.dtype == dtype else piece.to(dtype) for piece in own]
         if reduction.pre_divide != 1:
             own = [piece.div(reduction.pre_divide) for piece in own]
             for target in targets:
                 target.div_(reduction.pre_divide)
         number = axis.start(what, box.place)
-        return SharedReduction(
-            self, box, own, packing, dtype, reduction, number, what, on_complete
-        )
+        return SharedReduction(self, box, own, packing, dtype, reduction, number, what, on_complete)
 
-    def row(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """What `rank` has left for this rank in its box at `place`."""
-        key = (rank, place, numel, dtype)
+    def rows(
+        self,
+        rank: int,
+        place: int,
+        packing: Packing,
+        own: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        """What `rank` has left for this rank in its box at `place`: 1D, as long as `own` are."""
+        key = (rank, place, packing, dtype)
         if (known := self._rows.get(key)) is None:
             index = self.axis.rank - (self.axis.rank > rank)
-            start = place + index * numel * dtype.itemsize
-            known = self._rows[key] = self.axis.view(rank, start, numel, dtype)
+            start = place + index * packing.row * dtype.itemsize
+            row = self.axis.view(rank, start, packing.row, dtype)
+            known = [
+                row[offset : offset + mine.numel()]
+                for offset, mine in zip(packing.offsets, own, strict=True)
+            ]
+            self._rows[key] = known
         return known
 
     def _targets_in(
@@ -161,22 +172,21 @@ class SharedReduction:
         axis, packing = self.reducer.axis, self.packing
         places = axis.await_started(self.number, self.what)
         result = torch.empty(packing.row, dtype=self.dtype)
-        rows = {
-            rank: self.reducer.row(rank, place, packing.row, self.dtype)
+        by_rank = [
+            self.own
+            if rank == axis.rank
+            else self.reducer.rows(rank, place, packing, self.own, self.dtype)
             for rank, place in enumerate(places)
-            if rank != axis.rank
-        }
-        for own, start, size in zip(self.own, packing.offsets, packing.sizes, strict=True):
-            end = start + own.numel()
-            parts = [
-                own if rank == axis.rank else rows[rank][start:end] for rank in range(axis.size)
-            ]
-            if own.numel():
-                total = torch.add(parts[0], parts[1], out=result[start:end])
-                for part in parts[2:]:
-                    total += part
-            if own.numel() < size:
-                result[end : start + size].zero_()
+        ]
+        totals = torch.split(result, list(packing.sizes))
+        for total, parts in zip(totals, zip(*by_rank, strict=True), strict=True):
+            numel = parts[0].numel()
+            if numel < len(total):
+                total[numel:].zero_()
+                total = total[:numel]  # noqa: PLW2901 - without its padding
+            torch.add(parts[0], parts[1], out=total)
+            for part in parts[2:]:
+                total += part  # noqa: PLW2901 - in place
         axis.give_back(self.box)
         self.own.clear()
         if self.reduction.scatter_op == ReduceOp.AVG:

@@ -20,6 +20,7 @@ from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    SharedMemoryPolicy,
     offload_policy_of,
 )
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of

@@ -25,8 +25,7 @@ from fsdp_core.comm.shared_memory.peers import Peers, meet
 from fsdp_core.errors import DesyncError, PeerError, StateError
 
 if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Callable, Iterator
+    pass
 
 _LOGGER = logging.getLogger("fsdp_core")
 
@@ -138,11 +137,12 @@ class SharedMemoryAxis:
             places.append(place)
         return tuple(places)
 
-    def wait_for_others(self, words: list[Counters], value: int, what: str) -> None:
-        """Waits until the first word of every other rank has reached `value`.
+    def wait_for_others(self, words: list[Counters], index: int, value: int, what: str) -> None:
+        """Waits until a word of every other rank has reached `value`.
 
         Args:
             words: By rank.
+            index: Which of their words.
             value: To reach.
             what: For messages: what they have yet to do.
 
@@ -151,7 +151,7 @@ class SharedMemoryAxis:
         """
         for rank, counters in enumerate(words):
             if rank != self.rank:
-                self._await(rank, counters, 0, value, what)
+                self._await(rank, counters, index, value, what)
 
     # -- Reductions
 
@@ -238,9 +238,31 @@ def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemoryAxis | None
     if group is None or group.size() == 1:
         return None
     if group not in _axes:
-        peers = meet(group)
-        _axes[group] = None if peers is None else SharedMemoryAxis(peers)
+        _axes[group] = _connected(group)
     return _axes[group]
+
+
+def _connected(group: dist.ProcessGroup) -> SharedMemoryAxis | None:
+    peers = meet(group)
+    problem = peers if isinstance(peers, str) else ""
+    axis = None
+    if isinstance(peers, Peers):
+        try:
+            axis = SharedMemoryAxis(peers)
+        except (OSError, PeerError) as error:
+            problem = f"rank {peers.rank}: {error}"
+        problem = peers.agree(problem)
+        if problem:
+            peers.close()
+    if not problem:
+        return axis
+    if group.rank() == 0:
+        _LOGGER.warning(
+            "Ranks of group %r share no memory, and communicate by its process group: %s.",
+            group.group_name,
+            problem,
+        )
+    return None
 
 
 @lru_cache(maxsize=65_536)

@@ -7,7 +7,6 @@ outlive the processes, and the kernel frees it with the last process that maps i
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import os
 import secrets
@@ -28,12 +27,12 @@ from fsdp_core.errors import PeerError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_LOGGER = logging.getLogger("fsdp_core")
 _PREFIX: Final = "fsdp_core/shared_memory"
 _MEETING_S: Final = 60.0
 _CREDENTIALS: Final = struct.Struct("3i")
 _HEAD: Final = struct.Struct("<iQ")
 """Of a passed segment: the sender's rank, and bytes."""
+_PROBLEM_BYTES: Final = 512
 _SECRET_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<i{_SECRET_BYTES}s")
 """Of a connection: the caller's rank, and what only ranks of the group know."""
@@ -98,10 +97,7 @@ class Peers:
             OSError: There is no memory or no descriptor.
         """
         with ExitStack() as stack:
-            mine = _new_file(nbytes, stack)
-            for peer in self.others:
-                self._pass(peer, mine, nbytes)
-            maps = {self.rank: _mapped(mine, nbytes)}
+            maps = {self.rank: self._offer(nbytes, stack)}
             for peer in self.others:
                 maps[peer.rank] = _mapped(self._receive(peer, nbytes, stack), nbytes)
         return tuple(maps[rank] for rank in range(self.size))
@@ -111,16 +107,45 @@ class Peers:
         with ExitStack() as stack:
             if self.rank != 0:
                 return _mapped(self._receive(self._others[0], nbytes, stack), nbytes)
-            mine = _new_file(nbytes, stack)
-            for peer in self.others:
-                self._pass(peer, mine, nbytes)
-            return _mapped(mine, nbytes)
+            return self._offer(nbytes, stack)
 
-    def _pass(self, peer: Peer, file: int, nbytes: int) -> None:
+    def agree(self, problem: str) -> str:
+        """The first problem of any rank, "" if none has one; collective."""
+        encoded = problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
+        problems = {self.rank: problem}
+        for peer in self.others:
+            with suppress(OSError):  # one that has ended is found below
+                peer.channel.sendall(encoded)
+        for peer in self.others:
+            try:
+                said = peer.channel.recv(_PROBLEM_BYTES, socket.MSG_WAITALL)
+            except OSError:
+                said = b""
+            ended = f"rank {peer.rank} ended"
+            problems[peer.rank] = said.rstrip(b"\0").decode(errors="replace") if said else ended
+        return next((problems[rank] for rank in sorted(problems) if problems[rank]), "")
+
+    def close(self) -> None:
+        """Closes what leads to the others."""
+        for peer in self.others:
+            peer.channel.close()
+            os.close(peer.process)
+
+    def _offer(self, nbytes: int, stack: ExitStack) -> mmap.mmap:
         try:
-            socket.send_fds(peer.channel, [_HEAD.pack(self.rank, nbytes)], [file])
-        except OSError as error:
-            raise self._lost(peer) from error
+            mine = _new_file(nbytes, stack)
+            mapped = _mapped(mine, nbytes)
+        except OSError:
+            for peer in self.others:  # which would wait for it
+                with suppress(OSError):
+                    peer.channel.sendall(_HEAD.pack(self.rank, 0))
+            raise
+        for peer in self.others:
+            try:
+                socket.send_fds(peer.channel, [_HEAD.pack(self.rank, nbytes)], [mine])
+            except OSError as error:
+                raise self._lost(peer) from error
+        return mapped
 
     def _receive(self, peer: Peer, nbytes: int, stack: ExitStack) -> int:
         try:
@@ -129,8 +154,13 @@ class Peers:
             raise self._lost(peer) from error
         for file in files:
             stack.callback(os.close, file)
-        if len(head) != _HEAD.size or not files:
+        if len(head) != _HEAD.size:
             raise self._lost(peer)
+        if not files:
+            raise PeerError(
+                f"Rank {peer.rank} of group {self.name!r} has no memory to share: of {nbytes} bytes, "
+                "or of address space. Look at its log."
+            )
         if (theirs := _HEAD.unpack(head)) != (peer.rank, nbytes):
             raise PeerError(
                 f"Rank {self.rank} of group {self.name!r} shares {nbytes} bytes, but rank "
@@ -146,15 +176,12 @@ class Peers:
         )
 
 
-def meet(group: dist.ProcessGroup) -> Peers | None:
+def meet(group: dist.ProcessGroup) -> Peers | str:
     """Connects the ranks of a group; collective.
 
     Returns:
-        None, on all ranks alike, if they cannot share memory: they are on several hosts or of several
-        users, or the platform lacks what it takes. Why is logged once, by the first rank.
-
-    Raises:
-        PeerError: A rank did not come.
+        On all ranks alike, why they cannot share memory if they cannot: they are on several hosts or
+        of several users, or the platform lacks what it takes.
     """
     rank, ranks = group.rank(), range(group.size())
     store = torch_private.default_store()
@@ -171,29 +198,21 @@ def meet(group: dist.ProcessGroup) -> Peers | None:
         told = json.dumps([_host(), address, secret.hex()])
         facts = [json.loads(each) for each in tell("host", told)]
         hosts = {host for host, _, _ in facts}
-        problem = ""
-        others: dict[int, Peer] = {}
         if len(hosts) > 1 or "" in hosts or listener is None:
-            problem = "they are on several hosts, of several users, or not on Linux"
-        else:
-            try:
-                doors = [(address, bytes.fromhex(key)) for _, address, key in facts]
-                others = _connect(rank, doors, listener)
-            except OSError as error:
-                problem = f"rank {rank} could not connect: {error}"
+            return "they are on several hosts, of several users, or not on Linux"
+        others: dict[int, Peer] = {}
+        problem = ""
+        try:
+            doors = [(address, bytes.fromhex(key)) for _, address, key in facts]
+            others = _connect(rank, doors, listener)
+        except OSError as error:
+            problem = f"rank {rank} could not connect: {error}"
         problems = [each for each in tell("outcome", problem) if each]
+    peers = Peers(group.group_name, rank, others)
     if problems:
-        for peer in others.values():
-            peer.channel.close()
-            os.close(peer.process)
-        if rank == 0:
-            _LOGGER.warning(
-                "Ranks of group %r share no memory, and communicate by its process group: %s.",
-                group.group_name,
-                problems[0],
-            )
-        return None
-    return Peers(group.group_name, rank, others)
+        peers.close()
+        return problems[0]
+    return peers
 
 
 def _host() -> str:
@@ -220,9 +239,7 @@ def _listen(stack: ExitStack) -> tuple[str, socket.socket | None]:
     return address, listener
 
 
-def _connect(
-    rank: int, doors: list[tuple[str, bytes]], listener: socket.socket
-) -> dict[int, Peer]:
+def _connect(rank: int, doors: list[tuple[str, bytes]], listener: socket.socket) -> dict[int, Peer]:
     others: dict[int, Peer] = {}
     for other, (address, secret) in enumerate(doors[:rank]):
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

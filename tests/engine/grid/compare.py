@@ -11,6 +11,7 @@ from tests.engine.grid.cell import Cell
 from tests.engine.grid.engines import (
     OURS,
     OURS_IN_SHARED_MEMORY,
+    OURS_IN_SHARED_STORAGE,
     OURS_PACKED_AS_REFERENCE,
     reference,
 )
@@ -39,9 +40,10 @@ def check_cell(ctx: RankContext, cell: Cell, steps: int) -> None:
     if cell.reduce_size > 2:
         # Rank by rank, wherever an element lies: another order than gloo's, the same every time.
         assert_near_one_process(ctx, cell, shared)
-        assert_same(train(ctx, cell, OURS_IN_SHARED_MEMORY, steps), shared)
+        assert_same(train(ctx, cell, OURS_IN_SHARED_STORAGE, steps), shared)
     else:
         assert_same(shared, theirs)
+        assert_same(train(ctx, cell, OURS_IN_SHARED_STORAGE, steps), theirs)
 
 
 def assert_same(trace: Trace, expected: Trace) -> None:

@@ -39,6 +39,11 @@ OURS_IN_SHARED_MEMORY = Engine(
     fsdp_core.MixedPrecisionPolicy,
     fsdp_core.CPUOffloadPolicy,
 )
+OURS_IN_SHARED_STORAGE = Engine(
+    partial(fsdp_core.fully_shard, shared_memory=fsdp_core.SharedMemoryPolicy(share_storage=True)),
+    fsdp_core.MixedPrecisionPolicy,
+    fsdp_core.CPUOffloadPolicy,
+)
 
 
 def reference() -> Engine:
