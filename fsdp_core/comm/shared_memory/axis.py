@@ -43,7 +43,7 @@ _SEGMENT_BYTES: Final = 1 << 40
 _PAGE: Final = 4096
 _LOOK_S: Final = 0.25
 _LOGGED_AFTER_S: Final = 20.0
-_GIVEN_UP_AFTER_S: Final = 1800.0
+GIVEN_UP_AFTER_S: Final = 1800.0
 """As long as a process group waits for a collective by default."""
 
 
@@ -209,10 +209,10 @@ class SharedMemoryAxis:
                     f"Rank {rank} of group {self.peers.name!r} ended while rank {self.rank} waited "
                     f"for its part of the {what}. Look at its log for why."
                 )
-            if waited > _GIVEN_UP_AFTER_S:
+            if waited > GIVEN_UP_AFTER_S:
                 raise PeerError(
                     f"Rank {rank} of group {self.peers.name!r} has not taken part in the {what} for "
-                    f"{_GIVEN_UP_AFTER_S:g} s. Look at its log and its stack."
+                    f"{GIVEN_UP_AFTER_S:g} s. Look at its log and its stack."
                 )
             if waited > _LOGGED_AFTER_S and not is_logged:
                 is_logged = True
