@@ -13,7 +13,7 @@ from fsdp_core import torch_private
 from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.shared_reduce import Contribution
+from fsdp_core.param.shared_reduce import Contribution, SharedReduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdp_core.comm import Collectives, CommLink
     from fsdp_core.param.grad_batch import GradBatch
     from fsdp_core.param.partial_reduce import PartialReduce
-    from fsdp_core.param.shared_reduce import SharedReducer, SharedReduction
+    from fsdp_core.param.shared_reduce import SharedReducer
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,10 @@ class PendingReduce:
             self._finish(result, link)
 
     def drop(self, link: CommLink) -> None:
-        """Waits and forgets the result: the iteration it belongs to failed."""
+        """Forgets the result, once it is there: the iteration it belongs to failed."""
+        if isinstance(self._ticket, SharedReduction):
+            self._ticket.drop()
+            return
         with link.lanes.enter(Lane.REDUCE):
             self._ticket.wait()
         link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)

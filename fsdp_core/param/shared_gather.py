@@ -183,15 +183,14 @@ class SharedSlices:
             self._note_landed()
 
     def drop(self) -> None:
-        """Ends a gather that nobody used."""
-        self._axis.await_started(self._number, self._what)
+        """Ends a gather that nobody used; there is nothing to wait for."""
+        self._axis.abandon(self._number)
         self._note_landed()
 
     def await_copied(self) -> None:
         """Waits until the others have copied what this rank has."""
         if self._landed:
-            what = f"end of the {self._what}"
-            self._axis.wait_for_others(self._counters, _LANDED, self._landed, what)
+            self._axis.wait_for_others(self._counters, _LANDED, self._landed, self._what)
 
     def release(self) -> None:
         """This rank has ended to compute with the parameters."""
@@ -337,7 +336,7 @@ class SharedGather:
         self._end()
 
     def drop(self) -> None:
-        """Waits and forgets: the prefetch was a wrong guess."""
+        """Forgets it: the prefetch was a wrong guess."""
         self._slices.drop()
         self._end()
 

@@ -162,6 +162,14 @@ class SharedReduction:
     what: str
     on_complete: Callable[[], None]
 
+    def drop(self) -> None:
+        """Forgets it without waiting: the others may have failed elsewhere, and never start it."""
+        axis = self.reducer.axis
+        axis.abandon(self.number)
+        axis.give_back(self.box)
+        self.own.clear()
+        self.on_complete()
+
     def wait(self) -> torch.Tensor:
         """Waits for all ranks' parts and adds them: 1D, one padded row.
 

@@ -54,6 +54,10 @@ class CommHome:
             lent.await_copied()
         self._uncopied.clear()
 
+    def forget_uncopied(self) -> None:
+        """An iteration failed: others may have failed elsewhere, and have nothing to copy."""
+        self._uncopied.clear()
+
     def tell(self, relay: ObserverRelay) -> None:
         """Adds a root whose observer is told of collectives."""
         if relay not in self._relays:

@@ -199,6 +199,7 @@ class RootContext:
         if not torch_private.in_backward():
             for each in self.units:
                 each.abandon_forward()
+            self._home.forget_uncopied()
         self._close_pass()
 
     def _close_pass(self) -> None:
@@ -308,7 +309,7 @@ class RootContext:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
         self.link.end_backward()
-        self.await_copied()
+        self._home.forget_uncopied()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None

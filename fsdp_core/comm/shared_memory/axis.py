@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,7 @@ class SharedMemoryAxis:
         self._segments = peers.exchange(_SEGMENT_BYTES)
         self._counters = [Counters(segment, 0, _COUNTERS) for segment in self._segments]
         self._started = 0
+        self._compared = [0] * peers.size
         self._open: set[int] = set()
         self._reduced = 0
         self._boxes: list[OutBox] = []
@@ -109,6 +110,10 @@ class SharedMemoryAxis:
         self._counters[self.rank].publish(_STARTED, number)
         return number
 
+    def abandon(self, number: int) -> None:
+        """This rank reads nothing of collective `number`: it does not wait for it."""
+        self._open.discard(number)
+
     def await_started(self, number: int, what: str) -> tuple[int, ...]:
         """Waits until all ranks have started collective `number`; each waits for it once.
 
@@ -120,22 +125,36 @@ class SharedMemoryAxis:
             PeerError: A rank has ended, or did not start it for half an hour.
         """
         self._open.discard(number)
-        digest, _ = _named(what)
         places = []
         for rank in range(self.size):
             if rank != self.rank:
                 self._await(rank, self._counters[rank], _STARTED, number, what)
-            at = _RING_START + number % _ENTRIES * _ENTRY.size
-            theirs, other_digest, place, name = _ENTRY.unpack_from(self._segments[rank], at)
-            if (theirs, other_digest) != (number, digest):
-                other = name.rstrip(b"\0").decode(errors="replace")
-                raise DesyncError(
-                    f"Ranks ran different units: collective number {number} is the {what} on rank "
-                    f"{self.rank}, but the {other} on rank {rank}. Run every unit on every rank, if "
-                    "need be on a part of the batch that counts nothing."
-                )
+                self._compare(rank, number)
+            _, _, place, _ = self._entry(rank, number)
             places.append(place)
         return tuple(places)
+
+    def _compare(self, rank: int, last: int) -> None:
+        """Compares what both have started up to number `last` and was not compared yet.
+
+        A wrong guess of what comes next is started and never waited for, but counts.
+        """
+        for number in range(self._compared[rank] + 1, last + 1):
+            if not self._counters[rank].has_reached(_STARTED, number):
+                return
+            theirs, mine = self._entry(rank, number), self._entry(self.rank, number)
+            if theirs[:2] != mine[:2]:
+                names = [each[3].rstrip(b"\0").decode(errors="replace") for each in (mine, theirs)]
+                raise DesyncError(
+                    f"Ranks ran different units: collective number {number} is the {names[0]} on rank "
+                    f"{self.rank}, but the {names[1]} on rank {rank}. Run every unit on every rank, if "
+                    "need be on a part of the batch that counts nothing."
+                )
+            self._compared[rank] = number
+
+    def _entry(self, rank: int, number: int) -> tuple[int, int, int, bytes]:
+        at = _RING_START + number % _ENTRIES * _ENTRY.size
+        return cast("tuple[int, int, int, bytes]", _ENTRY.unpack_from(self._segments[rank], at))
 
     def wait_for_others(self, words: list[Counters], index: int, value: int, what: str) -> None:
         """Waits until a word of every other rank has reached `value`.
@@ -169,7 +188,7 @@ class SharedMemoryAxis:
             for rank in range(self.size):
                 if rank != self.rank:
                     self._await(
-                        rank, self._counters[rank], _REDUCED, box.ended_as, "end of a reduction"
+                        rank, self._counters[rank], _REDUCED, box.ended_as, "reduce-scatter"
                     )
         if box is None:
             size = -(-nbytes // _PAGE) * _PAGE
@@ -203,11 +222,12 @@ class SharedMemoryAxis:
         peer = next(each for each in self.peers.others if each.rank == rank)
         while not counters.wait(index, value, _LOOK_S):
             waited = monotonic() - began
+            self._compare(rank, self._started)  # it may never start what is waited for
             # What it did before it ended counts.
             if peer.has_ended and not counters.has_reached(index, value):
                 raise PeerError(
                     f"Rank {rank} of group {self.peers.name!r} ended while rank {self.rank} waited "
-                    f"for its part of the {what}. Look at its log for why."
+                    f"for it in the {what}. Look at its log for why."
                 )
             if waited > GIVEN_UP_AFTER_S:
                 raise PeerError(

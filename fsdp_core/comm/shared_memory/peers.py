@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import struct
+import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class Peers:
         self.name = name
         self.rank = rank
         self._others = dict(others)
+        self._closed = weakref.finalize(self, _close, list(others.values()))
 
     @property
     def size(self) -> int:
@@ -110,7 +112,7 @@ class Peers:
             return self._offer(nbytes, stack)
 
     def agree(self, problem: str) -> str:
-        """The first problem of any rank, "" if none has one; collective."""
+        """The problems of all ranks, "" if none has one; collective."""
         encoded = problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
         problems = {self.rank: problem}
         for peer in self.others:
@@ -123,13 +125,11 @@ class Peers:
                 said = b""
             ended = f"rank {peer.rank} ended"
             problems[peer.rank] = said.rstrip(b"\0").decode(errors="replace") if said else ended
-        return next((problems[rank] for rank in sorted(problems) if problems[rank]), "")
+        return "; ".join(problems[rank] for rank in sorted(problems) if problems[rank])
 
     def close(self) -> None:
-        """Closes what leads to the others."""
-        for peer in self.others:
-            peer.channel.close()
-            os.close(peer.process)
+        """Closes what leads to the others; so does the end of this object."""
+        self._closed()
 
     def _offer(self, nbytes: int, stack: ExitStack) -> mmap.mmap:
         try:
@@ -266,6 +266,12 @@ def _peer(rank: int, channel: socket.socket) -> Peer:
     if user != os.geteuid():
         raise PermissionError(f"rank {rank} runs as another user ({user})")
     return Peer(rank, channel, os.pidfd_open(pid))
+
+
+def _close(others: list[Peer]) -> None:
+    for peer in others:
+        peer.channel.close()
+        os.close(peer.process)
 
 
 def _new_file(nbytes: int, stack: ExitStack) -> int:
