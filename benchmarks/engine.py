@@ -22,11 +22,11 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
 from torch.distributed import fsdp as reference
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     chosen = parser.parse_args()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(  # type: ignore[no-untyped-call]  # PyTorch's
+    spawn(  # type: ignore[no-untyped-call]  # PyTorch's
         _rank,
         (chosen.ranks, store.port, chosen.shapes, chosen.rounds),
         nprocs=chosen.ranks,

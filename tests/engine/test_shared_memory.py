@@ -13,16 +13,26 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_core import MixedPrecisionPolicy, Owned, SharedMemoryPolicy, fully_shard, torch_private
+from fsdp_core import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    Owned,
+    SharedMemoryPolicy,
+    fully_shard,
+    torch_private,
+)
 from fsdp_core.comm.shared_memory import Counters, axis, shared_memory_of
 from fsdp_core.comm.shared_memory.peers import Peers, meet
 from fsdp_core.errors import DesyncError, PeerError
+from fsdp_core.runtime.fsdp_state import state_of
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_desync import Choosing, train_out_of_step
 from tests.engine.test_desync import train as train_choosing
@@ -41,7 +51,9 @@ def _on_the_host(device: str) -> None:
         pytest.skip("memory of the host is shared by CPU ranks")
 
 
-def sharded(ctx: RankContext, policy: SharedMemoryPolicy | None, **options: object) -> nn.Module:
+def sharded(
+    ctx: RankContext, policy: SharedMemoryPolicy | None, **options: object
+) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5), nn.Linear(5, 4))
     for unit in (model[0], model[2], model):
@@ -60,7 +72,7 @@ def train(ctx: RankContext, model: nn.Module, steps: int = 3) -> list[torch.Tens
 
 
 def local_values(model: nn.Module) -> list[torch.Tensor]:
-    return [value.to_local().clone() for value in model.state_dict().values()]
+    return [local_tensor(value).clone() for value in model.state_dict().values()]
 
 
 # -- Numbers beyond the grid's
@@ -139,16 +151,24 @@ def test_ranks_compute_with_one_copy(gangs: Gangs) -> None:
 def check_one_copy(ctx: RankContext) -> None:
     model = sharded(ctx, ONE_COPY)
     train(ctx, model)
-    for unit in model.modules():
-        if isinstance(unit, nn.Linear):
-            before = unit.weight.to_local().untyped_storage().data_ptr()
-            handle = unit.unshard() if hasattr(unit, "unshard") else None
-            if handle is not None:
-                assert unit.weight.shape == (unit.out_features, unit.in_features)
-                start = unit.weight.data_ptr()
-                end = start + 2 * unit.weight.untyped_storage().nbytes()
-                assert start <= before < end
-                unit.reshard()
+    unit = cast("FSDPModule", model[0])
+    mine = local_tensor(model[0].get_parameter("weight")).data_ptr()
+    unit.unshard()
+    whole = model[0].get_parameter("weight")
+    assert whole.shape == (13, 7)
+    assert whole.data_ptr() <= mine < whole.data_ptr() + whole.untyped_storage().nbytes()
+    dist.barrier()
+    with torch.no_grad():
+        whole[0 if ctx.rank == 0 else -1] = 1 + ctx.rank
+    dist.barrier()
+    assert torch.equal(whole[0], torch.ones(7))
+    assert torch.equal(whole[-1], torch.full((7,), 2.0))
+    unit.reshard()
+
+
+def local_tensor(param: nn.Parameter) -> torch.Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()
 
 
 # -- Faults
@@ -338,14 +358,18 @@ def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:
 def check_copied(ctx: RankContext) -> None:
     model = sharded(ctx, COPIED)
     train(ctx, model)
-    link = model._get_fsdp_state().context.link  # type: ignore[operator,union-attr]
+    state = state_of(model)
+    assert state is not None
+    link = state.context.link
     with torch.no_grad():
         model(ctx.batch(0, 3, 7))
     assert not link.uncopied
-    handle = model[0].unshard(async_op=True)  # type: ignore[operator]
+    unit = cast("FSDPModule", model[0])
+    handle = unit.unshard(async_op=True)
+    assert handle is not None
     handle.wait()
     assert not link.uncopied
-    model[0].reshard()  # type: ignore[operator]
+    unit.reshard()
 
 
 # -- The parts
