@@ -13,7 +13,7 @@ from fsdp_core import torch_private
 from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.shared_reduce import Contribution, SharedReduction
+from fsdp_core.param.shared_reduce import SharedReduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,29 +122,23 @@ class PendingReduce:
     def _issue_shared(
         cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, link: CommLink
     ) -> PendingReduce:
-        contributions = [
-            Contribution(grad, param.slicing)
-            for param, grad in zip(batch.params, batch.grads, strict=True)
-        ]
+        wholes = list(batch.grads)
+        slicings = [param.slicing for param in batch.params]
         batch.grads.clear()
         if batch.is_agreed:
             flags = _flags(batch.present, batch.reduce_dtype, route.device)
-            whole = Slicing.of(flags.shape, None, route.shards.size)
-            contributions.append(Contribution(flags, whole))
-        packing = Packing.of([each.slicing.row for each in contributions], route.shards.size)
-        what = f"reduce-scatter of {route.label} ({packing.total} elements)"
-        reduction = route.reduction(batch.reduce_dtype)
-        ticket = shared.start(
-            contributions,
-            packing,
-            batch.reduce_dtype,
-            reduction,
-            what,
-            on_complete=partial(
-                link.ledger.complete, route.shards.name, link.ledger.issue(route.shards.name)
-            ),
+            wholes.append(flags)
+            slicings.append(Slicing.of(flags.shape, None, route.shards.size))
+        sequence = link.ledger.issue(route.shards.name)
+        started = shared.start(
+            wholes,
+            tuple(slicings),
+            route.reduction(batch.reduce_dtype),
+            lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
+            dtype=batch.reduce_dtype,
+            on_complete=partial(link.ledger.complete, route.shards.name, sequence),
         )
-        return cls(ticket, packing, batch, route)
+        return cls(started, started.packing, batch, route)
 
     @torch.no_grad()
     def land(self, link: CommLink) -> None:

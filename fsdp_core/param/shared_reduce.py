@@ -8,136 +8,164 @@ depend on where an element lies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ReduceOp
 
 from fsdp_core import torch_private
+from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import OutBox, Reduction, SharedMemoryAxis
-    from fsdp_core.layout import Packing, Slicing
+    from fsdp_core.layout import Slicing
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What takes part in a reduction: a whole gradient, or values that every rank needs whole.
+class _Piece:
+    """The part of a contribution that one rank gets.
 
     Attributes:
-        whole: The tensor.
-        slicing: How it is cut over the ranks.
+        index: Of the contribution.
+        dim: On which it is cut; None: the whole.
+        start: Of the part, along `dim`.
+        length: Of it.
+        shape: The part's.
+        offset: In the packed row of the rank, in elements.
     """
 
-    whole: torch.Tensor
-    slicing: Slicing
+    index: int
+    dim: int | None
+    start: int
+    length: int
+    shape: torch.Size
+    offset: int
 
-    def piece(self, rank: int) -> torch.Tensor:
-        """What `rank` gets of it, without padding."""
-        if self.slicing.dim is None:
-            return self.whole
-        return self.whole.narrow(self.slicing.dim, *self.slicing.bounds(rank))
+    def of(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A view."""
+        whole = wholes[self.index]
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
 
 
-@dataclass
+class _Plan:
+    """What a reduction of certain tensors needs at each step; made once."""
+
+    def __init__(
+        self, slicings: Sequence[Slicing], dtype: torch.dtype, axis: SharedMemoryAxis
+    ) -> None:
+        self.packing = Packing.of([each.row for each in slicings], axis.size)
+        self.dtype = dtype
+        self._axis = axis
+        self.others = [rank for rank in range(axis.size) if rank != axis.rank]
+        self._by_rank = [_pieces(slicings, self.packing, rank) for rank in range(axis.size)]
+        self.own = self._by_rank[axis.rank]
+        # In the order of `targets`; what is empty is not copied.
+        self.to_others = [
+            piece for rank in self.others for piece in self._by_rank[rank] if piece.shape.numel()
+        ]
+        self.has_padding = any(
+            piece.shape.numel() < size
+            for piece, size in zip(self.own, self.packing.sizes, strict=True)
+        )
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    @property
+    def box_bytes(self) -> int:
+        """Of what this rank leaves to the others."""
+        return self.packing.row * self.dtype.itemsize * len(self.others)
+
+    def targets(self, box: OutBox) -> list[torch.Tensor]:
+        """Where each of `to_others` is left."""
+        if (known := self._targets.get(box.place)) is None:
+            numel = self.packing.row * len(self.others)
+            rows = self._axis.view(self._axis.rank, box.place, numel, self.dtype)
+            known = self._targets[box.place] = [
+                row[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape)
+                for rank, row in zip(self.others, rows.view(len(self.others), -1), strict=True)
+                for piece in self._by_rank[rank]
+                if piece.shape.numel()
+            ]
+        return known
+
+    def left_by(self, rank: int, place: int) -> list[torch.Tensor]:
+        """What `rank` has left for this rank in its box at `place`, 1D, without padding."""
+        if (known := self._rows.get((rank, place))) is None:
+            index = self._axis.rank - (self._axis.rank > rank)
+            start = place + index * self.packing.row * self.dtype.itemsize
+            row = self._axis.view(rank, start, self.packing.row, self.dtype)
+            known = self._rows[rank, place] = [
+                row[piece.offset : piece.offset + piece.shape.numel()] for piece in self.own
+            ]
+        return known
+
+
+def _pieces(slicings: Sequence[Slicing], packing: Packing, rank: int) -> list[_Piece]:
+    return [
+        _Piece(
+            index,
+            slicing.dim,
+            *((0, 0) if slicing.dim is None else slicing.bounds(rank)),
+            torch.Size(slicing.shape_of(rank)),
+            offset,
+        )
+        for index, (slicing, offset) in enumerate(zip(slicings, packing.offsets, strict=True))
+    ]
+
+
 class SharedReducer:
-    """Reductions of the groups on one axis; it keeps the views that they need at each step.
+    """Reductions of one group.
 
-    Attributes:
+    Args:
         axis: Whose ranks share memory.
     """
 
-    axis: SharedMemoryAxis
-    _targets: dict[tuple[object, ...], list[torch.Tensor]] = field(default_factory=dict)
-    _rows: dict[tuple[object, ...], list[torch.Tensor]] = field(default_factory=dict)
+    def __init__(self, axis: SharedMemoryAxis) -> None:
+        self.axis = axis
+        self._plans: dict[tuple[tuple[Slicing, ...], torch.dtype], _Plan] = {}
 
     def start(
         self,
-        contributions: Sequence[Contribution],
-        packing: Packing,
-        dtype: torch.dtype,
+        wholes: Sequence[torch.Tensor],
+        slicings: tuple[Slicing, ...],
         reduction: Reduction,
-        what: str,
+        what: Callable[[Packing], str],
         *,
+        dtype: torch.dtype,
         on_complete: Callable[[], None],
     ) -> SharedReduction:
         """Leaves to each other rank its part and announces it.
 
         Args:
-            contributions: In packing order.
-            packing: Of the parts, padded.
-            dtype: In which they are added.
-            reduction: What else is done to them.
+            wholes: Gradients, or values that every rank needs whole.
+            slicings: How each is cut over the ranks.
+            reduction: How parts become a sum or a mean.
             what: Names the reduction, alike on all ranks.
+            dtype: In which parts are added.
             on_complete: Called when the reduction was waited for.
 
         Raises:
             PeerError: A rank has ended.
             StateError: Too many collectives are in flight.
         """
-        axis = self.axis
-        others = [rank for rank in range(axis.size) if rank != axis.rank]
-        row_bytes = packing.row * dtype.itemsize
-        box = axis.take_box(row_bytes * len(others))
-        slicings = tuple(each.slicing for each in contributions)
-        targets = self._targets_in(box, others, slicings, packing, dtype)
-        pieces = [each.piece(rank) for rank in others for each in contributions]
-        pieces = [piece for piece in pieces if piece.numel()]
-        torch_private.foreach_copy(targets, pieces)
-        own = [each.piece(axis.rank).reshape(-1) for each in contributions]
-        own = [piece if piece.dtype == dtype else piece.to(dtype) for piece in own]
+        key = (slicings, dtype)
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = _Plan(slicings, dtype, self.axis)
+        box = self.axis.take_box(plan.box_bytes)
+        targets = plan.targets(box)
+        torch_private.foreach_copy(targets, [piece.of(wholes) for piece in plan.to_others])
+        own = [piece.of(wholes).reshape(-1) for piece in plan.own]
+        own = [part if part.dtype == dtype else part.to(dtype) for part in own]
         if reduction.pre_divide != 1:
-            own = [piece.div(reduction.pre_divide) for piece in own]
+            own = [part.div(reduction.pre_divide) for part in own]
             for target in targets:
                 target.div_(reduction.pre_divide)
-        number = axis.start(what, box.place)
-        return SharedReduction(self, box, own, packing, dtype, reduction, number, what, on_complete)
-
-    def rows(
-        self,
-        rank: int,
-        place: int,
-        packing: Packing,
-        own: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        """What `rank` has left for this rank in its box at `place`: 1D, as long as `own` are."""
-        key = (rank, place, packing, dtype)
-        if (known := self._rows.get(key)) is None:
-            index = self.axis.rank - (self.axis.rank > rank)
-            start = place + index * packing.row * dtype.itemsize
-            row = self.axis.view(rank, start, packing.row, dtype)
-            known = [
-                row[offset : offset + mine.numel()]
-                for offset, mine in zip(packing.offsets, own, strict=True)
-            ]
-            self._rows[key] = known
-        return known
-
-    def _targets_in(
-        self,
-        box: OutBox,
-        others: Sequence[int],
-        slicings: tuple[Slicing, ...],
-        packing: Packing,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        key = (box.place, slicings, dtype)
-        if (known := self._targets.get(key)) is not None:
-            return known
-        targets = []
-        numel = packing.row * len(others)
-        rows = self.axis.view(self.axis.rank, box.place, numel, dtype).view(len(others), -1)
-        for rank, row in zip(others, rows.unbind(), strict=True):
-            for slicing, start in zip(slicings, packing.offsets, strict=True):
-                shape = torch.Size(slicing.shape_of(rank))
-                if shape.numel():
-                    targets.append(row[start : start + shape.numel()].view(shape))
-        self._targets[key] = targets
-        return targets
+        name = what(plan.packing)
+        number = self.axis.start(name, box.place)
+        return SharedReduction(self.axis, plan, box, own, reduction, number, name, on_complete)
 
 
 @dataclass(eq=False)
@@ -145,28 +173,34 @@ class SharedReduction:
     """A reduction in flight; `wait` ends it.
 
     Attributes:
-        reducer: That started it.
+        axis: Whose ranks share memory.
+        plan: Of the tensors that are reduced.
         box: Where the others find their parts.
-        own: This rank's part of each contribution, 1D, without padding.
-        packing: See `SharedReducer.start`; so are the rest.
+        own: This rank's part of each tensor, 1D, without padding.
+        reduction: How parts become a sum or a mean.
         number: Among the axis's collectives.
+        what: Its name.
+        on_complete: Called when it was waited for.
     """
 
-    reducer: SharedReducer
+    axis: SharedMemoryAxis
+    plan: _Plan
     box: OutBox
     own: list[torch.Tensor]
-    packing: Packing
-    dtype: torch.dtype
     reduction: Reduction
     number: int
     what: str
     on_complete: Callable[[], None]
 
+    @property
+    def packing(self) -> Packing:
+        """How the result lies."""
+        return self.plan.packing
+
     def drop(self) -> None:
         """Forgets it without waiting: the others may have failed elsewhere, and never start it."""
-        axis = self.reducer.axis
-        axis.abandon(self.number)
-        axis.give_back(self.box)
+        self.axis.abandon(self.number)
+        self.axis.give_back(self.box)
         self.own.clear()
         self.on_complete()
 
@@ -177,24 +211,23 @@ class SharedReduction:
             DesyncError: A rank has started another collective in its place.
             PeerError: A rank has ended.
         """
-        axis, packing = self.reducer.axis, self.packing
+        axis, plan = self.axis, self.plan
         places = axis.await_started(self.number, self.what)
-        result = torch.empty(packing.row, dtype=self.dtype)
-        by_rank = [
-            self.own
-            if rank == axis.rank
-            else self.reducer.rows(rank, place, packing, self.own, self.dtype)
+        make = torch.zeros if plan.has_padding else torch.empty
+        result = make(plan.packing.row, dtype=plan.dtype)
+        parts = [
+            self.own if rank == axis.rank else plan.left_by(rank, place)
             for rank, place in enumerate(places)
         ]
-        totals = torch.split(result, list(packing.sizes))
-        for total, parts in zip(totals, zip(*by_rank, strict=True), strict=True):
-            numel = parts[0].numel()
-            if numel < len(total):
-                total[numel:].zero_()
-                total = total[:numel]  # noqa: PLW2901 - without its padding
-            torch.add(parts[0], parts[1], out=total)
-            for part in parts[2:]:
-                total += part  # noqa: PLW2901 - in place
+        totals = torch.split(result, list(plan.packing.sizes))
+        if plan.has_padding:
+            totals = tuple(
+                total[: own.numel()] for total, own in zip(totals, self.own, strict=True)
+            )
+        for total, first, second in zip(totals, parts[0], parts[1], strict=True):
+            torch.add(first, second, out=total)
+        for more in parts[2:]:
+            torch_private.foreach_add(list(totals), more)
         axis.give_back(self.box)
         self.own.clear()
         if self.reduction.scatter_op == ReduceOp.AVG:

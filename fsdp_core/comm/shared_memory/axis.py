@@ -253,9 +253,10 @@ _axes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryAxis | None] = (
 def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemoryAxis | None:
     """The axis of a group whose ranks share memory, made at the first call, which is collective.
 
-    None where they cannot, and for a group of one rank, which shares nothing.
+    None where they cannot, for a group of one rank, which shares nothing, and for one that is not of
+    gloo: ranks of the fake backend, for example, are not there.
     """
-    if group is None or group.size() == 1:
+    if group is None or group.size() == 1 or "gloo" not in dist.get_backend(group):
         return None
     if group not in _axes:
         _axes[group] = _connected(group)
