@@ -36,7 +36,13 @@ from fsdp_core.comm.owned import Owned
 from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
-from fsdp_core.comm.shared_memory import Counters, OutBox, SharedMemoryAxis, shared_memory_of
+from fsdp_core.comm.shared_memory import (
+    Counters,
+    OutBox,
+    SharedMemoryAxis,
+    elements_of,
+    shared_memory_of,
+)
 from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
@@ -85,6 +91,7 @@ __all__ = [
     "SymmetricReduceScatter",
     "Ticket",
     "collectives_on",
+    "elements_of",
     "keep_step",
     "lanes_for",
     "mesh_info_of",

@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Counters
+from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
 
 if TYPE_CHECKING:
@@ -141,18 +141,11 @@ class SharedSlices:
                 param.share_whole(None)
                 self._own_rows.append(self._row(rank, row))
                 continue
-            whole = torch.frombuffer(
-                common,
-                dtype=row.dtype,
-                count=row.numel * self._axis.size,
-                offset=row.whole_place,
-            )
-            param.share_whole(whole)
+            numel = row.numel * self._axis.size
+            param.share_whole(elements_of(common, row.whole_place, numel, row.dtype))
             # A storage of its own, so that whoever saves the slice saves nothing else.
             own_place = row.whole_place + rank * row.numel * row.dtype.itemsize
-            self._own_rows.append(
-                torch.frombuffer(common, dtype=row.dtype, count=row.numel, offset=own_place)
-            )
+            self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
         if common is not None:
             _guard_optimizers(self)
 
@@ -236,9 +229,7 @@ class SharedSlices:
         return tuple(rows)
 
     def _row(self, rank: int, row: _Row) -> torch.Tensor:
-        return torch.frombuffer(
-            self._segments[rank], dtype=row.dtype, count=row.numel, offset=row.place
-        )
+        return elements_of(self._segments[rank], row.place, row.numel, row.dtype)
 
     def _current_plan(self) -> _Plan:
         # What the user replaces, in another dtype for example, is taken over into another tensor.

@@ -133,6 +133,20 @@ def check_owned(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     assert all(map(torch.equal, *traces))
 
 
+@POLICIES
+def test_parameters_without_elements_take_part(gangs: Gangs, policy: SharedMemoryPolicy) -> None:
+    gangs(2).run(check_without_elements, policy)
+
+
+def check_without_elements(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    model = nn.Linear(4, 4)
+    model.extra = nn.Parameter(torch.empty(0, 4))
+    fully_shard(model, mesh=ctx.mesh, shared_memory=policy)
+    torch.autograd.backward(model(torch.ones(1, 4)).sum() + model.extra.sum())
+    assert model.extra.grad is not None
+    assert model.extra.grad.shape == (0, 4)
+
+
 def test_parameters_that_are_cast_are_not_one_copy_but_train_alike(gangs: Gangs) -> None:
     gangs(2).run(check_cast)
 

@@ -207,7 +207,7 @@ class SharedMemoryAxis:
 
     def view(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a rank's segment, 1D."""
-        return torch.frombuffer(self._segments[rank], dtype=dtype, count=numel, offset=place)
+        return elements_of(self._segments[rank], place, numel, dtype)
 
     def _all_reduced(self, count: int) -> bool:
         others = (c for rank, c in enumerate(self._counters) if rank != self.rank)
@@ -243,6 +243,13 @@ class SharedMemoryAxis:
                     rank,
                     what,
                 )
+
+
+def elements_of(segment: mmap.mmap, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a part of a segment, 1D, with a storage of its own."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)  # which no buffer can be the memory of
+    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=place)
 
 
 _axes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryAxis | None] = (
