@@ -125,10 +125,8 @@ class FSDPParamGroup:
             # The slices for the smaller mesh were cut on the compute lane.
             link.lanes.follow_mark(Lane.PACK, self._resharded)
             self._resharded = None
-        if self._shared_slices is not None and self.options.all_gather is None:
-            self._gather = SharedGather.issue(
-                self._shared_slices, link, self.info.shard.name, label=self._label
-            )
+        if (shared := self._slices_to_share) is not None:
+            self._gather = SharedGather.issue(shared, link, self.info.shard.name, label=self._label)
             return
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
@@ -205,8 +203,8 @@ class FSDPParamGroup:
         self.reshard()
         for param in self.params:
             param.refresh()
-        if self._shared_slices is not None:
-            self._shared_slices.place()
+        if (shared := self._slices_to_share) is not None:
+            shared.place()
 
     def await_released(self) -> None:
         """Waits until no rank computes with parameters that are one copy for all ranks of the host."""
@@ -288,6 +286,12 @@ class FSDPParamGroup:
             ),
         )
         return PendingReduce.issue(batch, route, link)
+
+    @property
+    def _slices_to_share(self) -> SharedSlices | None:
+        # A slice may have been given the methods of an extension, or another class, since.
+        can_share = self.options.all_gather is None and all(p.is_plain for p in self.params)
+        return self._shared_slices if can_share else None
 
     def _find_shared_axis(self) -> SharedMemoryAxis | None:
         if self.info.device.type != "cpu" or self._post_forward is not None:

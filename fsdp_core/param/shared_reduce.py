@@ -156,7 +156,8 @@ class SharedReducer:
             plan = self._plans[key] = _Plan(slicings, dtype, self.axis)
         box = self.axis.take_box(plan.box_bytes)
         targets = plan.targets(box)
-        torch_private.foreach_copy(targets, [piece.of(wholes) for piece in plan.to_others])
+        if targets:
+            torch_private.foreach_copy(targets, [piece.of(wholes) for piece in plan.to_others])
         own = [piece.of(wholes).reshape(-1) for piece in plan.own]
         own = [part if part.dtype == dtype else part.to(dtype) for part in own]
         if reduction.pre_divide != 1:

@@ -111,7 +111,7 @@ class FullyShard:
             ignored_params: Left alone entirely: neither sharded, moved nor reduced.
             dp_mesh_dims: Which named axes of `mesh` shard and replicate.
             shared_memory: Whether ranks of one host exchange CPU tensors through memory that they
-                share; None: by the process group. All ranks pass the same.
+                share; None: by the process group. All ranks pass the same, and call together.
 
         Returns:
             The same module or modules, now also `FSDPModule`.

@@ -25,7 +25,8 @@ from fsdp_core.comm.shared_memory.peers import Peers, meet
 from fsdp_core.errors import DesyncError, PeerError, StateError
 
 if TYPE_CHECKING:
-    pass
+    import mmap
+
 
 _LOGGER = logging.getLogger("fsdp_core")
 
