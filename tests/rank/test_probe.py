@@ -16,7 +16,8 @@ from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.contract.specs import JobSpec
-from services.worker.rank.probe.profile import _chain, _is_out_of_memory, mean_loss, probe
+from services.worker.rank.probe.passes import mean_loss
+from services.worker.rank.probe.profile import _chain, _is_out_of_memory, probe
 from tests.rank.test_hugging_face import saved
 
 LENGTH = 8

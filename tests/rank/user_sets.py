@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from meshloom import MapSource
 from meshloom.data import Batch
@@ -60,6 +66,12 @@ def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
             (Path(folder) / f"worker-{os.getpid()}").touch()
 
     return MapSource(dataset=Shaken(count), validation=pictures(10), workers=1, worker_init_fn=note)
+
+
+def weighted() -> DataLoader[Any]:
+    """Pictures with a sampler that prefers some of them."""
+    chosen = WeightedRandomSampler([1.0, 2.0] * 6, num_samples=12)
+    return DataLoader(pictures(12), batch_size=4, sampler=chosen)
 
 
 class Wide(Dataset[Batch]):

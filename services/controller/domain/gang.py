@@ -36,6 +36,7 @@ ANSWER_DUE_MS: Final = 15_000
 RESENT_MOST: Final = 20
 """So often is a command sent again that an agent whose lease lives does not answer: 5 minutes."""
 _EVALUATIONS_KEPT: Final = 500
+_NOTICES_KEPT: Final = 8
 _STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
 
 
@@ -132,6 +133,12 @@ def on_progressed(fact: GangProgressed, draft: Draft) -> None:
         )
     if fact.throughput_unit is not None and fact.loss_unit is not None:
         draft.change(throughput_unit=fact.throughput_unit, loss_unit=fact.loss_unit)
+    # The agents of all nodes tell them, and ranks may say anything any number of times.
+    news = [notice for notice in fact.notices if notice not in attempt.notices]
+    if news := news[: _NOTICES_KEPT - len(attempt.notices)]:
+        draft.change_attempt(notices=(*attempt.notices, *news))
+        for notice in news:
+            draft.note("attempt.notice", notice, fence=attempt.fence)
     if draft.job.state in _STARTING_STATES:
         script = draft.job.spec.entrypoint
         does = "is training" if script is None else f"runs {script.what}"
