@@ -226,6 +226,9 @@ def test_a_loader_gives_all_but_its_order() -> None:
     assert torch.equal(batch, feed_of(Numbers(10), Share(4, 0, 1), 5).share(1) * 2)
 
 
+ODD = WeightedRandomSampler([1.0] * 10, 10)
+
+
 class Pairs(BatchSampler):
     """Batches as only this class joins them."""
 
@@ -238,11 +241,14 @@ class Pairs(BatchSampler):
         ({"batch_size": None}, None),
         ({"sampler": DistributedSampler(Numbers(10), 2, 0)}, None),
         ({"sampler": SubsetRandomSampler([1, 2])}, "SubsetRandomSampler"),
-        ({"sampler": RandomSampler(Numbers(10), True, 99)}, "RandomSampler of 99 samples"),
-        ({"sampler": [3, 1, 2]}, "list"),
-        ({"batch_sampler": Pairs(SequentialSampler(Numbers(10)), 2, False)}, "Pairs"),
         (
-            {"batch_sampler": BatchSampler(WeightedRandomSampler([1.0] * 10, 10), 2, False)},
+            {"sampler": RandomSampler(Numbers(10), replacement=True, num_samples=99)},
+            "RandomSampler of 99 samples",
+        ),
+        ({"sampler": [3, 1, 2]}, "list"),
+        ({"batch_sampler": Pairs(SequentialSampler(Numbers(10)), 2, drop_last=False)}, "Pairs"),
+        (
+            {"batch_sampler": BatchSampler(ODD, 2, drop_last=False)},
             "WeightedRandomSampler",
         ),
     ],
