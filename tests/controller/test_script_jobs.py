@@ -117,3 +117,15 @@ def test_a_script_has_a_plan_of_its_ranks_alone_and_is_judged_by_its_name() -> N
     (fault,) = against_the_rules(told, EntryPoints(("runs",)))
     assert isinstance(fault, Fault)
     assert fault.pointer == "/entrypoint/args/0"
+
+
+def test_what_ranks_say_has_no_effect_is_an_event_once_and_bounded() -> None:
+    job = started()
+    told = [progressed(job, step=1).model_copy(update={"notices": ("a", "b")})] * 2
+    decision = play(job, told)
+    assert [n.message for n in decision.notes if n.kind == "attempt.notice"] == ["a", "b"]
+    more = tuple(str(number) for number in range(20))
+    later = play(decision.job, [progressed(job).model_copy(update={"notices": more})])
+    assert len(later.notes) == 6
+    again = play(later.job, [progressed(job).model_copy(update={"notices": ("new",)})])
+    assert again.notes == ()

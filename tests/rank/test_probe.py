@@ -240,7 +240,10 @@ SETS = "tests.rank.user_sets"
             r"data: sample 7 \(number \d+ of the job\) is the first .* not finite; the loss .* is nan",
         ),
         (
-            {"data": at("stdlib_bytes", seq_len=8), "model": at("decoder", dim=16, vocab=200)},
+            {
+                "data": at("stdlib_bytes", seq_len=8),
+                "model": at("decoder", dim=16, heads=2, vocab=200),
+            },
             r"data\.args: the tokenizer has 256 tokens, and the model embeds 200; model\.args must",
         ),
     ],
