@@ -124,6 +124,7 @@ def test_what_ranks_say_has_no_effect_is_an_event_once_and_bounded() -> None:
     told = [progressed(job, step=1).model_copy(update={"notices": ("a", "b")})] * 2
     decision = play(job, told)
     assert [n.message for n in decision.notes if n.kind == "attempt.notice"] == ["a", "b"]
+    assert decision.job.reason == "attempt 1 runs train.py; a; b"
     more = tuple(str(number) for number in range(20))
     later = play(decision.job, [progressed(job).model_copy(update={"notices": more})])
     assert len(later.notes) == 6

@@ -115,7 +115,7 @@ def test_tokens_that_are_predicted_well_are_counted_as_the_loss_counts_them() ->
     assert next_token_accuracy(logits, tokens)["accuracy"] == pytest.approx(5 / 8)
     labels = torch.tensor([[9, 1, -100, 3], [9, -100, -100, 0]])
     masked = {"input_ids": labels.clamp(0), "labels": labels}
-    assert next_token_accuracy(logits, masked)["accuracy"] == pytest.approx(1 / 3)
+    assert next_token_accuracy(logits, masked)["accuracy"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_metrics_that_cannot_be_say_why(
     base = measuring(of(spec, *EQUAL[0]), "accuracy").model_dump()
     if "model" in changed:
         base = measuring(spec(model=changed["model"] | {"args": {}}), "accuracy").model_dump()
-    attempt = ranks.start(JobSpec.model_validate({**base, **changed}), 1)
+    attempt = ranks.start(JobSpec.model_validate({**base, **changed}), 1, units=())
     assert attempt.ended() == [1]
     (failure,) = attempt.of_kind(0, RankFailed)
     assert re.search(message, failure.error), failure.error

@@ -133,16 +133,24 @@ def on_progressed(fact: GangProgressed, draft: Draft) -> None:
         )
     if fact.throughput_unit is not None and fact.loss_unit is not None:
         draft.change(throughput_unit=fact.throughput_unit, loss_unit=fact.loss_unit)
-    # The agents of all nodes tell them, and ranks may say anything any number of times.
-    news = [notice for notice in fact.notices if notice not in attempt.notices]
-    if news := news[: _NOTICES_KEPT - len(attempt.notices)]:
-        draft.change_attempt(notices=(*attempt.notices, *news))
-        for notice in news:
-            draft.note("attempt.notice", notice, fence=attempt.fence)
     if draft.job.state in _STARTING_STATES:
         script = draft.job.spec.entrypoint
         does = "is training" if script is None else f"runs {script.what}"
         draft.move(JobState.RUNNING, f"attempt {attempt.fence} {does}")
+    _take_notices(draft, attempt, fact.notices)
+
+
+def _take_notices(draft: Draft, attempt: Attempt, notices: Sequence[str]) -> None:
+    # The agents of all nodes tell them, and ranks may say anything any number of times.
+    news = [notice for notice in notices if notice not in attempt.notices]
+    news = news[: _NOTICES_KEPT - len(attempt.notices)]
+    if not news:
+        return
+    draft.change_attempt(notices=(*attempt.notices, *news))
+    if draft.job.state == JobState.RUNNING:
+        draft.change(reason="; ".join([draft.job.reason or "", *news]))
+    for notice in news:
+        draft.note("attempt.notice", notice, fence=attempt.fence)
 
 
 def on_ended(fact: GangEnded, draft: Draft) -> None:

@@ -92,9 +92,12 @@ def loss_of(
 
 def _measured(measured: UserMetrics, output: object, batch: Batch) -> Mapping[str, torch.Tensor]:
     with torch.no_grad():
-        found = measured(output, batch)
-    is_dict = isinstance(found, Mapping) and "loss" not in found
-    if not is_dict or any(torch.as_tensor(each).numel() != 1 for each in found.values()):
+        found: object = measured(output, batch)
+    if (
+        not isinstance(found, Mapping)
+        or "loss" in found
+        or any(torch.as_tensor(each).numel() != 1 for each in found.values())
+    ):
         raise LossError(
             "evaluation.metrics: it must return a dict of numbers by name, each the mean over the batch, "
             f"and none of them called 'loss'; this is {_shown(found)}"
