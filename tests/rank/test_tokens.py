@@ -133,9 +133,9 @@ def test_a_file_that_was_changed_is_found_unless_it_is_not_to_be_read(shards: Pa
     file = shards / "00002.bin"
     written = file.read_bytes()
     file.write_bytes(written[::-1])
-    for args in ({}, {"verify": True}):
+    for verify in (None, True):
         with pytest.raises(TokenShardError, match=r"00002\.bin has SHA-256 .*; the index says"):
-            rows(shards, 4, **args)
+            rows(shards, 4, verify=verify)
     assert rows(shards, 4, verify=False)
     file.write_bytes(written)
     assert rows(shards, 4, verify=True)
