@@ -40,6 +40,7 @@ from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.data import batches
+from services.worker.rank.data.checks import VocabularyError, check_tokenizer
 from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.share import Share
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
@@ -62,13 +63,14 @@ _REAL_BYTES: Final = 1 << 30
 class _Course:
     """What is looked at: which ``part`` of the spec, and how to make it for real while it is made.
 
-    ``model``: as it was built last, without values.
+    ``model``: as it was built last, without values. ``tokenizer_size``: that of the data, if it says it.
     """
 
     part: str = "spec"
     for_real: Callable[[], object] | None = None
     is_a_pass: bool = False
     model: nn.Module | None = None
+    tokenizer_size: int | None = None
 
     @contextlib.contextmanager
     def making(self, for_real: Callable[[], object], *, is_a_pass: bool = False) -> Iterator[None]:
@@ -100,6 +102,7 @@ def probe(seat: ProbeSeat) -> ModelProbed:
         _bind(seat, course)
         sample, first = _samples(seat, course)
         course.part = "model"
+        course.tokenizer_size = first.tokenizer_size
         profile = _profile(seat, sample, course)
         _check(first, seat, course)
         course.part = "optimizer"
@@ -234,6 +237,7 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
             model = course.model = built(trainable)
         if model is None:
             raise NotFollowedError("the probe does not follow several models in one trainable")
+        check_tokenizer(course.tokenizer_size, model)
         if trainable.steps_itself:
             raise NotFollowedError("the probe does not follow a trainable that steps itself")
         builders[model] = trainable
@@ -298,7 +302,7 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
         return ProbeFailure(code="out_of_memory", reason=advice, traceback=traceback)
     if isinstance(error, PlanError):
         return ProbeFailure(code="refused", reason=str(error))
-    if isinstance(error, registry.FactoryError | SampleError):
+    if isinstance(error, registry.FactoryError | SampleError | VocabularyError):
         return ProbeFailure(code="wrong_spec", reason=str(error))
     again = None
     if course.for_real is not None:
