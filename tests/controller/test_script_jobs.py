@@ -130,3 +130,9 @@ def test_what_ranks_say_has_no_effect_is_an_event_once_and_bounded() -> None:
     assert len(later.notes) == 6
     again = play(later.job, [progressed(job).model_copy(update={"notices": ("new",)})])
     assert again.notes == ()
+
+
+def test_a_script_that_tells_no_samples_has_no_speed() -> None:
+    for told, shown in ((0.0, None), (3.0, 3.0)):
+        record = StepRecord(step=1, fence=1, loss=1.0, tokens_per_s=told, step_time_s=0.5)
+        assert measure(reporting(), [record], {}).tokens_per_s == shown

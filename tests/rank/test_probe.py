@@ -262,11 +262,14 @@ def test_samples_by_which_nothing_is_learnt_are_held_against_the_spec(
     [
         {"data": at(f"{SETS}:Wide"), "model": at(f"{MODELS}:Hashed")},
         {"data": at("stdlib_bytes", seq_len=8), "model": at(f"{MODELS}:Hashed")},
-        {
-            "data": at(f"{SETS}:spoilt", kind="nan"),
-            "loss": at("cross_entropy"),
-            "model": at(f"{VISION}:FillsGaps"),
-        },
+        *(
+            {
+                "data": at(f"{SETS}:spoilt", kind=kind),
+                "loss": at("cross_entropy"),
+                "model": at(f"{VISION}:FillsGaps"),
+            }
+            for kind in ("nan", "double")
+        ),
     ],
 )
 def test_what_a_model_does_with_unusual_samples_is_its_own(wishes: dict[str, JsonValue]) -> None:

@@ -86,9 +86,9 @@ class Wide(Dataset[Batch]):
 
 
 def spoilt(kind: str) -> Dataset[Any]:
-    """Pictures in bytes, or with a number that is none in sample 7."""
+    """Pictures in bytes or in float64, or with a number that is none in sample 7."""
     pixels, labels = pictures(12).tensors
     if kind == "nan":
         pixels[7, 2] = torch.nan
         return TensorDataset(pixels, labels)
-    return TensorDataset(pixels.to(torch.uint8), labels)
+    return TensorDataset(pixels.to(torch.float64 if kind == "double" else torch.uint8), labels)

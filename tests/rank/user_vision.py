@@ -66,10 +66,10 @@ class Classifier(nn.Module):
 
 
 class FillsGaps(Classifier):
-    """Takes what is no number for a missing pixel."""
+    """Takes pixels of any dtype, and what is no number for a missing one."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return super().forward(pixels.nan_to_num())
+        return super().forward(pixels.float().nan_to_num())
 
 
 class OfPictures(Classifier):

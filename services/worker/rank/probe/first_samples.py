@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from meshloom.data import Batch
-from services.worker.rank.data.batches import map_tensors
+from services.worker.rank.data.batches import map_tensors, tensors_of
 from services.worker.rank.data.checks import (
     Doubt,
     beyond_embedding,
+    described,
     embedded_tokens,
     not_finite,
     tokens_of,
@@ -25,6 +26,10 @@ from services.worker.rank.data.source import DataError, Feed
 from services.worker.rank.process.host_memory import lacks_host_memory
 
 _MOST: Final = 16
+_DOUBLES: Final = (
+    "data: the model does not take float64, of which its batches are, {batch}; have the data set give "
+    "the dtypes that the model computes with, such as float32"
+)
 
 
 class SampleError(DataError):
@@ -39,24 +44,27 @@ class FirstSamples:
         batch: The samples.
         names: Of each, in words.
         tokenizer_size: How many tokens there may be in others; None: it is not known.
+        is_cast: Whether the engine casts them to what it computes with.
     """
 
     batch: Batch
     names: tuple[str, ...]
     tokenizer_size: int | None
+    is_cast: bool
 
     @classmethod
-    def of(cls, feed: Feed, of_a_rank: int) -> "FirstSamples":
+    def of(cls, feed: Feed, of_a_rank: int, *, is_cast: bool) -> "FirstSamples":
         """Those of a feed.
 
         Args:
             feed: Of one rank.
             of_a_rank: How many the ranks of the job take at once, at least: so many make one batch.
+            is_cast: Whether the engine casts what the model is called with.
         """
         count = max(1, min(_MOST, of_a_rank))
         batch = feed.sample(count)
         names = tuple(feed.origin(1, place) for place in range(count))
-        return cls(batch, names, feed.tokenizer_size)
+        return cls(batch, names, feed.tokenizer_size, is_cast)
 
 
 def check(first: FirstSamples, model: nn.Module, train: Callable[[Batch], torch.Tensor]) -> None:
@@ -86,6 +94,11 @@ def _doubts(first: FirstSamples, model: nn.Module) -> Iterator[tuple[Batch, str]
     for doubt in (not_finite(batch), beyond_embedding(batch, model)):
         if doubt is not None:
             yield batch, _told(doubt, first.names)
+    # Tensors without values are taken for those of the other dtype, so following the model shows nothing.
+    has_doubles = any(each.dtype == torch.float64 for each in tensors_of(batch))
+    computes_so = any(each.dtype == torch.float64 for each in model.parameters())
+    if has_doubles and not computes_so and not first.is_cast:
+        yield batch, _DOUBLES.format(batch=described(batch))
     said = too_few(first.tokenizer_size, embedded)
     if said is not None and first.tokenizer_size is not None:
         yield _with_token(batch, first.tokenizer_size - 1), said

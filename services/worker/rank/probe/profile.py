@@ -167,13 +167,14 @@ def _samples(seat: ProbeSeat, course: _Course) -> tuple[Batch, FirstSamples]:
     course.part = "data"
 
     of_a_rank = spec.train.global_batch // spec.worlds[-1]
+    is_cast = any(each.param_dtype in {"bf16", "fp16"} for each in seat.question.conditions)
 
     def taken() -> tuple[Batch, FirstSamples]:
         share = Share(spec.train.global_batch, 0, 1)
         with contextlib.closing(feed_of(make(), share, spec.train.seed)) as feed:
             sample = feed.sample()
             batches.rows(sample)
-            return sample, FirstSamples.of(feed, of_a_rank)
+            return sample, FirstSamples.of(feed, of_a_rank, is_cast=is_cast)
 
     with course.making(taken):
         return taken()
