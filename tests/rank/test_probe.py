@@ -241,6 +241,14 @@ SETS = "tests.rank.user_sets"
         ),
         (
             {
+                "data": at(f"{SETS}:spoilt", kind="double"),
+                "loss": at("cross_entropy"),
+                "model": at(f"{VISION}:Classifier"),
+            },
+            r"data: the model does not take float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
+        ),
+        (
+            {
                 "data": at("stdlib_bytes", seq_len=8),
                 "model": at("decoder", dim=16, heads=2, vocab=200),
             },
