@@ -2,6 +2,8 @@
 
 import pytest
 
+from services.cli.app import _best
+from services.cli.spec_file import read_model
 from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.messages.facts import Evaluated
 from services.contract.requests import JobPatch
@@ -111,6 +113,22 @@ def test_who_keeps_no_best_any_more_retires_them_at_once() -> None:
 def test_before_its_first_attempt_a_job_may_keep_the_best_by_any_metric() -> None:
     job = play(new_job(), [ask(checkpoint={"keep_best": {"metric": "f1"}})]).job
     assert job.spec.checkpoint.keep_best == KeepBestSpec(metric="f1")
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        ("f1:max:2", {"metric": "f1", "mode": "max", "count": 2}),
+        ("f1", {"metric": "f1"}),
+        ("::3", {"count": 3}),
+        ("none", None),
+    ],
+)
+def test_the_command_line_says_which_are_best_in_one_word(
+    typed: str, asked: dict[str, object] | None
+) -> None:
+    wanted = read_model(JobPatch, {"checkpoint": {"keep_best": _best(typed)}})
+    assert wanted == JobPatch.model_validate({"checkpoint": {"keep_best": asked}})
 
 
 def evaluated(job: Job, step: int, metrics: dict[str, float | None]) -> Evaluated:

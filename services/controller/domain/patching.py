@@ -70,7 +70,7 @@ def _unknown_metric(job: Job, after: JobSpec) -> list[Fault]:
     had = f"they gave {', '.join(sorted(given))}" if given else "there was none"
     detail = (
         f"checkpoint.keep_best.metric: no evaluation of the job has had {wanted.metric} so far ({had}); "
-        "name one of these, or clone the job"
+        "name one that there is, or clone the job"
     )
     return [Fault(pointer="/checkpoint/keep_best/metric", detail=detail, code="unknown_metric")]
 
