@@ -136,7 +136,7 @@ class MeshloomCallback(TrainerCallback):
 
 def _samples(args: TrainingArguments) -> int:
     """Of a step, over all ranks."""
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -113,6 +113,8 @@ class AddressedFeed:
         share: This rank's part of each step.
     """
 
+    notices: Sequence[str] = ()
+
     def __init__(self, source: DataSource, share: Share) -> None:
         self._source = source
         self._indices = share.places
@@ -131,11 +133,6 @@ class AddressedFeed:
     def description(self) -> str:
         """That the source decides."""
         return "samples that follow from the step"
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """None."""
-        return ()
 
     @property
     def tokenizer_size(self) -> int | None:

@@ -264,6 +264,7 @@ class StreamFeed:
     """
 
     manifest: str | None = None
+    notices: Sequence[str] = ()
 
     def __init__(
         self, source: IterableSource, share: Share, seed: int, validation: Sequence[Batch] = ()
@@ -279,7 +280,6 @@ class StreamFeed:
                 f"data.factory: the {type(source.dataset).__name__} is empty; it gave no sample"
             )
         self._first = first
-        # While nothing that is drawn is missed.
         self._sample = self._joined(first[:1], 1)
         self._digest = _digest(source, first)
 
@@ -296,11 +296,6 @@ class StreamFeed:
             "a stream that every rank reads, each for its own places; a run that goes on from a "
             f"checkpoint {finds}, and sees the same samples if it gives the same again"
         )
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """None."""
-        return ()
 
     @property
     def tokenizer_size(self) -> int | None:
