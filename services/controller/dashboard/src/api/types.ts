@@ -218,6 +218,11 @@ export interface MetricsSpec {
   mlflow: MlflowSpec | null;
 }
 
+export interface EvaluationSpec {
+  metrics: Factory;
+  at_steps: boolean;
+}
+
 export interface JobSpec {
   name: string;
   entrypoint: EntryPoint | null;
@@ -229,6 +234,7 @@ export interface JobSpec {
   optimizer: OptimizerSpec;
   schedule: Factory;
   train: TrainSpec;
+  evaluation: EvaluationSpec | null;
   resources: ResourceSpec;
   mesh: MeshSpec | "auto";
   plan: Record<string, unknown> | "auto" | "default";
