@@ -50,8 +50,8 @@ class Forkers:
     async def launch(self, fence: int, **wishes: JsonValue) -> Crew:
         command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **wishes})
         crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
-        for pipe in crew.pipes.values():
-            pipe.close()
+        for left in (*crew.pipes.values(), *crew.boards.values()):
+            left.close()
         return crew
 
     async def warm(self) -> psutil.Process:

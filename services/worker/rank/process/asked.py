@@ -97,7 +97,7 @@ def _see_to_its_end(child: int) -> NoReturn:
     with contextlib.suppress(ChildProcessError):
         while left := children():
             for each in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(each, signal.SIGKILL)
             os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(status)
