@@ -48,6 +48,7 @@ WORDS = {
     "child writes on": "left with exit code 7",
     "name": "rank 1 wrote a line to its pipe that is no message: Invalid JSON",
     "traced": "left with exit code 7",
+    "traced by its parent": "ended by SIGKILL",
     "traced at its end": "left with exit code 7",
     **dict.fromkeys(
         (

@@ -78,7 +78,7 @@ def running(program: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
 
 def test_a_process_whose_name_is_no_text_is_looked_at_as_any_other() -> None:
     with running(NAMED) as (process, _):
-        assert process_state(process.pid) == "S"
+        until(lambda: process_state(process.pid) == "S")
         assert not is_dying(process.pid)
         process.kill()
         until(lambda: is_dying(process.pid))

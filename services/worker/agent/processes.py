@@ -20,7 +20,8 @@ _DIES_WITHIN_S: Final = 5.0
 _PF_EXITING: Final = 0x4
 _FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
 _MOST_ENVIRONMENT: Final = 8 << 20
-_TRACER: Final = b"TracerPid:"
+_ITS_PARENT: Final = re.compile(rb"^PPid:\s*(\d+)$", re.MULTILINE)
+_ITS_TRACER: Final = re.compile(rb"^TracerPid:\s*(\d+)$", re.MULTILINE)
 
 
 class ProcessHandle:
@@ -67,7 +68,7 @@ def is_dying(pid: int) -> bool:
     The kernel marks a process as exiting before it closes its sockets: a peer that saw the
     connection break is always later than this mark.
     """
-    state, *fields = _stat(pid) or "X"
+    state, *fields = _stat(pid) or ["X"]
     return state in "ZX" or bool(int(fields[_FLAGS_FIELD - 1]) & _PF_EXITING)
 
 
@@ -80,7 +81,8 @@ def kill_tracers(pid: int) -> list[int]:
     """SIGKILL whoever traces a thread of this process, and their tracers; answers whom.
 
     A dead process that somebody traces is reaped once its tracer has looked at it, which may be never:
-    what a rank started can so keep the rank from being reaped, and its gang from ending.
+    what a rank started can so keep the rank from being reaped, and its gang from ending. Its parent,
+    which a process can make its tracer, reaps it all the same, and is spared.
     """
     killed: list[int] = []
     held = [pid]
@@ -147,9 +149,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def _tracers(pid: int) -> set[int]:
-    found = set()
+    found: set[int] = set()
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         with contextlib.suppress(OSError):
-            lines = status.read_bytes().splitlines()
-            found.update(int(line[len(_TRACER) :]) for line in lines if line.startswith(_TRACER))
+            said = status.read_bytes()
+            parents = {int(parent) for parent in _ITS_PARENT.findall(said)}
+            found |= {int(tracer) for tracer in _ITS_TRACER.findall(said)} - parents
     return found - {0}

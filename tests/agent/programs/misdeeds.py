@@ -22,6 +22,7 @@ _Deed = Callable[[RankSeat, PipeEnd], None]
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd16q")
 _PR_SET_NAME: Final = 15
 _PR_SET_PTRACER: Final = 0x59616D61
+_PTRACE_TRACEME: Final = 0
 _PTRACE_SEIZE: Final = 0x4206
 _PTRACE_O_TRACEEXIT: Final = 0x40
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -170,10 +171,12 @@ def _hands_over_what_takes_an_hour_to_close(_: RankSeat, pipe: PipeEnd) -> None:
         while True:
             lingering.send(bytes(1 << 20))
     try:
-        with socket.socket(fileno=os.dup(pipe.writing)) as channel:
-            socket.send_fds(channel, [_EVALUATED % 3], [lingering.fileno()])
-    except OSError:  # it is no socket
+        channel = socket.socket(fileno=os.dup(pipe.writing))
+    except OSError:  # it is none
         os._exit(7)
+    # So much before it that its agent does not read it before it is closed here.
+    channel.sendall(_EVALUATED % 3 * 700)
+    socket.send_fds(channel, [_EVALUATED % 3], [lingering.fileno()])
     lingering.close()
     threading.Event().wait()
 
@@ -223,6 +226,17 @@ def _is_traced(options: int) -> _Deed:
     return leave
 
 
+def _makes_its_parent_its_tracer(_seat: RankSeat, _: PipeEnd) -> None:
+    rank = os.getpid()
+    if os.fork() == 0:
+        while b"State:\tt" not in Path(f"/proc/{rank}/status").read_bytes():
+            os.sched_yield()
+        os.kill(rank, signal.SIGKILL)
+        os._exit(0)
+    _libc.ptrace(_PTRACE_TRACEME, 0, 0, 0)
+    os.kill(rank, signal.SIGUSR1)
+
+
 MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "phase": _board(phase=99),
     "unit": _board(unit=-7),
@@ -256,5 +270,6 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "log replaced": _puts_a_pipe_in_place_of_its_log,
     "name": _calls_itself_what_is_no_text,
     "traced": _is_traced(0),
+    "traced by its parent": _makes_its_parent_its_tracer,
     "traced at its end": _is_traced(_PTRACE_O_TRACEEXIT),
 }

@@ -129,7 +129,8 @@ class WarmProcess:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                if pid in self._ranks:
+                # One that has made this process its tracer is told of when it stops, too.
+                if pid in self._ranks and not os.WIFSTOPPED(status):
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
         # Whatever mark or session they have; their own children come here in turn.
