@@ -88,6 +88,7 @@ class GangTelemetry:
         self._metrics: deque[MetricRecord] = deque(maxlen=_METRICS_HELD)
         self._metric_names: dict[str, None] = {}
         self._last_step: int | None = None
+        self._has_gaps = False
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
 
@@ -218,7 +219,9 @@ class GangTelemetry:
         for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
-            if apart > 1 and self._seats[0].spec.entrypoint is None:
+            is_gap = apart > 1 and self._seats[0].spec.entrypoint is None
+            if is_gap and not self._has_gaps:  # once: a rank can write any numbers, at any rate
+                self._has_gaps = True
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
