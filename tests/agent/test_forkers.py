@@ -112,6 +112,26 @@ def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
     asyncio.run(run())
 
 
+def test_a_folder_where_the_template_listens_keeps_no_template_from_starting(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            warm = await made.warm()
+            template = warm.parent()
+            assert template is not None
+            place = made.folder.template_socket
+            place.unlink()
+            (place / "deep").mkdir(parents=True)
+            template.kill()
+            warm.kill()
+            await made.ends.get()
+            assert not is_gone((await made.launch(1)).pids[0])
+            assert place.is_socket()
+
+    asyncio.run(run())
+
+
 def test_a_stopped_warm_process_ends_with_its_ranks_though_nobody_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ _PLAIN_NAME: Final = re.compile(
     r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
 )
 _MOST_FILES: Final = 32
+_MOST_HEADER: Final = 100_000_000
 _MOST_RUNS: Final = 1 << 28
 _ITEM_BYTES: Final = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -172,10 +173,7 @@ def _contents(
     for shard in manifest.shards:
         content = _verified(folder, shard, stack)
         header_bytes = int.from_bytes(content[:8], "little")
-        header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
-        about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
-        if not isinstance(about, dict) or about.get("version") != 1:
-            raise IncompleteError(f"{shard.name} was not written by version 1 of this format")
+        header, about = _said(shard.name, content, header_bytes)
         for name, entry in header.items():
             if name.startswith(_FILE) and len(beside) < _MOST_FILES:
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
@@ -195,6 +193,19 @@ def _contents(
     if not kinds[_MODEL]:
         raise IncompleteError("the shards hold no tensor of a model")
     return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
+
+
+def _said(
+    shard: str, content: memoryview, header_bytes: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a shard says of its arrays, and of the boxes that they are."""
+    if header_bytes > _MOST_HEADER:
+        raise IncompleteError(f"{shard} has a header of {header_bytes} bytes")
+    header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
+    about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
+    if not isinstance(about, dict) or about.get("version") != 1:
+        raise IncompleteError(f"{shard} was not written by version 1 of this format")
+    return header, about
 
 
 def _add(tensors: dict[str, Whole], name: str, whole: Whole, piece: Piece) -> None:
