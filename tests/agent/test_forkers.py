@@ -50,8 +50,10 @@ class Forkers:
     async def launch(self, fence: int, **wishes: JsonValue) -> Crew:
         command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **wishes})
         crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
-        for left in (*crew.pipes.values(), *crew.boards.values()):
-            left.close()
+        for pipe in crew.pipes.values():
+            pipe.close()
+        for board in crew.boards.values():
+            board.close()
         return crew
 
     async def warm(self) -> psutil.Process:

@@ -222,12 +222,14 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
         IncompleteError: It does not lie within its tensor, has not its content, or so many rows that
             they are not written in any time.
     """
-    lies_within = len(whole.shape) == len(piece.shape) == len(piece.offsets) and all(
-        isinstance(n, int)
-        and isinstance(o, int)
-        and isinstance(size, int)
-        and 0 <= o <= n - size <= n
-        for n, o, size in zip(whole.shape, piece.offsets, piece.shape, strict=True)
+    numbers = [*whole.shape, *piece.offsets, *piece.shape]
+    lies_within = (
+        all(type(number) is int for number in numbers)
+        and len(whole.shape) == len(piece.shape) == len(piece.offsets)
+        and all(
+            0 <= offset <= extent - size <= extent
+            for extent, offset, size in zip(whole.shape, piece.offsets, piece.shape, strict=True)
+        )
     )
     item_bytes = _ITEM_BYTES.get(whole.dtype)
     if not lies_within or item_bytes is None:
