@@ -114,15 +114,6 @@ class BoardSnapshot:
     completed: Sequence[int] = field(default=(0,) * MAX_GROUPS)
 
 
-def make_room_for_board(path: Path) -> None:
-    """Make the file of a board whose rank is not there yet: then the rank will not lack room.
-
-    Raises:
-        OSError: There is no room for it.
-    """
-    os.close(_with_room(path))
-
-
 def _with_room(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _NEW_FILE)
     try:
@@ -251,6 +242,17 @@ class BoardReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+
+    @classmethod
+    def make(cls, path: Path) -> Self:
+        """Make the file of a board whose rank is not there yet, and open it: it is empty.
+
+        So the rank will not lack room, and whatever it does with the file's name, this is its board.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        return cls(_with_room(path))
 
     @classmethod
     def open(cls, path: Path) -> Self:

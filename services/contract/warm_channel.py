@@ -1,8 +1,8 @@
 """What an agent says to its template and its warm process, and they to it, over unix sockets.
 
 One JSON object a line, both ways. Descriptors travel with the line that says how many it has
-(SCM_RIGHTS): a warm process's channel and lifeline; the rank's end of its pipe, for rank 0 the
-bound rendezvous socket, and a file without a name that holds the rank's secrets. For every rank
+(SCM_RIGHTS): a warm process's channel and lifeline; the two of the rank's end of its pipe, for rank 0
+the bound rendezvous socket, and a file without a name that holds the rank's secrets. For every rank
 begins with a copy of what the warm process has read, and the secrets of other jobs must not be in it.
 """
 
@@ -79,7 +79,7 @@ class ForkRank(_WarmMessage):
 
     kind: Literal["fork_rank"] = "fork_rank"
     seat: RankSeat
-    descriptors: int = Field(ge=1, le=3)
+    descriptors: int = Field(ge=2, le=4)
     has_secrets: bool = False
 
 
@@ -131,7 +131,7 @@ class _UnreadFork(BaseModel):
 
     kind: Literal["fork_rank"]
     seat: _UnreadSeat
-    descriptors: int = Field(ge=1, le=3)
+    descriptors: int = Field(ge=2, le=4)
 
 
 class WarmChannel:

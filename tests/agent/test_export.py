@@ -4,11 +4,13 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 from services.contract.commit_chain import CommitChain
 from services.contract.ids import checkpoint_id
 from services.contract.manifests import AttemptOpened, Manifest, ShardFile
-from services.worker.agent.export import ExportOutcome, run_length, runs
+from services.worker.agent import export as exporting
+from services.worker.agent.export import ExportOutcome, IncompleteError, run_length, runs
 from tests.agent.conftest import JOB
 
 STEP = 10
@@ -35,8 +38,15 @@ def content(whole: Sequence[int], box: Box) -> bytes:
     return b"".join(struct.pack("<f", value(p, whole)) for p in itertools.product(*ranges))
 
 
-def commit(root: Path, ranks: Sequence[dict[str, tuple[tuple[int, ...], Box]]]) -> Manifest:
-    """A committed checkpoint: of each rank, by name, the whole's shape and the box that it has."""
+def commit(
+    root: Path,
+    ranks: Sequence[dict[str, tuple[tuple[int, ...], Box]]],
+    lies: Mapping[str, object] = MappingProxyType({}),
+) -> Manifest:
+    """A committed checkpoint: of each rank, by name, the whole's shape and the box that it has.
+
+    ``lies`` are told of each box instead of what is so.
+    """
     chain = CommitChain(root, JOB)
     folder = chain.shard_folder(NAME)
     folder.mkdir(parents=True)
@@ -49,8 +59,8 @@ def commit(root: Path, ranks: Sequence[dict[str, tuple[tuple[int, ...], Box]]]) 
         for name, (whole, box) in boxes.items():
             part = content(whole, box)
             span = [offset, offset + len(part)]
-            header[name] = {"dtype": "F32", "shape": box[1], "data_offsets": span}
-            about[name] = {"global_shape": whole, "offsets": box[0], "shape": box[1]}
+            header[name] = {"dtype": "F32", "shape": box[1], "data_offsets": span, **lies}
+            about[name] = {"global_shape": whole, "offsets": box[0], "shape": box[1], **lies}
             offset += len(part)
             parts.append(part)
         text = json.dumps({"version": 1, "boxes": about})
@@ -179,6 +189,42 @@ def test_a_checkpoint_that_lacks_a_part_is_not_exported(tmp_path: Path) -> None:
     outcome = export(tmp_path)
     assert "the shards hold 9 of 15" in str(outcome.reason)
     assert outcome.corrupt_file is None
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> None:
+    manifest = commit(tmp_path, ROWS_AND_COLUMNS)
+    path = CommitChain(tmp_path, JOB).shard_folder(NAME) / manifest.shards[1].name
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a plain file" in str(export(tmp_path).reason)
+
+
+@pytest.mark.parametrize(
+    ("whole", "box", "said"),
+    [
+        ((1 << 40, 2), {"shape": (1 << 40, 0)}, "rows"),
+        ((1 << 40, 1 << 40), {"shape": (1 << 40, 1)}, "has 0 bytes for a box"),
+        ((1 << 40, 4), {"shape": (0, 4), "offsets": (-1, 0)}, "is no box of a tensor"),
+        ((4, 4), {"offsets": (5, 0)}, "is no box of a tensor"),
+        ((4, 4), {"shape": (4, 4, 1)}, "is no box of a tensor"),
+        ((4, 4), {"shape": ("4", 4)}, "is no box of a tensor"),
+        ((4, 4), {"dtype": "F1024"}, "is no box of a tensor"),
+    ],
+)
+def test_boxes_that_no_rank_of_ours_writes_are_refused_at_once(
+    tmp_path: Path, whole: tuple[int, ...], box: dict[str, object], said: str
+) -> None:
+    commit(tmp_path, [{"model.odd": (whole, ((0, 0), (0, 0)))}], box)
+    assert said in str(export(tmp_path).reason)
+
+
+def test_a_tensor_of_more_rows_than_are_ever_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_MOST_RUNS", 4)
+    commit(tmp_path, [{"model.columns": ((5, 2), ((0, 0), (5, 1)))}])
+    with pytest.raises(IncompleteError, match="more than 4 rows"):
+        exporting.export(tmp_path, JOB, NAME, 1 << 20)
 
 
 @given(st.data())

@@ -1,7 +1,6 @@
 """Process ids are given out again: whose end it is that the warm process tells of."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import Fact
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.pipe_end import PipeEnd
 from services.contract.warm_channel import RankForked, RankReaped
 from services.worker.agent.answers import Answers
 from services.worker.agent.folders import AttemptFolder, NodeFolder
@@ -35,11 +35,11 @@ class OnePid:
         self.fails = False
         self.dies_early = False
         self.supervisor: Supervisor | None = None
-        self.pipes: tuple[socket.socket, ...] = ()
+        self.pipes: tuple[PipeEnd, ...] = ()
 
     def close(self) -> None:
         for pipe in self.pipes:
-            asyncio.get_running_loop().remove_reader(pipe)
+            asyncio.get_running_loop().remove_reader(pipe.reading)
             pipe.close()
 
     async def launch(self, command: LaunchGang, _: AttemptFolder) -> Crew:
@@ -49,7 +49,7 @@ class OnePid:
             raise LaunchError("the fork of rank 1 failed")
         if self.dies_early:
             self.supervisor.rank_told(RankReaped(pid=self.pid, exit_code=7))
-        self.pipes = socket.socketpair()
+        self.pipes = PipeEnd.pair()
         seat = RankSeat(
             job_id=command.job_id,
             fence=command.fence,
@@ -65,7 +65,13 @@ class OnePid:
             store_port=1,
             threads=1,
         )
-        return Crew(seats={0: seat}, store=None, pids={0: self.pid}, pipes={0: self.pipes[0]})
+        return Crew(
+            seats={0: seat},
+            store=None,
+            pids={0: self.pid},
+            pipes={0: self.pipes[0]},
+            boards={},
+        )
 
 
 @pytest.fixture

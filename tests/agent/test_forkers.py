@@ -52,6 +52,8 @@ class Forkers:
         crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
         for pipe in crew.pipes.values():
             pipe.close()
+        for board in crew.boards.values():
+            board.close()
         return crew
 
     async def warm(self) -> psutil.Process:
@@ -108,6 +110,26 @@ def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
             assert psutil.Process(crew.pids[0]).ppid() == (await made.warm()).pid
             assert is_gone(warm.pid)
             assert is_gone(template.pid) is (stopped == "template")
+
+    asyncio.run(run())
+
+
+def test_a_folder_where_the_template_listens_keeps_no_template_from_starting(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with forkers(tmp_path) as made:
+            warm = await made.warm()
+            template = warm.parent()
+            assert template is not None
+            place = made.folder.template_socket
+            place.unlink()
+            (place / "deep").mkdir(parents=True)
+            template.kill()
+            warm.kill()
+            await made.ends.get()
+            assert not is_gone((await made.launch(1)).pids[0])
+            assert place.is_socket()
 
     asyncio.run(run())
 

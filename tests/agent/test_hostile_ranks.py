@@ -1,6 +1,8 @@
 """Ranks that do what none of ours does, beside ranks that train, on one node."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +17,11 @@ from services.contract.messages.facts import (
     GangEnded,
     JobPurged,
 )
+from services.worker.agent.folders import NodeFolder
 from tests.agent.conftest import (
     FOREVER,
     JOB,
+    NODE,
     AgentProcess,
     Controller,
     ended,
@@ -26,6 +30,7 @@ from tests.agent.conftest import (
     running,
 )
 from tests.agent.programs.misdeeds import MISDEEDS
+from tests.agent.test_metrics import watched
 from tests.waiting import until
 
 WORDS = {
@@ -41,6 +46,10 @@ WORDS = {
     "another's vote": "rank 1 voted for rank 0",
     "child writes nonsense": "",
     "child writes on": "left with exit code 7",
+    "name": "rank 1 wrote a line to its pipe that is no message: Invalid JSON",
+    "traced": "left with exit code 7",
+    "traced by its parent": "ended by SIGKILL",
+    "traced at its end": "left with exit code 7",
     **dict.fromkeys(
         (
             *("log folder: pipe", "log folder: link", "board folder: pipe", "board folder: link"),
@@ -68,17 +77,16 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
         controller.client.hset(redis_keys.job(job), "fence", "1")
         hostile = launch(1, 2, FOREVER, pause_s=0.01, misdeed=deed)
         controller.send(hostile.model_copy(update={"job_id": job}))
-    flooding = jobs["flood"]
+    lasting = {jobs["flood"], jobs["traced at its end"]}
     until(
-        lambda: (
-            {end.job_id for end in controller.all_of(GangEnded)} >= {*jobs.values()} - {flooding}
-        ),
+        lambda: {end.job_id for end in controller.all_of(GangEnded)} >= {*jobs.values()} - lasting,
         every_s=0.5,
     )
-    told = [fact.job_id for fact in controller.all_of(Evaluated)].count(flooding)
+    told = [fact.job_id for fact in controller.all_of(Evaluated)].count(jobs["flood"])
     assert 64 < told < 1_000 + 64 * (time.monotonic() - began)
-    controller.send(StopGang(job_id=flooding, fence=1, mode="kill"))
-    assert controller.fact(GangEnded, lambda fact: fact.job_id == flooding).hang is None
+    controller.send(*(StopGang(job_id=job, fence=1, mode="kill") for job in lasting))
+    until(lambda: {end.job_id for end in controller.all_of(GangEnded)} >= lasting)
+    assert not any(end.hang for end in controller.all_of(GangEnded) if end.job_id in lasting)
     ends = {end.job_id: end for end in controller.all_of(GangEnded)}
     for deed, words in WORDS.items():
         first = ends[jobs[deed]].exits[0]
@@ -104,6 +112,20 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
     assert all(e.drained for e in end.exits)
     boards = [agent.folder.attempt(job, 1).boards for job in jobs.values()]
     assert not any(path.exists() for path in boards)
+
+
+def test_a_board_that_is_cut_before_its_agent_ever_looked_is_seen_to_be(tmp_path: Path) -> None:
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    boards = attempt.open(launch().plan.ranks)
+    assert boards is not None
+    os.truncate(attempt.board(0), 0)
+    attempt.board(1).unlink()
+    os.mkfifo(attempt.board(1))
+    telemetry = watched(tmp_path, boards)
+    assert telemetry.begun() == {}
+    assert telemetry.faults == {0: "made its board 0 bytes long; a board has 65536"}
+    assert list(telemetry.marks()) == [1]  # though its name leads elsewhere
+    telemetry.close()
 
 
 @pytest.mark.usefixtures("agent")

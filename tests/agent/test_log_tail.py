@@ -118,6 +118,28 @@ def test_a_file_that_has_grown_too_long_is_begun_anew_while_a_rank_writes(
     assert not (tmp_path / "log.1.1").exists()
 
 
+def test_what_a_rank_makes_long_at_no_cost_is_kept_now_and_then_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "KEPT_EVERY_S", 3600.0)
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    told = []
+    kept_files = set()
+    for number in range(3):
+        append(path, b"line %d\n" % number)
+        told += drained(tail)
+        os.truncate(path, 1 << 40)
+        tail.cut_back()
+        # Of what nobody had read, the last.
+        assert path.stat().st_size < 2 * log_tail.BACKLOG_BYTES
+        kept = path.with_name("log.1").stat()
+        assert kept.st_size == log_tail.PREVIOUS_BYTES
+        kept_files.add(kept.st_ino)
+    assert len(kept_files) == 1
+    assert {f"line {number}" for number in range(3)} <= set(told)
+
+
 def test_a_link_in_the_place_of_a_file_is_not_cut_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

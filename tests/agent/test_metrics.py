@@ -1,16 +1,19 @@
 """What a hostile rank says of metrics is bounded before anything is kept of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.contract.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankSeat
 from services.contract.messages.telemetry import MetricRecord
+from services.contract.rank_channel import BoardReader
 from services.worker.agent.folders import AttemptFolder
+from services.worker.agent.launch import Crew
 from services.worker.agent.telemetry import METRICS_PER_BEAT, GangTelemetry
 from tests.agent.conftest import NODE, launch
 
 
-def watched(folder: Path) -> GangTelemetry:
+def watched(folder: Path, boards: Mapping[int, BoardReader] | None = None) -> GangTelemetry:
     command = launch(ranks=2)
     seats = {
         rank: RankSeat(
@@ -30,7 +33,8 @@ def watched(folder: Path) -> GangTelemetry:
         )
         for rank in range(2)
     }
-    return GangTelemetry(seats, {0: 1, 1: 1}, NODE, AttemptFolder(folder, folder / "boards"))
+    crew = Crew(seats=seats, store=None, pids={0: 1, 1: 1}, pipes={}, boards=boards or {})
+    return GangTelemetry(crew, NODE, AttemptFolder(folder, folder / "boards"))
 
 
 def said(values: str, step: int = 1) -> RankMetrics:

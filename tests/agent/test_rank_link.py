@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import json
-import socket
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankReady,
 )
+from services.contract.pipe_end import PipeEnd
 from services.worker.agent import rank_link
 from services.worker.agent.rank_link import RankLink
 from tests.agent.conftest import JOB
@@ -36,17 +38,27 @@ class Heard:
     faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ours, self.rank = socket.socketpair()
+        ours, self._theirs = PipeEnd.pair()
         self.link = RankLink(ours, self.messages.append, self.faults.append, NOTHING_MASKED)
         self.link.listen()
-        self.rank.settimeout(0)
+        os.set_blocking(self._theirs.writing, False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._theirs.close()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """As the rank does: what the pipe takes now."""
+        return os.write(self._theirs.writing, content)
 
     def say(self, content: bytes) -> None:
         """Write all of it, the agent hearing as often as the pipe is full."""
         left = memoryview(content)
         while left and not self.link.closed:
             try:
-                left = left[self.rank.send(left) :]
+                left = left[self.write(left) :]
             except BlockingIOError:
                 self.link.hear()
         for _ in range(2 + len(content) // 4096):
@@ -58,7 +70,7 @@ def heard(content: bytes) -> Heard:
 
     async def run() -> Heard:
         heard = Heard()
-        with heard.rank:
+        with heard:
             heard.say(content)
         heard.link.close()
         return heard
@@ -199,7 +211,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def in_loop(course: Callable[[Heard], None]) -> None:
     async def run() -> None:
         heard = Heard()
-        with heard.rank:
+        with heard:
             course(heard)
         heard.link.close()
 
@@ -209,7 +221,7 @@ def in_loop(course: Callable[[Heard], None]) -> None:
 def fill(heard: Heard) -> None:
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         while True:
-            heard.rank.send(FINISHED)
+            heard.write(FINISHED)
 
 
 def test_however_fast_a_rank_writes_valid_lines_few_are_heard_and_it_is_at_no_fault(
@@ -275,11 +287,11 @@ def test_of_a_dead_rank_all_is_heard_that_was_there_and_nothing_that_is_written_
         def goes_on(message: RankMessage) -> None:
             assert message.kind == "rank_finished"
             heard.messages.append(message)
-            heard.rank.send(FINISHED)  # as a process that the rank left behind does
+            heard.write(FINISHED)  # as a process that the rank left behind does
 
         heard.link._on_message = goes_on
         for _ in range(100):
-            sent += heard.rank.send(FINISHED)
+            sent += heard.write(FINISHED)
         heard.link.hear_rest()
         assert len(heard.messages) == sent // len(FINISHED)
         assert clock.now == 0

@@ -36,7 +36,7 @@ SEAT: dict[str, Any] = {
 
 
 def line(**changes: object) -> bytes:
-    request = {"kind": "fork_rank", "descriptors": 1, "seat": SEAT | changes}
+    request = {"kind": "fork_rank", "descriptors": 2, "seat": SEAT | changes}
     return json.dumps(request).encode() + b"\n"
 
 
@@ -55,14 +55,15 @@ def test_a_request_that_cannot_be_read_is_refused_and_the_next_is_taken(
     agent, warm = WarmChannel(ours), WarmChannel(theirs)
     first, second = socket.socketpair()
     with first, second:
-        socket.send_fds(ours, [line(**unreadable)], [first.fileno()])
+        socket.send_fds(ours, [line(**unreadable)], [first.fileno()] * 2)
         assert warm.receive() == []
-        socket.send_fds(ours, [line()], [second.fileno()])
+        socket.send_fds(ours, [line()], [second.fileno()] * 2)
         ((request, descriptors),) = warm.receive()
         assert isinstance(request, ForkRank)
         # Those of the refused request are closed, not handed to its successor.
-        assert os.path.sameopenfile(descriptors[0], second.fileno())
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            assert os.path.sameopenfile(descriptor, second.fileno())
+            os.close(descriptor)
     ((refusal, _),) = agent.receive()
     assert isinstance(refusal, ForkFailed)
     assert refusal.rank == 3

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
+from services.contract.pipe_end import PipeEnd
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
@@ -77,14 +79,14 @@ class Attempt:
     fence: int
     plan: GangPlan
     processes: list[ForkServerProcess]
-    channels: list[socket.socket]
+    pipes: list[PipeEnd]
     messages: dict[int, list[RankMessage]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self._unread = [b"" for _ in self.channels]
+        self._unread = [b"" for _ in self.pipes]
         self._selector = selectors.DefaultSelector()
-        for rank, channel in enumerate(self.channels):
-            self._selector.register(channel, selectors.EVENT_READ, rank)
+        for rank, end in enumerate(self.pipes):
+            self._selector.register(end.reading, selectors.EVENT_READ, rank)
 
     def of_kind(self, rank: int, kind: type[M]) -> list[M]:
         """The rank's messages of one kind so far."""
@@ -103,7 +105,7 @@ class Attempt:
     def order(self, rank: int, *, checkpoint: bool = False, stop: bool = False) -> None:
         """Tells one rank, as its agent would."""
         line = RankOrder(checkpoint=checkpoint, stop=stop).model_dump_json().encode() + b"\n"
-        self.channels[rank].sendall(line)
+        os.write(self.pipes[rank].writing, line)
 
     def ended(self) -> list[int | None]:
         """Reads until every rank has ended; their exit codes."""
@@ -144,11 +146,11 @@ class Attempt:
         """
         votes = [
             vote
-            for rank in range(len(self.channels))
+            for rank in range(len(self.pipes))
             for vote in self.of_kind(rank, RankVote)
             if vote.step == step
         ]
-        assert len(votes) == len(self.channels), self.account()
+        assert len(votes) == len(self.pipes), self.account()
         manifest = Manifest(
             job_id=JOB,
             checkpoint_id=votes[0].checkpoint_id,
@@ -166,7 +168,7 @@ class Attempt:
         """What went wrong, as far as the ranks told."""
         failures = [
             f"rank {rank}: {failure.traceback}"
-            for rank in range(len(self.channels))
+            for rank in range(len(self.pipes))
             for failure in self.of_kind(rank, RankFailed)
         ]
         return "\n".join(failures) or "no rank reported a failure"
@@ -176,8 +178,8 @@ class Attempt:
         for process in self.processes:
             process.kill()
             process.join()
-        for channel in self.channels:
-            channel.close()
+        for end in self.pipes:
+            end.close()
         self._selector.close()
 
     def _read_some(self) -> None:
@@ -185,7 +187,7 @@ class Attempt:
         assert ready, f"no rank spoke for {_PATIENCE_S} s:\n{self.account()}"
         for key, _ in ready:
             rank = key.data
-            received = self.channels[rank].recv(_READ_BYTES)
+            received = os.read(self.pipes[rank].reading, _READ_BYTES)
             if not received:
                 self._selector.unregister(key.fileobj)
             *lines, self._unread[rank] = (self._unread[rank] + received).split(b"\n")
@@ -258,14 +260,14 @@ class Ranks:
                         str(spec.data.args.get("library", self.root) if spec.data else self.root),
                     ),
                 )
-                end, theirs = socket.socketpair()
-                with theirs:
-                    process = self._context.Process(
-                        target=_sit,
-                        args=(seat, theirs, listener if rank == 0 else None, trainer),
-                        daemon=False,  # it may have worker processes of its own
-                    )
-                    process.start()
+                end, theirs = PipeEnd.pair()
+                process = self._context.Process(
+                    target=_sit,
+                    args=(seat, _Sent(theirs), listener if rank == 0 else None, trainer),
+                    daemon=False,  # it may have worker processes of its own
+                )
+                process.start()
+                theirs.close()
                 processes.append(process)
                 ours.append(end)
         attempt = Attempt(self.root, fence, plan, processes, ours)
@@ -336,16 +338,28 @@ def ranks_below(root: Path) -> Iterator[Ranks]:
         ranks.close()
 
 
-def _sit(
-    seat: RankSeat, channel: socket.socket, listener: socket.socket | None, trainer: str
-) -> None:
+@dataclass(frozen=True)
+class _Sent:
+    """The end of a pipe that a process gets for itself when it is started."""
+
+    end: PipeEnd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.end.reading), DupFd(self.end.writing))
+
+
+def _received(reading: Any, writing: Any) -> _Sent:  # noqa: ANN401 what DupFd makes has no public type
+    return _Sent(PipeEnd(reading.detach(), writing.detach()))
+
+
+def _sit(seat: RankSeat, sent: _Sent, listener: socket.socket | None, trainer: str) -> None:
     log = os.open(Path(seat.log_folder) / f"rank-{seat.rank}.log", os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(log, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
     torch.set_num_threads(seat.threads)
     warnings.simplefilter("error")
-    take_seat(seat, channel, None if listener is None else listener.detach(), trainer)
+    take_seat(seat, sent.end, None if listener is None else listener.detach(), trainer)
 
 
 def _board_path(root: Path, fence: int, rank: int) -> Path:

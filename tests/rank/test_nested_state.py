@@ -1,6 +1,7 @@
 """A script's state as tensors and JSON, and back."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_core.checkpoint import SavedShard
+from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.random_state import random_tensors
 from services.worker.rank.script import nested
 
 
@@ -101,11 +104,39 @@ def test_a_part_of_a_state_may_be_asked_for_and_what_was_not_saved_is_named() ->
         ({"b": b"x"}, r"state\['b'\]: a bytes cannot be saved"),
         ({1.5: 1}, "state: a key is 1.5"),
         ({"c": torch.ones(1, dtype=torch.complex64)}, r"state\['c'\]: a tensor of torch.complex64"),
+        ({"m": torch.empty(1, device="meta")}, r"state\['m'\]: a tensor on the meta device"),
+        ({"s": torch.eye(2).to_sparse()}, r"state\['s'\]: a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_what_would_have_to_be_pickled_is_refused_by_its_place(state: object, words: str) -> None:
     with pytest.raises(nested.UnsavableStateError, match=words):
         nested.taken(state)
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, object] = {"step": 1}
+    state["all"] = state
+    with pytest.raises(nested.UnsavableStateError, match="contains itself"):
+        nested.taken(state)
+
+
+def test_names_that_a_file_has_for_something_else_may_be_keys(tmp_path: Path) -> None:
+    state = {"__metadata__": torch.ones(2), "random": {"torch": torch.arange(3, dtype=torch.uint8)}}
+    taken = nested.taken(state)
+    tensors = taken.tensors | random_tensors(torch.device("cpu"))
+    shard = shard_file.write(tmp_path / "shards" / "one", 0, tensors, {})
+    with shard_file.opened(tmp_path / "shards" / "one", shard) as reader:
+        saved = {name: reader.tensor(name) for name in taken.tensors}
+    found = nested.restored(dict.fromkeys(state), taken.tree, shards(saved))
+    assert torch.equal(found["__metadata__"], torch.ones(2))
+    assert torch.equal(found["random"]["torch"], torch.arange(3, dtype=torch.uint8))
+
+
+def test_what_no_reader_of_the_format_takes_is_not_written(tmp_path: Path) -> None:
+    said = {"meshloom": " " * shard_file.HEADER_BYTES}
+    with pytest.raises(shard_file.LongHeaderError, match="make tensors of long lists"):
+        shard_file.write(tmp_path / "shards" / "one", 0, {}, said)
+    assert list((tmp_path / "shards" / "one").iterdir()) == []
 
 
 def test_two_places_with_one_name_are_kept_apart() -> None:

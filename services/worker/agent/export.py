@@ -30,7 +30,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import make_folders, sync_folder
+from services.contract.durable import make_folders, open_plain, sync_folder
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.own_process import set_up_process
 from services.worker.agent.removal import remove_what_can_be
@@ -44,6 +44,14 @@ _PLAIN_NAME: Final = re.compile(
     r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
 )
 _MOST_FILES: Final = 32
+_MOST_HEADER: Final = 100_000_000
+_MOST_RUNS: Final = 1 << 28
+_ITEM_BYTES: Final = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
 _ABOUT: Final = "meshloom"
 _ALIGNMENT: Final = 8
 _PIECE_BYTES: Final = 1 << 24
@@ -89,8 +97,7 @@ class Whole:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        piece = self.pieces[0]
-        return len(piece.content) // math.prod(piece.shape)
+        return _ITEM_BYTES[self.dtype]
 
     @property
     def total_bytes(self) -> int:
@@ -136,8 +143,13 @@ def runs(whole: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> 
     axis = _split_axis(whole, shape)
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    for place in itertools.product(*(range(extent) for extent in shape[:axis])):
-        yield base + sum(p * s for p, s in zip(place, strides[:axis], strict=True))
+    # Counted, as itertools.product would hold all numbers of each dim.
+    for number in range(math.prod(shape[:axis])):
+        start, left = base, number
+        for dim in reversed(range(axis)):
+            left, place = divmod(left, shape[dim])
+            start += place * strides[dim]
+        yield start
 
 
 def run_length(whole: Sequence[int], shape: Sequence[int]) -> int:
@@ -161,10 +173,7 @@ def _contents(
     for shard in manifest.shards:
         content = _verified(folder, shard, stack)
         header_bytes = int.from_bytes(content[:8], "little")
-        header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
-        about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
-        if not isinstance(about, dict) or about.get("version") != 1:
-            raise IncompleteError(f"{shard.name} was not written by version 1 of this format")
+        header, about = _said(shard.name, content, header_bytes)
         for name, entry in header.items():
             if name.startswith(_FILE) and len(beside) < _MOST_FILES:
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
@@ -172,12 +181,11 @@ def _contents(
         for name, box in about["boxes"].items():
             kind, _, fqn = name.partition(".")
             if kind in kinds:
-                entry = header[name]
-                start, end = (8 + header_bytes + place for place in entry["data_offsets"])
+                start, end = (8 + header_bytes + place for place in header[name]["data_offsets"])
                 piece = Piece(tuple(box["offsets"]), tuple(box["shape"]), content[start:end])
-                shape = tuple(box["global_shape"])
-                known = kinds[kind].setdefault(fqn, Whole(entry["dtype"], shape, []))
-                known.pieces.append(piece)
+                whole = Whole(header[name]["dtype"], tuple(box["global_shape"]), [])
+                _check_box(f"{shard.name}: {name}", whole, piece)
+                _add(kinds[kind], fqn, whole, piece)
     for name, tensor in itertools.chain(*(tensors.items() for tensors in kinds.values())):
         held = sum(math.prod(piece.shape) for piece in tensor.pieces)
         if held != math.prod(tensor.shape):
@@ -185,6 +193,51 @@ def _contents(
     if not kinds[_MODEL]:
         raise IncompleteError("the shards hold no tensor of a model")
     return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
+
+
+def _said(
+    shard: str, content: memoryview, header_bytes: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a shard says of its arrays, and of the boxes that they are."""
+    if header_bytes > _MOST_HEADER:
+        raise IncompleteError(f"{shard} has a header of {header_bytes} bytes")
+    header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
+    about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
+    if not isinstance(about, dict) or about.get("version") != 1:
+        raise IncompleteError(f"{shard} was not written by version 1 of this format")
+    return header, about
+
+
+def _add(tensors: dict[str, Whole], name: str, whole: Whole, piece: Piece) -> None:
+    known = tensors.setdefault(name, whole)
+    if (known.dtype, known.shape) != (whole.dtype, whole.shape):
+        raise IncompleteError(f"{name}: the shards name different dtypes or shapes of it")
+    known.pieces.append(piece)
+
+
+def _check_box(where: str, whole: Whole, piece: Piece) -> None:
+    """Refuse a box that no rank of ours writes: ranks run the user's code.
+
+    Raises:
+        IncompleteError: It does not lie within its tensor, has not its content, or so many rows that
+            they are not written in any time.
+    """
+    numbers = [*whole.shape, *piece.offsets, *piece.shape]
+    lies_within = (
+        all(type(number) is int for number in numbers)
+        and len(whole.shape) == len(piece.shape) == len(piece.offsets)
+        and all(
+            0 <= offset <= extent - size <= extent
+            for extent, offset, size in zip(whole.shape, piece.offsets, piece.shape, strict=True)
+        )
+    )
+    item_bytes = _ITEM_BYTES.get(whole.dtype)
+    if not lies_within or item_bytes is None:
+        raise IncompleteError(f"{where} is no box of a tensor of {whole.dtype} {whole.shape}")
+    if len(piece.content) != math.prod(piece.shape) * item_bytes:
+        raise IncompleteError(f"{where} has {len(piece.content)} bytes for a box {piece.shape}")
+    if math.prod(piece.shape[: _split_axis(whole.shape, piece.shape)]) > _MOST_RUNS:
+        raise IncompleteError(f"{where} has more than {_MOST_RUNS} rows")
 
 
 def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, ...]:
@@ -200,7 +253,8 @@ def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, 
 def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
     name = f"shards/{folder.name}/{shard.name}"
     try:
-        file = stack.enter_context((folder / shard.name).open("rb"))
+        # Not by its name alone: a rank may have put a pipe there, which is waited for for ever.
+        file = stack.enter_context(os.fdopen(open_plain(folder / shard.name), "rb"))
     except FileNotFoundError:
         raise DifferentError(name, "the file is missing") from None
     if os.fstat(file.fileno()).st_size != shard.bytes:

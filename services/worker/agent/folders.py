@@ -30,7 +30,7 @@ from pydantic import Field, TypeAdapter
 from services.contract.durable import append_plain, read_plain, replace_plain
 from services.contract.messages.facts import GangEnded, LaunchRefused
 from services.contract.plans import RankPlacement
-from services.contract.rank_channel import make_room_for_board
+from services.contract.rank_channel import BoardReader
 from services.worker.agent.removal import remove_what_can_be
 
 ATTEMPTS_KEPT: Final = 20
@@ -74,8 +74,10 @@ class AttemptFolder:
         """Where a rank shows where it stands."""
         return self.boards / f"rank-{rank}.board"
 
-    def open(self, placements: tuple[RankPlacement, ...]) -> bool:
-        """Make the folders and record the launch; False where it was recorded before.
+    def open(self, placements: tuple[RankPlacement, ...]) -> dict[int, BoardReader] | None:
+        """Make the folders and record the launch; None where it was recorded before.
+
+        Answers the boards of these ranks, by rank.
 
         Raises:
             NoBoardsError: There is no room for the boards of these ranks.
@@ -86,14 +88,17 @@ class AttemptFolder:
             with (self.path / "launched.json").open("xb") as file:
                 file.write(_PLACEMENTS.dump_json(placements))
         except FileExistsError:
-            return False
+            return None
+        made: dict[int, BoardReader] = {}
         try:
             self.boards.mkdir(parents=True, exist_ok=True)
             for placement in placements:
-                make_room_for_board(self.board(placement.rank))
+                made[placement.rank] = BoardReader.make(self.board(placement.rank))
         except OSError as error:
+            for board in made.values():
+                board.close()
             raise NoBoardsError(error.errno, error.strerror, str(self.boards)) from error
-        return True
+        return made
 
     def placements(self) -> tuple[RankPlacement, ...]:
         """The ranks that were launched; none where the launch was not recorded whole."""

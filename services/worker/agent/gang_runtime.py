@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,6 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankMetrics,
     RankReady,
-    RankSeat,
     RankVote,
 )
 from services.contract.messages.telemetry import RankSample
@@ -44,8 +42,14 @@ from services.worker.agent.gang import (
     VoteChecked,
     decide,
 )
+from services.worker.agent.launch import Crew
 from services.worker.agent.memory_events import oom_kills
-from services.worker.agent.processes import is_dying, kill_group, sweep_sessions
+from services.worker.agent.processes import (
+    is_dying,
+    kill_group,
+    kill_tracers,
+    sweep_sessions,
+)
 from services.worker.agent.rank_link import RankLink
 from services.worker.agent.stacks import collect
 from services.worker.agent.telemetry import GangTelemetry, Records
@@ -53,6 +57,7 @@ from services.worker.agent.verdict import exits
 from services.worker.agent.vote_check import VoteCheck
 
 _PIPE_END_S: Final = 2.0
+_REAPED_WITHIN_S: Final = 1.0
 _SIGKILL: Final = int(signal.SIGKILL)
 _log = structlog.get_logger()
 
@@ -61,8 +66,7 @@ class GangRuntime:
     """The live side of a gang.
 
     Args:
-        seats: The seats of this node's ranks.
-        pids: Their processes, by rank.
+        crew: Its ranks, with what is open of them, owned from now on.
         node_id: This node.
         folder: The attempt's files.
         tell: Takes the facts, in order.
@@ -70,13 +74,12 @@ class GangRuntime:
 
     def __init__(
         self,
-        seats: Mapping[int, RankSeat],
-        pids: Mapping[int, int],
+        crew: Crew,
         node_id: str,
         folder: AttemptFolder,
         tell: Callable[[Fact], None],
     ) -> None:
-        seat = next(iter(seats.values()))
+        seat = next(iter(crew.seats.values()))
         self.job_id = seat.job_id
         self.fence = seat.fence
         self.code = seat.spec.code
@@ -89,15 +92,16 @@ class GangRuntime:
             job_id=seat.job_id,
             fence=seat.fence,
             node_id=node_id,
-            ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
+            ranks={rank: RankState(rank, pid) for rank, pid in crew.pids.items()},
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
             is_script=seat.spec.entrypoint is not None,
         )
         self._mask = Mask(seat.secrets)
-        self._telemetry = GangTelemetry(seats, pids, node_id, folder)
+        self._telemetry = GangTelemetry(crew, node_id, folder)
         root = Path(seat.storage_root)
-        self._votes = VoteCheck(root, seat.job_id, len(seats), self._vote_checked)
+        self._votes = VoteCheck(root, seat.job_id, len(crew.seats), self._vote_checked)
+        self._pipes = crew.pipes
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
         self._forker_gone = False
@@ -105,6 +109,8 @@ class GangRuntime:
         self._looking: set[asyncio.Task[None]] = set()
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
+        self._looked_for_dead_at = time.monotonic()
+        self._unreaped: set[int] = set()
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
@@ -118,11 +124,11 @@ class GangRuntime:
             return None
         return RunningGang(job_id=self.job_id, fence=self.fence, ranks=ranks)
 
-    def connect(self, pipes: Mapping[int, socket.socket]) -> None:
-        """Hear the ranks on these ends of their pipes, owned from now on."""
-        for rank, channel in pipes.items():
+    def connect(self) -> None:
+        """Begin to hear the ranks."""
+        for rank, end in self._pipes.items():
             self._links[rank] = RankLink(
-                channel, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
+                end, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
             )
         for link in self._links.values():
             link.listen()
@@ -188,6 +194,7 @@ class GangRuntime:
                 for one in self._state.ranks.values():
                     if not one.ended and is_dying(one.pid):
                         self.reaped(one.pid, None, _SIGKILL)
+            self._free_the_dead()
             if not pauses:
                 self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
             self.happen(Ticked())
@@ -314,6 +321,20 @@ class GangRuntime:
 
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
+
+    def _free_the_dead(self) -> None:
+        """Have ranks that are dead, or were killed, reaped though somebody traces them."""
+        now = time.monotonic()
+        if now < self._looked_for_dead_at + _REAPED_WITHIN_S:
+            return
+        self._looked_for_dead_at = now
+        ranks = [rank for rank in self._state.ranks.values() if not rank.ended]
+        unreaped = {rank.pid for rank in ranks if rank.killed or is_dying(rank.pid)}
+        for pid in unreaped & self._unreaped:
+            killed = kill_tracers(pid)
+            if killed:
+                _log.warning("tracers_killed", job=self.job_id, pid=pid, tracers=killed)
+        self._unreaped = unreaped
 
     def _kill(self, rank: int) -> None:
         pid = self._state.ranks[rank].pid

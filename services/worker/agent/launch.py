@@ -13,7 +13,9 @@ import psutil
 from services.contract.messages.base import Address
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
+from services.contract.pipe_end import PipeEnd
 from services.contract.plans import RankPlacement
+from services.contract.rank_channel import BoardReader
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.code_cache import CodeCache, NoCodeError
 from services.worker.agent.folders import AttemptFolder
@@ -32,12 +34,16 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Crew:
-    """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens."""
+    """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens.
+
+    ``boards`` and ``pipes`` are open, and of whoever has the crew.
+    """
 
     seats: Mapping[int, RankSeat]
     store: Address | None
     pids: dict[int, int]
-    pipes: Mapping[int, socket.socket]
+    pipes: Mapping[int, PipeEnd]
+    boards: Mapping[int, BoardReader]
 
 
 class Launcher:
@@ -108,9 +114,12 @@ class Launcher:
             warm = await self._warm.ready()
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
-        if not folder.open(placements):
+        boards = folder.open(placements)
+        if boards is None:
             raise LaunchError("an earlier agent of this node had launched the attempt")
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_launched:
+            for board in boards.values():
+                unless_launched.callback(board.close)
             listening = None
             store = command.store
             if store is None:
@@ -123,7 +132,8 @@ class Launcher:
                 ).model_copy(update=granted)
                 for placement in placements
             }
-            crew = await _fork_all(warm, seats, listening)
+            crew = await _fork_all(warm, seats, boards, listening)
+            unless_launched.pop_all()
             return crew if listening is None else replace(crew, store=store)
 
     def _placements_here(self, command: LaunchGang) -> tuple[RankPlacement, ...]:
@@ -170,36 +180,39 @@ class Launcher:
 
 
 async def _fork_all(
-    warm: WarmLink, seats: Mapping[int, RankSeat], listening: socket.socket | None
+    warm: WarmLink,
+    seats: Mapping[int, RankSeat],
+    boards: Mapping[int, BoardReader],
+    listening: socket.socket | None,
 ) -> Crew:
-    pairs = {rank: socket.socketpair() for rank in seats}
-    ours = {rank: pair[0] for rank, pair in pairs.items()}
-    with contextlib.ExitStack() as theirs:
-        for pair in pairs.values():
-            theirs.enter_context(pair[1])
-        answers = await asyncio.gather(
-            *(
-                warm.fork(seat, _descriptors(rank, pairs[rank][1], listening))
-                for rank, seat in seats.items()
-            ),
-            return_exceptions=True,
-        )
-    forked = {rank: pid for rank, pid in zip(seats, answers, strict=True) if isinstance(pid, int)}
-    failures = [answer for answer in answers if isinstance(answer, BaseException)]
-    if failures:
-        for pid in forked.values():
-            kill_group(pid)
-        for channel in ours.values():
-            channel.close()
-        if isinstance(failures[0], WarmGoneError | ForkRefusedError):
-            raise LaunchError(str(failures[0])) from failures[0]
-        raise failures[0]
-    return Crew(seats=seats, store=None, pids=forked, pipes=ours)
+    ours: dict[int, PipeEnd] = {}
+    theirs: dict[int, PipeEnd] = {}
+    with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as handed_over:
+            for rank in seats:
+                ours[rank], theirs[rank] = PipeEnd.pair()
+                closing.callback(ours[rank].close)
+                handed_over.callback(theirs[rank].close)
+            answers = await asyncio.gather(
+                *(
+                    warm.fork(seat, _descriptors(rank, theirs[rank], listening))
+                    for rank, seat in seats.items()
+                ),
+                return_exceptions=True,
+            )
+        forked = {r: pid for r, pid in zip(seats, answers, strict=True) if isinstance(pid, int)}
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            for pid in forked.values():
+                kill_group(pid)
+            if isinstance(failures[0], WarmGoneError | ForkRefusedError):
+                raise LaunchError(str(failures[0])) from failures[0]
+            raise failures[0]
+        closing.pop_all()
+    return Crew(seats=seats, store=None, pids=forked, pipes=ours, boards=boards)
 
 
-def _descriptors(
-    rank: int, pipe: socket.socket, listening: socket.socket | None
-) -> tuple[int, ...]:
+def _descriptors(rank: int, end: PipeEnd, listening: socket.socket | None) -> tuple[int, ...]:
     if rank == 0 and listening is not None:
-        return (pipe.fileno(), listening.fileno())
-    return (pipe.fileno(),)
+        return (end.reading, end.writing, listening.fileno())
+    return (end.reading, end.writing)

@@ -8,6 +8,7 @@ far ahead is the middle passed over, with a line that says so. A file that has g
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
 
@@ -22,6 +23,8 @@ FILE_BYTES: Final = 64 << 20
 """What a rank writes to one stream is cut back to nothing once it is longer than this."""
 PREVIOUS_BYTES: Final = 16 << 20
 """So much of it is kept in the file of the same name that ends in ``.1``."""
+KEPT_EVERY_S: Final = 10.0
+"""It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
 _KEPT_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 18
 _PARTIAL_BYTES: Final = 1 << 16
@@ -57,6 +60,7 @@ class LogTail:
         self._inside_cut_line = False
         self._unreadable = False
         self._end: int | None = None
+        self._kept_at: float | None = None
 
     def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
         """At most ``limit`` of the lines that were not read before.
@@ -95,24 +99,35 @@ class LogTail:
         try:
             if self._path.stat().st_size <= FILE_BYTES:
                 return
-            # A link in its place was made by the rank: it is not followed.
-            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+            # A link in its place was made by the rank: it is not followed, nor is a pipe waited for.
+            flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._path, flags)
             with os.fdopen(descriptor, "r+b", buffering=0) as file:
                 size = os.fstat(descriptor).st_size
-                file.seek(size - PREVIOUS_BYTES)
-                last = file.read(PREVIOUS_BYTES)
-                previous = self._path.with_name(f"{self._path.name}.1")
-                previous.unlink(missing_ok=True)
-                with previous.open("xb") as kept:  # a pipe that a rank puts there is not waited for
-                    kept.write(last)
-                unread = last[-min(size - self._offset, BACKLOG_BYTES) :]
+                unread = min(max(size - self._offset, 0), BACKLOG_BYTES)
+                now = time.monotonic()
+                is_kept = self._kept_at is None or now >= self._kept_at + KEPT_EVERY_S
+                wanted = max(unread, PREVIOUS_BYTES) if is_kept else unread
+                file.seek(max(size - wanted, 0))
+                last = file.read(wanted)
+                words = f"… {size} bytes until here"
+                if is_kept:
+                    self._kept_at = now
+                    words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
                 os.ftruncate(descriptor, 0)
-                words = f"… {size} bytes until here; the last of them are in {previous.name}\n"
-                file.write(words.encode() + (unread if self._offset < size else b""))
+                file.write(f"{words}\n".encode() + last[len(last) - unread :])
         except OSError:
             return  # it is not there yet, or the next call tries again
         self._offset = 0
         self._inside_cut_line = False
+
+    def _keep(self, last: bytes) -> str:
+        """Put what a file held last beside it; answers under which name."""
+        previous = self._path.with_name(f"{self._path.name}.1")
+        previous.unlink(missing_ok=True)
+        with previous.open("xb") as kept:  # a pipe that a rank puts there is not waited for
+            kept.write(last)
+        return previous.name
 
     def at_end(self) -> bool:
         """Whether everything that is in the file now was read, or cannot be."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,6 +19,9 @@ STOPPED: Final = ("T", "t")
 _DIES_WITHIN_S: Final = 5.0
 _PF_EXITING: Final = 0x4
 _FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
+_MOST_ENVIRONMENT: Final = 8 << 20
+_ITS_PARENT: Final = re.compile(rb"^PPid:\s*(\d+)$", re.MULTILINE)
+_ITS_TRACER: Final = re.compile(rb"^TracerPid:\s*(\d+)$", re.MULTILINE)
 
 
 class ProcessHandle:
@@ -64,21 +68,32 @@ def is_dying(pid: int) -> bool:
     The kernel marks a process as exiting before it closes its sockets: a peer that saw the
     connection break is always later than this mark.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    state, *fields = stat.rpartition(")")[2].split()
+    state, *fields = _stat(pid) or ["X"]
     return state in "ZX" or bool(int(fields[_FLAGS_FIELD - 1]) & _PF_EXITING)
 
 
 def process_state(pid: int) -> str:
     """The kernel's letter for the state of a process (R, S, D, T, Z…); empty where it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+    return "".join(_stat(pid)[:1])
+
+
+def kill_tracers(pid: int) -> list[int]:
+    """SIGKILL whoever traces a thread of this process, and their tracers; answers whom.
+
+    A dead process that somebody traces is reaped once its tracer has looked at it, which may be never:
+    what a rank started can so keep the rank from being reaped, and its gang from ending. Its parent,
+    which a process can make its tracer, reaps it all the same, and is spared.
+    """
+    killed: list[int] = []
+    held = [pid]
+    while held:
+        tracers = {tracer for one in held for tracer in _tracers(one)}.difference(killed)
+        for tracer in tracers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(tracer, signal.SIGKILL)
+        killed += tracers
+        held = list(tracers)
+    return killed
 
 
 def sweep(mark: str, spared: Collection[int] = ()) -> list[int]:
@@ -109,13 +124,35 @@ def marked(mark: str) -> list[psutil.Process]:
     A node's mark stands for those of all lives of its agent, which are ``<node's>/<life>``.
     """
     own = os.getpid()
-    wanted = f"{NODE_MARK}={mark}".encode()
+    wanted = re.escape(f"{NODE_MARK}={mark}".encode())
+    carries = re.compile(rb"(?:^|\0)" + wanted + rb"(?:[/\0]|$)")
     found = []
     for pid in psutil.pids():
         # Read plainly: psutil parses the whole environment, of every process of the machine.
         with contextlib.suppress(OSError, psutil.Error):
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            marks = (entry for entry in environment.split(b"\0") if entry.startswith(wanted))
-            if pid != own and any(entry[len(wanted) :][:1] in {b"", b"/"} for entry in marks):
+            # No more than exec takes: a process can name all of its memory as its environment.
+            with Path(f"/proc/{pid}/environ").open("rb") as file:
+                environment = file.read(_MOST_ENVIRONMENT)
+            if pid != own and carries.search(environment):
                 found.append(psutil.Process(pid))
     return found
+
+
+def _stat(pid: int) -> list[str]:
+    """What follows a process's name in the kernel's line about it; nothing where it is gone."""
+    try:
+        # Bytes: a process may give itself a name that is no text.
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return []
+    return stat.rpartition(b")")[2].decode().split()
+
+
+def _tracers(pid: int) -> set[int]:
+    found: set[int] = set()
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):
+            said = status.read_bytes()
+            parents = {int(parent) for parent in _ITS_PARENT.findall(said)}
+            found |= {int(tracer) for tracer in _ITS_TRACER.findall(said)} - parents
+    return found - {0}

@@ -9,7 +9,7 @@ is no message of ours is a fault of that rank.
 import asyncio
 import contextlib
 import fcntl
-import socket
+import os
 import struct
 import termios
 import time
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import LINE_BYTES, RANK_MESSAGE, RankMessage, RankOrder
+from services.contract.pipe_end import PipeEnd
 
 _READ_BYTES: Final = 16_384
 # Most lines become facts, which the one controller takes in turn, those of all jobs: each counts as
@@ -34,7 +35,7 @@ class RankLink:
     """Hears a rank until it, and whatever inherited its end, is gone.
 
     Args:
-        channel: The agent's end of the pipe, owned from now on.
+        end: The agent's end of the pipe, owned from now on.
         on_message: Called with each message, in order.
         on_fault: Called at most once, with what the rank did that none of ours does, in words that
             follow "rank 1 …"; nothing is heard any more then.
@@ -43,14 +44,14 @@ class RankLink:
 
     def __init__(
         self,
-        channel: socket.socket,
+        end: PipeEnd,
         on_message: Callable[[RankMessage], None],
         on_fault: Callable[[str], None],
         mask: Mask,
     ) -> None:
         self._mask = mask
         self.closed = False
-        self._channel = channel
+        self._end = end
         self._on_message = on_message
         self._on_fault = on_fault
         self._unread = bytearray()
@@ -60,8 +61,9 @@ class RankLink:
 
     def listen(self) -> None:
         """Begin to hear."""
-        self._channel.settimeout(0)
-        asyncio.get_running_loop().add_reader(self._channel, self.hear)
+        for descriptor in (self._end.reading, self._end.writing):
+            os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(self._end.reading, self.hear)
 
     def hear(self) -> None:
         """Take in some of what is there now, if the allowance is not used up."""
@@ -70,14 +72,14 @@ class RankLink:
         self._take(self._receive(_READ_BYTES))
         if self._allowance <= 0 and not self.closed:
             self._is_waiting = True
-            asyncio.get_running_loop().remove_reader(self._channel)
+            asyncio.get_running_loop().remove_reader(self._end.reading)
 
     def hear_rest(self) -> None:
         """Take in all that is there at this moment, and nothing that is written meanwhile.
 
         For a rank that is dead: the kernel holds a few hundred KiB of its last words at most.
         """
-        rest = 0 if self.closed else _waiting_bytes(self._channel)
+        rest = 0 if self.closed else _waiting_bytes(self._end.reading)
         while rest > 0 and not self.closed:
             received = self._receive(min(rest, _READ_BYTES))
             rest -= max(len(received), 1)
@@ -94,26 +96,27 @@ class RankLink:
             return
         self._is_waiting = waits
         if waits:
-            asyncio.get_running_loop().remove_reader(self._channel)
+            asyncio.get_running_loop().remove_reader(self._end.reading)
         else:
-            asyncio.get_running_loop().add_reader(self._channel, self.hear)
+            asyncio.get_running_loop().add_reader(self._end.reading, self.hear)
 
     def send(self, order: RankOrder) -> None:
         """Give an order; a rank that is gone, or reads nothing for ages, misses it."""
-        with contextlib.suppress(OSError):
-            self._channel.send(order.model_dump_json().encode() + b"\n")
+        if not self.closed:
+            with contextlib.suppress(OSError):
+                os.write(self._end.writing, order.model_dump_json().encode() + b"\n")
 
     def close(self) -> None:
         """Hear no more."""
         if not self.closed:
             self.closed = True
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._channel.close()
+            asyncio.get_running_loop().remove_reader(self._end.reading)
+            self._end.close()
 
     def _receive(self, size: int) -> bytes:
         """What is there now, at most ``size`` bytes; at the end of the pipe it is closed."""
         try:
-            received = self._channel.recv(size)
+            received = os.read(self._end.reading, size)
         except BlockingIOError:
             return b""
         except OSError:
@@ -151,9 +154,9 @@ class RankLink:
         self._on_fault(what)
 
 
-def _waiting_bytes(channel: socket.socket) -> int:
+def _waiting_bytes(reading: int) -> int:
     """How much the kernel holds for the reader."""
-    answer = fcntl.ioctl(channel, termios.FIONREAD, _COUNT.pack(0))
+    answer = fcntl.ioctl(reading, termios.FIONREAD, _COUNT.pack(0))
     (count,) = _COUNT.unpack(answer)
     return int(count)
 

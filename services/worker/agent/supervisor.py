@@ -250,7 +250,7 @@ class Supervisor:
                 self._refuse(key, f"its agent failed at it: {type(error).__name__}: {error}")
             )
             return
-        gang = GangRuntime(crew.seats, crew.pids, self._node_id, folder, self._tell)
+        gang = GangRuntime(crew, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._tell(
@@ -262,7 +262,7 @@ class Supervisor:
                 store=crew.store,
             )
         )
-        gang.connect(crew.pipes)
+        gang.connect()
         for pid in crew.pids.values():
             if pid in self._early:
                 self._reaped(self._early.pop(pid))

@@ -1,6 +1,5 @@
 """What an agent sees of a gang from outside: its boards and its output, for the next beats."""
 
-import contextlib
 import itertools
 import math
 import statistics
@@ -15,7 +14,7 @@ import structlog
 from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.mask import Mask
 from services.contract.messages.findings import RankFinding
-from services.contract.messages.rank_pipe import RankMetrics, RankReady, RankSeat
+from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.rank_channel import BoardError, BoardReader, BoardSnapshot, BoardStep
 from services.contract.redis_keys import STEPS_KEPT
@@ -23,6 +22,7 @@ from services.contract.states import RankPhase
 from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.hang import Mark
+from services.worker.agent.launch import Crew
 from services.worker.agent.log_tail import LogTail
 from services.worker.agent.processes import process_state
 from services.worker.agent.stacks import Stacks
@@ -56,8 +56,7 @@ class GangTelemetry:
     """Boards and logs of the ranks of one attempt on this node.
 
     Args:
-        seats: The ranks' seats.
-        pids: Their processes, by rank.
+        crew: The ranks; their boards are owned from now on.
         node_id: This node.
         folder: Where their files lie.
 
@@ -68,17 +67,15 @@ class GangTelemetry:
 
     def __init__(
         self,
-        seats: Mapping[int, RankSeat],
-        pids: Mapping[int, int],
+        crew: Crew,
         node_id: str,
         folder: AttemptFolder,
     ) -> None:
         self.faults: dict[int, str] = {}
-        self._seats = seats
-        self._pids = pids
+        self._seats = seats = crew.seats
+        self._pids = crew.pids
         self._node_id = node_id
-        self._folder = folder
-        self._readers: dict[int, BoardReader] = {}
+        self._readers = dict(crew.boards)
         self._tails = {
             (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
             for rank, seat in seats.items()
@@ -91,6 +88,7 @@ class GangTelemetry:
         self._metrics: deque[MetricRecord] = deque(maxlen=_METRICS_HELD)
         self._metric_names: dict[str, None] = {}
         self._last_step: int | None = None
+        self._has_gaps = False
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
 
@@ -221,7 +219,9 @@ class GangTelemetry:
         for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
-            if apart > 1 and self._seats[0].spec.entrypoint is None:
+            is_gap = apart > 1 and self._seats[0].spec.entrypoint is None
+            if is_gap and not self._has_gaps:  # once: a rank can write any numbers, at any rate
+                self._has_gaps = True
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
@@ -266,7 +266,7 @@ class GangTelemetry:
 
     def _ask(self, rank: int, question: Callable[[BoardReader], _T]) -> _T | None:
         """What the board of a rank answers; None without one, or where it is broken."""
-        reader = self._reader(rank)
+        reader = self._readers.get(rank)
         if reader is None:
             return None
         try:
@@ -275,13 +275,6 @@ class GangTelemetry:
             self.faults[rank] = str(error)
             self._readers.pop(rank).close()
             return None
-
-    def _reader(self, rank: int) -> BoardReader | None:
-        if rank not in self._readers and rank not in self.faults:
-            # A rank that was just forked has no board yet, or half of one.
-            with contextlib.suppress(OSError, ValueError):
-                self._readers[rank] = BoardReader.open(self._folder.board(rank))
-        return self._readers.get(rank)
 
     def _snapshot(self, rank: int) -> BoardSnapshot:
         read = self._ask(rank, BoardReader.read)

@@ -29,6 +29,7 @@ from services.contract.warm_channel import (
 )
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.processes import STOPPED, ProcessHandle, process_state
+from services.worker.agent.removal import remove_what_can_be
 
 _ADOPTED_WITHIN_S: Final = 30.0  # it may still be importing
 _CONNECTED_WITHIN_S: Final = 1.0
@@ -113,6 +114,7 @@ class TemplateLink:
         Raises:
             OSError: It cannot be started.
         """
+        remove_what_can_be(folder.template_socket)  # it may be a folder by now
         ours, theirs = socket.socketpair()
         try:
             with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:

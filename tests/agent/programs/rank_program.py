@@ -46,7 +46,7 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
     for step in range(1, steps + 1):
         _misbehave(wishes, seat.rank, step)
         if wishes.get("misdeed") and (seat.rank, step) == (1, 3):
-            MISDEEDS[wishes["misdeed"]](seat, pipe._channel)
+            MISDEEDS[wishes["misdeed"]](seat, pipe._end)
         threading.Event().wait(wishes.get("pause_s", 0.0))
         board.finish_step(
             BoardStep(

@@ -11,6 +11,8 @@ from services.worker.rank.checkpoints.shard_file import ShardReader
 
 _TORCH: Final = "random.torch"
 _CUDA: Final = "random.cuda"
+RANDOM_NAMES: Final = (_TORCH, _CUDA)
+"""Names of tensors in a shard file that nothing else may have."""
 
 
 def random_tensors(device: torch.device) -> dict[str, torch.Tensor]:

@@ -31,6 +31,10 @@ _DTYPES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+HEADER_NAME: Final = "__metadata__"
+"""The one name that no tensor can have in the format."""
+HEADER_BYTES: Final = 100_000_000
+"""Readers of the format refuse files that say more than this beside their tensors."""
 _ALIGNMENT: Final = 8
 _READ_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 22
@@ -52,6 +56,10 @@ class CorruptShardError(RuntimeError):
 
 class UnsavableTensorError(TypeError):
     """The format has no name for a tensor's dtype."""
+
+
+class LongHeaderError(ValueError):
+    """What is to be said beside the tensors of a file is more than can be read again."""
 
 
 def file_name(rank: int) -> str:
@@ -78,6 +86,7 @@ def write(
     Raises:
         OSError: The storage refused.
         UnsavableTensorError: A tensor's dtype has no name in the format.
+        LongHeaderError: Names and text are more than readers take.
     """
     shards = folder.parent
     make_folders(folder, shards.parent)
@@ -205,7 +214,7 @@ def _parts(
 ) -> Iterator[bytes | memoryview]:
     # Widest elements first: so every tensor is aligned, as the format asks of writers.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {HEADER_NAME: dict(metadata)}
     offset = 0
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
@@ -217,6 +226,11 @@ def _parts(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > HEADER_BYTES:
+        raise LongHeaderError(
+            f"what this rank saves beside its tensors takes {len(text)} bytes as JSON, and a checkpoint "
+            f"file holds {HEADER_BYTES}: make tensors of long lists of numbers"
+        )
     yield len(text).to_bytes(8, "little")
     yield text
     for _, tensor in ordered:

@@ -90,14 +90,14 @@ def _see_to_its_end(child: int) -> NoReturn:
     signal.signal(STACKS_SIGNAL, lambda *_: os.kill(child, STACKS_SIGNAL))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     pid = status = 0
-    while pid != child:
+    while pid != child or os.WIFSTOPPED(status):  # it may have made this process its tracer
         pid, status = os.waitpid(-1, 0)
     for number in (STACKS_SIGNAL, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
         while left := children():
             for each in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(each, signal.SIGKILL)
             os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(status)

@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import importlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final, NoReturn, Protocol, cast
 
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
+from services.contract.pipe_end import PipeEnd
 from services.contract.rank_channel import BoardWriter
 from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.states import RankPhase
@@ -39,25 +39,27 @@ class AgentPipe:
     ``send`` may be called from any thread; ``poll_orders`` from one.
 
     Args:
-        channel: A connected stream socket in blocking mode.
+        end: Of this process from now on, in blocking mode.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, end: PipeEnd) -> None:
+        os.set_blocking(end.reading, False)
+        self._end = end
         self._sending = threading.Lock()
         self._unread = b""
 
     def send(self, message: RankMessage) -> None:
         """Tell the agent. Does nothing when the agent is gone: training does not depend on it."""
-        line = message.model_dump_json().encode() + b"\n"
+        left = memoryview(message.model_dump_json().encode() + b"\n")
         with self._sending, contextlib.suppress(OSError):
-            self._channel.sendall(line)
+            while left:
+                left = left[os.write(self._end.writing, left) :]
 
     def poll_orders(self) -> list[RankOrder]:
         """The orders that came since the last call, oldest first; never blocks."""
         while True:
             try:
-                received = self._channel.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+                received = os.read(self._end.reading, _READ_BYTES)
             except OSError:  # nothing there now (EAGAIN), or the agent is gone
                 break
             if not received:
@@ -94,7 +96,7 @@ def load_trainer(name: str) -> Train:
 
 def take_seat(
     seat: RankSeat,
-    channel: socket.socket,
+    end: PipeEnd,
     listen_fd: int | None,
     trainer: str = DEFAULT_TRAINER,
     become_user: Callable[[], None] = lambda: None,
@@ -108,7 +110,7 @@ def take_seat(
     The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
     must not turn a success into a failure. Every kind of exception counts, ``SystemExit`` too.
     """
-    pipe = AgentPipe(channel)
+    pipe = AgentPipe(end)
     step = 0
     code = 1
     try:

@@ -22,6 +22,7 @@ from services.contract.durable import append_plain
 from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.own_process import LossyOutput
+from services.contract.pipe_end import PipeEnd
 from services.contract.rank_user import RankUser
 from services.contract.warm_channel import (
     ForkFailed,
@@ -128,19 +129,21 @@ class WarmProcess:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                if pid in self._ranks:
+                # One that has made this process its tracer is told of when it stops, too.
+                if pid in self._ranks and not os.WIFSTOPPED(status):
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
         # Whatever mark or session they have; their own children come here in turn.
         for pid in set(children()) - self._ranks:
-            with contextlib.suppress(ProcessLookupError):
+            # Of another user by now, by a program such as sudo: it must not end this process.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
     def _become_rank(
         self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
     ) -> NoReturn:
         try:
-            seat, (channel, *listening) = asked.seat, descriptors
+            seat, (reading, writing, *listening) = asked.seat, descriptors
             if asked.has_secrets:
                 seat = _with_secrets(seat, listening.pop())
             os.setsid()
@@ -169,7 +172,7 @@ class WarmProcess:
             listen_fd = listening[0] if listening else None
             take_seat(
                 seat,
-                socket.socket(fileno=channel),
+                PipeEnd(reading, writing),
                 listen_fd,
                 self._is.trainer,
                 lambda: self._become_user(warm, seat),

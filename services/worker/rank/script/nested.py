@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
-from services.worker.rank.checkpoints.shard_file import can_hold
+from services.worker.rank.checkpoints.random_state import RANDOM_NAMES
+from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold
 
 Node = dict[str, Any]
 """One place of a state as JSON: ``{kind: content}``."""
 
+TAKEN_NAMES: Final = frozenset({HEADER_NAME, *RANDOM_NAMES})
 _TENSOR: Final = "tensor"
 _VALUE: Final = "value"
 _DICT: Final = "dict"
@@ -67,7 +69,10 @@ def taken(state: object) -> Taken:
         UnsavableStateError: Something in it cannot be saved; its place is named.
     """
     found = Taken()
-    found.tree = _node(state, (), found.tensors)
+    try:
+        found.tree = _node(state, (), found.tensors)
+    except RecursionError:
+        raise UnsavableStateError((), "it contains itself, or is nested too deeply") from None
     return found
 
 
@@ -116,13 +121,16 @@ def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Ten
 def _keep(tensor: torch.Tensor, place: tuple[object, ...], tensors: dict[str, torch.Tensor]) -> str:
     if not can_hold(tensor.dtype):
         raise UnsavableStateError(place, f"a tensor of {tensor.dtype} cannot be saved")
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UnsavableStateError(place, f"a tensor {kind} cannot be saved")
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         raise UnsavableStateError(
             place, "a DTensor with partial sums cannot be saved; redistribute it"
         )
     name = wanted = ".".join(map(str, place)) or "state"
     number = 1
-    while name in tensors:  # a key with a dot in it
+    while name in tensors or name in TAKEN_NAMES:  # a key with a dot in it, or a name of ours
         number += 1
         name = f"{wanted}#{number}"
     tensors[name] = tensor.detach()

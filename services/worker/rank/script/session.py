@@ -368,7 +368,7 @@ def _number(name: str, value: object) -> float:
         value = value.detach()  # PyTorch warns of a loss that still has its graph
     try:
         return float(value)  # type: ignore[arg-type]  # users give what they have
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"session.report: {name} is a {type(value).__name__}, which is no number: {error}"
         ) from error

@@ -1,0 +1,113 @@
+"""What the kernel says of a process may be what the process made of it."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from services.worker.agent.processes import is_dying, kill_tracers, marked, process_state
+from tests.agent.conftest import is_gone
+from tests.waiting import until
+
+PRELUDE = """
+import ctypes, os, signal, struct, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def ready():
+    print(os.getpid(), flush=True)
+    threading.Event().wait()
+"""
+# Neither a name that is text, nor one word.
+NAMED = r"""
+libc.prctl(15, b"\xff) Z \xfe", 0, 0, 0)
+ready()
+"""
+# A map of a GiB that takes no memory until somebody reads it is said to be its environment.
+LARGE = """
+size = 1 << 30
+libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+start = libc.mmap(None, ctypes.c_size_t(size), 1, 0x4022, -1, 0)
+fields = open("/proc/self/stat", "rb").read().rpartition(b")")[2].split()
+code, code_end, stack, data, data_end, brk, args, args_end = (
+    int(fields[number - 3]) for number in (26, 27, 28, 45, 46, 47, 48, 49)
+)
+places = code, code_end, data, data_end, brk, libc.sbrk(0), stack, args, args_end
+asked = struct.pack("<12QII", *places, start, start + size, 0, 0, 0xFFFFFFFF)
+if libc.prctl(35, 14, asked, len(asked), 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+ready()
+"""
+# A child in a session of its own traces the second thread of its parent, which then ends.
+TRACED = """
+libc.prctl(0x59616D61, -1, 0, 0, 0)
+threads = []
+def wait():
+    threads.append(threading.get_native_id())
+    threading.Event().wait()
+threading.Thread(target=wait, daemon=True).start()
+while not threads:
+    os.sched_yield()
+if os.fork() == 0:
+    os.setsid()
+    if libc.ptrace(0x4206, threads[0], 0, 0):
+        sys.exit(os.strerror(ctypes.get_errno()))
+    ready()
+threading.Event().wait()
+"""
+
+
+@contextmanager
+def running(program: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A process, and the number of the one that says that it is ready."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + program], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        said = int(process.stdout.readline())
+        try:
+            yield process, said
+        finally:
+            for pid in (said, process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
+
+
+def test_a_process_whose_name_is_no_text_is_looked_at_as_any_other() -> None:
+    with running(NAMED) as (process, _):
+        until(lambda: process_state(process.pid) == "S")
+        assert not is_dying(process.pid)
+        process.kill()
+        until(lambda: is_dying(process.pid))
+
+
+def test_of_a_process_that_says_its_environment_is_large_no_more_is_read_than_there_can_be() -> (
+    None
+):
+    with running(LARGE):
+        tracemalloc.start()
+        try:
+            assert marked("no mark at all") == []
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_dead_process_is_reaped_once_whoever_traces_a_thread_of_it_is_killed() -> None:
+    with running(TRACED) as (process, tracer):
+        process.send_signal(signal.SIGTERM)
+        until(lambda: is_dying(process.pid))
+        assert process.poll() is None
+        assert kill_tracers(process.pid) == [tracer]
+        assert process.wait(60) == -signal.SIGTERM
+        assert is_gone(tracer)
+
+
+def test_nobody_traces_most_processes() -> None:
+    with running("ready()") as (process, _):
+        assert kill_tracers(process.pid) == []
+        assert kill_tracers(1 << 30) == []
