@@ -15,6 +15,9 @@ from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan,
 
 Units = Literal["settled", "blocks", "apart", "one"]
 
+# A bound of each takes milliseconds. A batch of 735 134 400 is divided by 1 344 sizes.
+_MOST_LAYOUTS = 4_096
+_LEAST_MICRO_BATCHES = 4
 # A module that weighs less than this part of a block stays with the root.
 _SMALL = 4
 _ROOT = UnitPlan(("",))
@@ -157,16 +160,42 @@ class LayoutSpace:
         """All that may be best.
 
         Deeper prefetching is not among them: an estimate sees what it costs, and not what it
-        gains, so that it never wins.
+        gains, so that it never wins. Nor are all micro-batches of a batch that very many sizes divide.
         """
-        for mesh in self.meshes:
-            for units in self.unit_kinds:
-                for recompute in self.recomputes(mesh, units):
-                    for reshard in self.reshards(mesh, units):
-                        for micro_batch in self.micro_batches(mesh):
-                            yield Layout(
-                                mesh, units, reshard, recompute, None, offload, micro_batch
-                            )
+        for mesh, units, recompute, reshard in self._ways:
+            for micro_batch in self._some_micro_batches(mesh):
+                yield Layout(mesh, units, reshard, recompute, None, offload, micro_batch)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `layouts` has all micro-batches."""
+        return all(
+            len(self._some_micro_batches(mesh)) == len(self.micro_batches(mesh))
+            for mesh in self.meshes
+        )
+
+    @cached_property
+    def _ways(self) -> tuple[tuple[MeshPlan, Units, bool, bool | int], ...]:
+        """Layouts but for their micro-batch."""
+        return tuple(
+            (mesh, units, recompute, reshard)
+            for mesh in self.meshes
+            for units in self.unit_kinds
+            for recompute in self.recomputes(mesh, units)
+            for reshard in self.reshards(mesh, units)
+        )
+
+    def _some_micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
+        """So many that a search ends: evenly chosen, the largest, the smallest and the default's kept."""
+        every = self.micro_batches(mesh)
+        most = max(_MOST_LAYOUTS // max(len(self._ways), 1), _LEAST_MICRO_BATCHES)
+        if len(every) <= most:
+            return every
+        last = len(every) - 1
+        kept = {every[round(place * last / (most - 1))] for place in range(most)}
+        if self.question.default is not None:
+            kept |= {self.question.default[1]}
+        return tuple(each for each in every if each in kept)
 
     # -- What a layout means
 
