@@ -15,8 +15,11 @@ from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan,
 
 Units = Literal["settled", "blocks", "apart", "one"]
 
-# A bound of each takes milliseconds. A batch of 735 134 400 is divided by 1 344 sizes.
+# A batch of 735 134 400 is divided by 1 344 sizes. A bound of each layout takes time with the model's
+# segments and parameters; all of them together are to take seconds.
 _MOST_LAYOUTS = 4_096
+_MOST_FOLLOWED = 4_000_000
+_LEAST_LAYOUTS = 256
 _LEAST_MICRO_BATCHES = 4
 # A module that weighs less than this part of a block stays with the root.
 _SMALL = 4
@@ -185,10 +188,18 @@ class LayoutSpace:
             for reshard in self.reshards(mesh, units)
         )
 
+    @cached_property
+    def _most_layouts(self) -> int:
+        """Fewer of a model with thousands of modules, of which each takes longer."""
+        profile = self.profile
+        segments = max((len(trace.segments) for trace in profile.traces), default=0)
+        fitting = _MOST_FOLLOWED // max(segments + len(profile.parameters), 1)
+        return max(min(fitting, _MOST_LAYOUTS), _LEAST_LAYOUTS)
+
     def _some_micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
         """So many that a search ends: evenly chosen, the largest, the smallest and the default's kept."""
         every = self.micro_batches(mesh)
-        most = max(_MOST_LAYOUTS // max(len(self._ways), 1), _LEAST_MICRO_BATCHES)
+        most = max(self._most_layouts // max(len(self._ways), 1), _LEAST_MICRO_BATCHES)
         if len(every) <= most:
             return every
         last = len(every) - 1

@@ -271,7 +271,9 @@ class RedisTelemetry:
             if isinstance(size, Exception):
                 raise size
             if (count or 0) > MOST_RANKS or (size or 0) > _LONGEST_SAMPLES:
-                self._clients.unreadable.note(name, None, ValueError(f"{count} ranks, {size} bytes"))
+                self._clients.unreadable.note(
+                    name, None, ValueError(f"{count} ranks, {size} bytes")
+                )
             else:
                 fit.add(job_id)
         return frozenset(fit)
