@@ -43,7 +43,7 @@ async def fill_and_empty(folder: Path) -> None:
             async with asyncio.timeout(120):
                 await outbox.emptied()
             assert not outbox.is_full()
-            told = await client.lrange(ARRIVED_FACTS, 0, -1)  # type: ignore[misc] # redis-py's
+            told = await client.lrange(ARRIVED_FACTS, 0, -1)
         assert [json.loads(fact)["incarnation"] for fact in told] == list(
             map(str, range(MOST_WAITING))
         )

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -326,7 +327,7 @@ def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
         )
         sample = told.model_dump_json()
         house.redis.hset(keys.job_ranks(other), "0", sample)
-        many = {str(rank): sample for rank in range(MOST_RANKS + 1)}
+        many: dict[Any, Any] = {str(rank): sample for rank in range(MOST_RANKS + 1)}
         house.redis.hset(keys.job_ranks(flooded), mapping=many)
         assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
         assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
