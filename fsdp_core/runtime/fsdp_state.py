@@ -92,6 +92,7 @@ class FSDPState(ShardedUnit):
     def _before_load(self, *_: object) -> None:
         self.drop_gathers()  # its values are about to be replaced
         self.reshard()
+        self._params.await_released()
 
     # -- The root
 

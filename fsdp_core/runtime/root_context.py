@@ -199,6 +199,7 @@ class RootContext:
         if not torch_private.in_backward():
             for each in self.units:
                 each.abandon_forward()
+            self._home.forget_uncopied()
         self._close_pass()
 
     def _close_pass(self) -> None:
@@ -207,6 +208,11 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
+        self.await_copied()
+
+    def await_copied(self) -> None:
+        """Waits until no other rank copies this rank's slices: see `CommHome.await_copied`."""
+        self._home.await_copied()
 
     def begin_backward(self) -> None:
         """Has the iteration of all units ended when the running backward is."""
@@ -275,6 +281,7 @@ class RootContext:
                 self.link.end_backward()
             for unit in ending.ended:
                 unit.go_idle()
+            self.await_copied()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -302,6 +309,7 @@ class RootContext:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
         self.link.end_backward()
+        self._home.forget_uncopied()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None

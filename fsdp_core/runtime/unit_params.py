@@ -168,6 +168,11 @@ class UnitParams:
         for group in self.groups:
             group.refresh()
 
+    def await_released(self) -> None:
+        """Waits until no rank computes with what is one copy for all ranks of the host."""
+        for group in self.groups:
+            group.await_released()
+
     def drop_gathers(self) -> None:
         """Ends gathers in flight that nobody used."""
         for group in self._used:

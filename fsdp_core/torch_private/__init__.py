@@ -73,6 +73,7 @@ from fsdp_core.torch_private.modules import (
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
     chunk_cat,
+    foreach_add,
     foreach_copy,
     foreach_norm,
     foreach_scale,
@@ -98,6 +99,7 @@ __all__ = [
     "fake_ranks",
     "flattened_mesh",
     "flop_counter",
+    "foreach_add",
     "foreach_copy",
     "foreach_norm",
     "foreach_scale",
