@@ -46,5 +46,6 @@ def default_micro_batch(per_rank: int, length: int) -> int:
         per_rank: Sequences of a step on a rank; the answer divides them.
         length: Tokens of a sequence.
     """
-    divisors = (n for n in range(per_rank, 0, -1) if per_rank % n == 0)
-    return next((n for n in divisors if n * length <= _MICRO_BATCH_TOKENS), 1)
+    # A batch may have a billion sequences: those above the bound are not looked at one by one.
+    most = min(per_rank, _MICRO_BATCH_TOKENS // max(length, 1))
+    return next((n for n in range(most, 0, -1) if per_rank % n == 0), 1)

@@ -1,15 +1,19 @@
-"""The name of a probe: the same for all questions to which the answer is the same."""
+"""The name of a probe, the same for all questions to which the answer is the same; and which answers can be used."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from fsdp_core.plan.model import PROFILE_VERSION
-from services.contract.messages.probing import ProbeModel
+from services.contract.bounds import shortened
+from services.contract.messages.probing import ModelProbed, ProbeModel
 
+_MOST: Final = 1 << 62
+_MOST_OF: Final = {"modules": 65_536, "parameters": 65_536, "units": 4_096, "traces": 16}
 _OF_THE_SPEC: Final = ("model", "data", "optimizer")
 _OF_THE_SPEC_IF_SET: Final = ("trainable", "loss", "code")
 _OF_THE_TRAINING: Final = ("precision",)
@@ -36,6 +40,43 @@ def probe_id(question: ProbeModel, versions: Mapping[str, str]) -> str:
         sort_keys=True,
     )
     return f"probe_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+class UnfitProfileError(ValueError):
+    """A profile holds what no model has, or more than a search can go through."""
+
+
+def refuse_unfit(answer: ModelProbed) -> None:
+    """Refuse an answer that says what no measurement can find. It may be of megabytes: not for an event loop.
+
+    Raises:
+        UnfitProfileError: With what it says, and where.
+    """
+    document = answer.model_dump(include={"profile", "optimizer", "sequence_tokens"})
+    profile = document["profile"] or {}
+    for name, most in _MOST_OF.items():
+        if len(profile.get(name, ())) > most:
+            raise UnfitProfileError(
+                f"the profile has {len(profile[name])} {name}, more than the {most} that a plan is "
+                "searched for; say plan: default, which needs no profile"
+            )
+    for place, value in _numbers(document):
+        if abs(value) > _MOST or not math.isfinite(value):
+            raise UnfitProfileError(
+                f"the profile says {shortened(str(value), 80)} at {place}: that is no measure of a model"
+            )
+
+
+def _numbers(root: object) -> Iterator[tuple[str, float]]:
+    todo: list[tuple[str, object]] = [("", root)]
+    while todo:
+        place, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{place}/{name}", item) for name, item in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{place}/{number}", item) for number, item in enumerate(value)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield place, value
 
 
 def _chosen(part: BaseModel, always: Iterable[str], if_set: Iterable[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
-| ``ml:jobs:deleted`` | set: ids of jobs that people deleted | permanent |
+| ``ml:jobs:deleted`` | set: ids of jobs that had an attempt and that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
 | ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | with the node |

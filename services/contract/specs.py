@@ -5,7 +5,7 @@ A job names a ``model`` and its ``data``, or a ``trainable``, or an ``entrypoint
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -450,7 +450,7 @@ class JobSpec(_Spec):
         )
 
     @property
-    def worlds(self) -> tuple[int, ...]:
+    def worlds(self) -> Sequence[int]:
         """The numbers of ranks that an attempt of it may have, ascending; the first is needed."""
         bounds = self.resources.world
         if bounds is None:

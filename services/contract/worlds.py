@@ -1,6 +1,7 @@
 """How many ranks an elastic job can have: the arithmetic of meshes and batches, in integers alone."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,11 +23,11 @@ class Share:
 
 
 @functools.lru_cache(maxsize=1024)
-def possible_worlds(share: Share, least: int, most: int) -> tuple[int, ...]:
+def possible_worlds(share: Share, least: int, most: int) -> Sequence[int]:
     """The numbers of ranks from ``least`` to ``most`` that share a step out evenly, ascending."""
     first = -(-least // share.copy) * share.copy
-    if share.batch is None:
-        return tuple(range(first, most + 1, share.copy))
+    if share.batch is None:  # there may be 65 536 of them, and a thousand such answers are kept
+        return range(first, most + 1, share.copy)
     last = min(most, share.batch * share.tp)
     return tuple(
         n

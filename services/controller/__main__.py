@@ -91,7 +91,10 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         patience = Patience(room_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
-        rule = functools.partial(reign, ports, drawing=drawing, patience=patience)
+        troubles: dict[str, str] = {}
+        rule = functools.partial(
+            reign, ports, drawing=drawing, patience=patience, troubles=troubles
+        )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
             ports,
@@ -101,7 +104,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             settings.entry_points,
             StreamSlots(settings.max_streams),
             drawing,
-            lambda: leader.trouble,
+            lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
         )
         config = uvicorn.Config(

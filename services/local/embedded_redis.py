@@ -196,6 +196,7 @@ def _config(folder: Path, socket: Path, password: str) -> str:
     # hz 100: at the default of 10 the time-outs of blocking reads overrun by about 100 ms.
     # appendfsync always: with everysec Redis puts off its writes for up to two seconds while the disk
     # is busy, and a kill then loses what it had acknowledged.
+    # proto-max-bulk-len: twice the longest fact; of half a GiB, the default, few values fill a reader's memory.
     return f"""\
 port 0
 unixsocket "{socket}"
@@ -206,5 +207,6 @@ appendonly yes
 appendfsync always
 save ""
 hz 100
+proto-max-bulk-len 16mb
 daemonize no
 """

@@ -192,6 +192,27 @@ def test_what_a_model_says_is_cut_and_what_it_forges_is_an_answer_to_its_own_que
     assert node.agent.process.poll() is None
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            {"changes": '{"timed": {"seconds": [[1, Infinity, 1]], "flops": 1}}'},
+            "says inf at /profile",
+        ),
+        ({"changes": '{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}'}, "no measure of a model"),
+        ({"changes": f'{{"granularity": 1{"0" * 400}}}'}, "characters cut"),
+        ({"changes": "{}", "modules": 70_000}, "modules, more than the 65536"),
+        ({"changes": "{}", "letters": 9 << 20}, "more than the 8 MiB that are taken"),
+    ],
+)
+def test_a_profile_with_which_nobody_could_plan_is_refused_with_the_reason(
+    node: Node, args: dict[str, JsonValue], words: str
+) -> None:
+    failure = node.fails(question("probed_models:claims", args))
+    assert failure.code == "raised"
+    assert words in failure.reason
+
+
 def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "words"
     path.write_text(f"{SECRET * 500}\nlast\n")

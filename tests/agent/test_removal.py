@@ -1,17 +1,21 @@
 """Folders that ranks have made as deep, as odd or as unquiet as they can are removed all the same."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.contract.messages.facts import LaunchRefused
+from services.contract.messages.facts import Fact, LaunchRefused
 from services.worker.agent import removal
-from services.worker.agent.folders import NodeFolder
+from services.worker.agent.folders import AttemptFolder, NodeFolder
 from services.worker.agent.removal import remove_tree
+from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import JOB, NODE, launch
 
 DEEPER_THAN_CALLS_NEST = 1_200
@@ -96,3 +100,38 @@ def test_deep_folders_among_a_node_s_files_end_neither_its_gangs_nor_its_rounds(
     assert not attempt.boards.exists()
     assert node.prune([JOB]) == [attempt.path]
     assert not attempt.path.exists()
+
+
+def test_boards_are_removed_beside_the_loop_that_renews_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def remove(_folder: AttemptFolder) -> None:
+        threads.append(threading.get_ident())
+
+    monkeypatch.setattr(AttemptFolder, "remove_boards", remove)
+    nothing: Any = None
+    gang: Any = Ended()
+    node = NodeFolder(tmp_path / "home", NODE, tmp_path)
+    told: list[Fact] = []
+
+    async def end() -> None:
+        supervisor = Supervisor(NODE, node, nothing, nothing, nothing, told.append)
+        supervisor._conclude((JOB, 1), gang)
+        await supervisor.emptied()
+        while not threads:  # noqa: ASYNC110 a thread sets no event of this loop
+            await asyncio.sleep(0)
+
+    asyncio.run(end())
+    assert len(told) == 1
+    assert threads != [threading.get_ident()]
+
+
+class Ended:
+    """A gang that has ended."""
+
+    def end(self) -> LaunchRefused:
+        return LaunchRefused(job_id=JOB, fence=1, node_id=NODE, reason="any")
+
+    def conclude(self, _end: LaunchRefused) -> None: ...

@@ -1,5 +1,6 @@
 """A spec of a script: what it may leave out, and what it may not say."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -28,7 +29,15 @@ def test_a_script_needs_no_model_no_data_and_no_steps() -> None:
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
     assert JobSpec.model_validate(SCRIPT | {"train": {"steps": 7}}).steps == 7
     elastic = {"resources": {"world": {"min": 2, "max": 7}}, "mesh": {"tp": 2}}
-    assert JobSpec.model_validate(SCRIPT | elastic).worlds == (2, 4, 6)
+    assert list(JobSpec.model_validate(SCRIPT | elastic).worlds) == [2, 4, 6]
+
+
+def test_the_numbers_of_ranks_of_a_script_take_no_room_however_many_there_are() -> None:
+    """A thousand such answers are kept: written out, they had two gigabytes."""
+    world = {"resources": {"world": {"min": 1, "max": 65_536}}}
+    worlds = JobSpec.model_validate(SCRIPT | world).worlds
+    assert (len(worlds), worlds[0], worlds[-1]) == (65_536, 1, 65_536)
+    assert sys.getsizeof(worlds) < 200
 
 
 def test_what_only_our_loop_reads_is_refused_by_its_name() -> None:

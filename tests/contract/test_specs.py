@@ -55,7 +55,8 @@ def test_a_contradiction_is_refused_in_words(change: dict[str, Any], words: str)
 
 def test_an_elastic_job_names_the_worlds_that_share_its_batch_out() -> None:
     def worlds(world: dict[str, int], **changes: object) -> tuple[int, ...]:
-        return JobSpec.model_validate({**SPEC, "resources": {"world": world}, **changes}).worlds
+        spec = JobSpec.model_validate({**SPEC, "resources": {"world": world}, **changes})
+        return tuple(spec.worlds)
 
     assert worlds({"min": 2, "max": 8}) == (2, 4, 8)
     assert worlds({"max": 9}, train={"steps": 1, "global_batch": 12}) == (1, 2, 3, 4, 6)

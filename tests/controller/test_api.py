@@ -2,6 +2,7 @@
 
 import base64
 import re
+from typing import Any
 
 import pytest
 from httpx2 import Response
@@ -358,3 +359,13 @@ def test_the_dashboard_is_served_under_a_strict_policy(quiet_house: House) -> No
 
 def test_a_job_that_never_ran_has_no_attempts(quiet_house: House) -> None:
     assert quiet_house.get(f"/v1/jobs/{quiet_house.submit()}/attempts")["items"] == []
+
+
+def test_a_method_that_is_not_taken_makes_no_document(quiet_house: House) -> None:
+    """It takes half a second, and who asks may be a stranger."""
+    refused = quiet_house.client.post("/healthz", json={})
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+    refused = quiet_house.client.put("/v1/jobs", json={})
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
+    app: Any = quiet_house.client.app
+    assert app.openapi_schema is None

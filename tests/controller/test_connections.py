@@ -117,6 +117,45 @@ def test_a_request_with_two_ends_is_refused_and_what_follows_it_is_not_read(
         assert back.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.redis
+def test_a_head_of_many_lines_or_bytes_is_refused_and_kept_connections_are_not(
+    strict: Controller,
+) -> None:
+    head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+    assert answered(strict, head + b"a:\r\n" * 100 + b"\r\n").startswith(b"HTTP/1.1 431 ")
+    # Also where the head comes in parts that end within a line's end.
+    with opened(strict) as client:
+        client.setblocking(True)  # noqa: FBT003 the socket's own
+        for part in (head, *[b"a:\r", b"\n"] * 100):
+            client.sendall(part)
+        assert client.recv(100).startswith(b"HTTP/1.1 431 ")
+    assert answered(strict, head + b"a: " + b"x" * 20_000).startswith(b"HTTP/1.1 400 ")
+    few = head + b"a:\r\n" * 90
+    back = answered(strict, (few + b"\r\n") * 30 + few + b"Connection: close\r\n\r\n")
+    assert back.count(b"HTTP/1.1 200 ") == 31
+
+
+@pytest.mark.redis
+def test_what_is_no_body_ends_its_connection_and_leaves_no_word_in_the_log(
+    strict: Controller,
+) -> None:
+    before = len(strict.lines)
+    for _ in range(20):
+        with opened(strict) as client:
+            client.setblocking(True)  # noqa: FBT003 the socket's own
+            client.sendall(
+                b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
+            assert client.recv(4_096).startswith(b"HTTP/1.1 200 ")
+            client.sendall(b"no chunk\r\n")
+            with contextlib.suppress(ConnectionError):
+                while client.recv(4_096):
+                    pass
+    made = strict.client.post("/v1/jobs", json=job_body(), headers=SHOWN).headers["x-request-id"]
+    until(lambda: strict.lines[-1].get("request_id") == made)
+    assert len(strict.lines) == before + 1
+
+
 # --- one protocol in this process ---------------------------------------------------------------
 
 

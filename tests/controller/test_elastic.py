@@ -1,16 +1,19 @@
 """Elastic jobs on virtual time: they take what is there, shrink, grow back, and starve nobody."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from services.contract.specs import JobSpec
 from services.contract.states import ExitReason, JobState
 from services.controller.domain import planner
+from services.controller.domain.hall import Hall
 from services.controller.domain.job import Job
-from services.controller.domain.placement import Gang, NotNow, Seated, Standing, place
+from services.controller.domain.placement import Gang, Never, NotNow, Seated, Standing, place
+from services.controller.domain.resizing import enlarged, place_most
 from services.controller.ports.machines import Log
-from tests.controller.histories import node, spec
+from tests.controller.histories import new_job, node, spec
 from tests.controller.virtual_cluster import VirtualCluster
 
 ELASTIC = {"world": {"min": 2, "max": 6}}
@@ -40,6 +43,29 @@ def told(cluster: VirtualCluster, job_id: str, kind: str) -> list[str]:
 
 def sizes(job: Job) -> list[int]:
     return [attempt.world_size for attempt in job.attempts]
+
+
+def test_seats_are_looked_for_as_often_as_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each of the 65 536 numbers of ranks that a script may have: that takes seconds."""
+    tried: list[int] = []
+
+    def counted(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
+        tried.append(gang.ranks)
+        return place(gang, standings)
+
+    monkeypatch.setattr("services.controller.domain.resizing.place", counted)
+    script = {"entrypoint": {"script": "a.py"}, "resources": {"world": {"min": 1, "max": 65_536}}}
+    wanted = JobSpec.model_validate(script)
+    found = place_most(wanted, [Standing(node("a", slots=4))])
+    assert isinstance(found, Seated)
+    assert len(found.ranks) == 4
+    job = new_job().model_copy(update={"spec": wanted})
+    seated = place(Gang.of(wanted), [Standing(node("a", slots=4))])
+    assert isinstance(seated, Seated)
+    hall = Hall((Standing(node("a", slots=4)),), {job.id: job}, {}, 1).with_seated(job, seated)
+    _, larger = enlarged(hall, {}, [job])
+    assert len(larger[job.id].ranks) == 4
+    assert sorted(tried) == [1, 4, 4]
 
 
 def test_it_begins_with_what_is_there_and_sits_on_several_nodes_if_it_must() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,13 @@ from services.controller.domain.node import Lease
 from services.controller.domain.pace import scale_of
 from services.controller.ports.jobs import Actor, EventRecord, Stored
 from services.controller.ports.machines import Entry, Log
+from services.controller.ports.plans import PlanStore
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import Cloning, clone
 from services.controller.use_cases.facts import heed
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.planning import Planner
-from services.controller.use_cases.plans import Drawing, get_plan
+from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
 from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.reconcile import Reconciler
 from services.controller.use_cases.submit import Submission, submit
@@ -663,5 +665,61 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
         elsewhere = pace.model_copy(update={"kind": "faster ones", "taken_s": foreseen_s / 9})
         assert scale_of([pace, elsewhere], pace.kind) == pytest.approx(3)
         assert scale_of([], pace.kind) == 1
+
+    play(course)
+
+
+def test_a_profile_that_no_measurement_finds_is_not_planned_with() -> None:
+    async def course(office: Office) -> None:
+        job_id = await office.submits()
+        await office.looks()
+        told = answer_to(office.asked()[-1])
+        assert told.profile is not None
+        forged = replace(told.profile, granularity=10**300)
+        known = NodeMeasured(node_id=NODE, incarnation="life-1", device_type="cpu", facts=FACTS)
+        await office.hears(told.model_copy(update={"profile": forged}), known)
+        await office.looks()
+        assert "no measure of a model" in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+class OneReader:
+    """Counts how many read a node's answer at a time."""
+
+    def __init__(self, plans: PlanStore) -> None:
+        self._plans = plans
+        self.readers = self.most = self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 passes through whatever it is
+        return getattr(self._plans, name)
+
+    async def answer(self, probe_id: str) -> ModelProbed | None:
+        self.readers += 1
+        self.reads += 1
+        self.most = max(self.most, self.readers)
+        try:
+            for _ in range(5):  # others get their turn, if they may
+                await asyncio.sleep(0)
+            return await self._plans.answer(probe_id)
+        finally:
+            self.readers -= 1
+
+
+def test_however_many_ask_for_plans_one_answer_is_read_at_a_time() -> None:
+    async def course(office: Office) -> None:
+        await office.submits()
+        await office.looks()
+        await office.answers()
+        seen: Any = OneReader(office.ports.plans)
+        ports = replace(office.ports, plans=seen)
+        spec = JobSpec.model_validate(
+            job_body(model={"factory": "decoder", "args": ARGS}, plan="auto")
+        )
+        asked = (make_plan(ports, Wanted(spec), ADA, ANYTHING, _DRAWING) for _ in range(8))
+        made = await asyncio.gather(*asked)
+        assert {plan.state for plan in made} == {PlanState.READY}
+        assert seen.reads > 8
+        assert seen.most == 1
 
     play(course)

@@ -224,7 +224,7 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
             agent.join()
             agent.launches(job_id)
             until(lambda: controller.state(job_id) == "STARTING")
-            assert controller.client.get("/readyz").status_code == 200
+            until(lambda: controller.client.get("/readyz").status_code == 200)
             warnings = [line for line in controller.lines if line["event"] == "store_unavailable"]
             assert len(warnings) <= 3
 
@@ -324,6 +324,29 @@ def test_commands_that_redis_forbids_singly_are_told_and_end_no_reign(redis_url:
         until(lambda: controller.client.post("/v1/jobs", json=job_body()).status_code == 201)
         for word in ("request_failed", "reign_failed", "leader_died"):
             assert not controller.said(word), word
+
+
+def test_what_a_loop_alone_is_forbidden_is_told_by_readyz(redis_url: str) -> None:
+    with (
+        started(redis_url) as controller,
+        Redis.from_url(redis_url, decode_responses=True) as owner,
+    ):
+        owner.execute_command("ACL", "SETUSER", "test", "on", ">test", "~*", "&*", "+@all")
+        url = f"unix://test:test@{redis_url.rpartition('@')[2]}"
+        until(lambda: owner.exists(keys.LEADER))
+        with Redis.from_url(url, decode_responses=True) as redis:
+            try:
+                for command in ("hgetall", "blmove", "zrangebyscore"):
+                    redis.acl_setuser("default", enabled=True, commands=[f"-{command}"])
+                    if command == "zrangebyscore":  # a new reign looks for unused code at once
+                        redis.delete(keys.LEADER)
+                    answer = until(lambda: unready(controller))
+                    assert "ACL" in answer.json()["checks"]["redis"], command
+                    redis.acl_setuser("default", enabled=True, commands=["+@all"])
+                    until(lambda: controller.client.get("/readyz").status_code == 200)
+            finally:
+                redis.acl_setuser("default", enabled=True, commands=["+@all"])
+                redis.acl_deluser("test")
 
 
 def test_the_loops_bear_a_disk_so_full_that_redis_ends(tmp_path: Path) -> None:

@@ -269,9 +269,27 @@ async def test_a_job_is_deleted_together_with_a_commit_of_another_or_not_at_all(
     after = await world.ports.jobs.commit(Change(before, decision, ACTOR, deletes=doomed))
     assert await world.ports.jobs.active() == [after]
     assert len(world.outside.inbox(NODE)) == 1
-    assert await world.ports.jobs.was_deleted(doomed.job.id)
     assert await world.ports.telemetry.read(doomed.job.id, Log.EVENTS, None, 10) == []
     assert [s.job.id for s in await world.ports.jobs.page(None, 10)] == [before.job.id]
+
+
+@pytest.mark.parametrize("with_another", [False, True])
+async def test_only_a_deleted_job_that_storage_may_know_is_remembered(
+    world: World,
+    with_another: bool,  # noqa: FBT001 a parameter of the test
+) -> None:
+    other = await world.keep(job())
+    idle = await world.keep(job(created_ms=6))
+    ran = await world.keep(job(created_ms=7))
+    ran = await world.ports.jobs.commit(Change(ran, play(ran.job, [placed(ran.job)]), ACTOR))
+    for doomed in (idle, ran):
+        if with_another:
+            empty = Change(other, Decision(other.job), ACTOR, deletes=doomed)
+            other = await world.ports.jobs.commit(empty)
+        else:
+            await world.ports.jobs.delete(doomed)
+    assert not await world.ports.jobs.was_deleted(idle.job.id)
+    assert await world.ports.jobs.was_deleted(ran.job.id)
 
 
 async def test_pages_go_from_new_to_old_and_bear_equal_times(world: World) -> None:

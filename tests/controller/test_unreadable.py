@@ -4,14 +4,18 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis import Redis
 
 from services.contract import redis_keys as keys
+from services.contract.bounds import MOST_RANKS
 from services.contract.ids import new_job_id
+from services.contract.messages.telemetry import RankSample
 from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import StopRequest
+from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decide import decide
 from services.controller.domain.events import (
@@ -302,6 +306,53 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
 
 
 @pytest.mark.redis
+@pytest.mark.redis
+def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
+    """Every agent may add to every job's samples, and all lists and loops read them."""
+    with open_house(redis_url, AccessPolicy()) as house:
+        house.agent.join()
+        flooded, other = house.submit(resources={"ranks": 1}), house.submit(resources={"ranks": 1})
+        for job_id in (flooded, other):
+            house.agent.trains(house.agent.launches(job_id), [1])
+            house.in_state(job_id, "RUNNING")
+        told = RankSample(
+            rank=0,
+            local_rank=0,
+            fence=1,
+            node_id=NODE,
+            device="cpu",
+            pid=1,
+            phase="FORWARD",
+            step=1,
+        )
+        sample = told.model_dump_json()
+        house.redis.hset(keys.job_ranks(other), "0", sample)
+        many: dict[Any, Any] = {str(rank): sample for rank in range(MOST_RANKS + 1)}
+        house.redis.hset(keys.job_ranks(flooded), mapping=many)
+        assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
+        assert "records" in house.get("/readyz")["checks"]
+        house.redis.delete(keys.job_ranks(flooded))
+        house.redis.hset(
+            keys.job_ranks(flooded), mapping={str(n): "x" * (8 << 20) for n in range(9)}
+        )
+        assert len(house.get("/v1/jobs")["items"]) == 2
+        assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_of_a_lease_no_more_is_read_than_one_has(redis_url: str) -> None:
+    with Redis.from_url(redis_url) as redis:
+        redis.set(keys.node_lease("long"), "x" * (8 << 20), px=60_000)
+        redis.set(keys.node_lease("usual"), "life-1", px=60_000)
+    async with redis_ports(redis_url) as ports:
+        leases = await ports.nodes.leases(["long", "usual", "none"])
+    assert leases.keys() == {"long", "usual"}
+    assert leases["usual"].incarnation == "life-1"
+    assert len(leases["long"].incarnation) < 1_000
+
+
 def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: str) -> None:
     with open_house(redis_url, AccessPolicy()) as house:
         other = AgentDouble(house.redis, "loom-2")

@@ -71,6 +71,11 @@ def test_only_the_gpu_worker_asks_for_nvidia_devices(compose: dict[str, Any]) ->
     assert "deploy" not in services["worker-cpu"]
 
 
+def test_user_code_in_a_worker_meets_its_own_limit_of_processes(compose: dict[str, Any]) -> None:
+    for service in ("worker", "worker-cpu"):
+        assert compose["services"][service]["pids_limit"] == "${MESHLOOM_PIDS_LIMIT:-16384}"
+
+
 def test_no_secret_has_a_default_and_redis_is_not_published(compose: dict[str, Any]) -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     assert "${MESHLOOM_TOKEN:?" in text

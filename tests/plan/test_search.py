@@ -395,6 +395,24 @@ def test_many_ranks_take_few_estimates(profile: ModelProfile) -> None:
     assert answer.estimated < 40
 
 
+@pytest.mark.parametrize("ranks", [1, 720])
+def test_a_batch_that_a_thousand_sizes_divide_takes_no_longer_than_others(
+    profile: ModelProfile, ranks: int
+) -> None:
+    """735 134 400 is the number below a billion with the most divisors."""
+    usual = ShardingPlan(MeshPlan(dp_shard=ranks)), 221
+    question = replace(asked(ranks, 100 * MIB, batch=735_134_400), default=usual)
+    space = LayoutSpace(profile, question)
+    layouts = list(space.layouts())
+    assert len(layouts) < 10_000
+    assert not space.is_whole
+    for mesh in space.meshes:
+        sizes = {each.micro_batch for each in layouts if each.mesh == mesh}
+        every = space.micro_batches(mesh)
+        assert {every[0], every[-1], 221} <= sizes < set(every)
+    assert LayoutSpace(profile, asked(4, 100 * MIB, batch=4_096)).is_whole
+
+
 def test_offloading_is_the_last_resort(profile: ModelProfile) -> None:
     # One rank: among more, gloo would hold something on a host that NCCL does not on a device.
     there = replace(profile, device_type="cuda")

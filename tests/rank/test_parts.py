@@ -139,6 +139,7 @@ def test_what_the_trainer_offers_yields_to_the_spec(library: Path) -> None:
 def test_an_automatic_micro_batch_divides_the_share_and_bounds_the_tokens() -> None:
     assert default_micro_batch(8, 256) == 8
     assert default_micro_batch(96, 1024) == 16
+    assert default_micro_batch((1 << 61) - 1, 1) == 1, "a prime: to try all below it has no end"
     assert default_micro_batch(7, 16_384) == 1
     assert default_micro_batch(4, 1_000_000) == 1
 

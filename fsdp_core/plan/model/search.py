@@ -74,7 +74,7 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
         ranked_by=_ranked_by(question),
         considered=len(layouts),
         estimated=len(hunt.found),
-        exhaustive=hunt.exhaustive,
+        exhaustive=hunt.exhaustive and space.is_whole,
         by_default=usual is not None and best == usual,
     )
 

@@ -15,6 +15,12 @@ from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan,
 
 Units = Literal["settled", "blocks", "apart", "one"]
 
+# A batch of 735 134 400 is divided by 1 344 sizes. A bound of each layout takes time with the model's
+# segments and parameters; all of them together are to take seconds.
+_MOST_LAYOUTS = 4_096
+_MOST_FOLLOWED = 4_000_000
+_LEAST_LAYOUTS = 256
+_LEAST_MICRO_BATCHES = 4
 # A module that weighs less than this part of a block stays with the root.
 _SMALL = 4
 _ROOT = UnitPlan(("",))
@@ -157,16 +163,50 @@ class LayoutSpace:
         """All that may be best.
 
         Deeper prefetching is not among them: an estimate sees what it costs, and not what it
-        gains, so that it never wins.
+        gains, so that it never wins. Nor are all micro-batches of a batch that very many sizes divide.
         """
-        for mesh in self.meshes:
-            for units in self.unit_kinds:
-                for recompute in self.recomputes(mesh, units):
-                    for reshard in self.reshards(mesh, units):
-                        for micro_batch in self.micro_batches(mesh):
-                            yield Layout(
-                                mesh, units, reshard, recompute, None, offload, micro_batch
-                            )
+        for mesh, units, recompute, reshard in self._ways:
+            for micro_batch in self._some_micro_batches(mesh):
+                yield Layout(mesh, units, reshard, recompute, None, offload, micro_batch)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `layouts` has all micro-batches."""
+        return all(
+            len(self._some_micro_batches(mesh)) == len(self.micro_batches(mesh))
+            for mesh in self.meshes
+        )
+
+    @cached_property
+    def _ways(self) -> tuple[tuple[MeshPlan, Units, bool, bool | int], ...]:
+        """Layouts but for their micro-batch."""
+        return tuple(
+            (mesh, units, recompute, reshard)
+            for mesh in self.meshes
+            for units in self.unit_kinds
+            for recompute in self.recomputes(mesh, units)
+            for reshard in self.reshards(mesh, units)
+        )
+
+    @cached_property
+    def _most_layouts(self) -> int:
+        """Fewer of a model with thousands of modules, of which each takes longer."""
+        profile = self.profile
+        segments = max((len(trace.segments) for trace in profile.traces), default=0)
+        fitting = _MOST_FOLLOWED // max(segments + len(profile.parameters), 1)
+        return max(min(fitting, _MOST_LAYOUTS), _LEAST_LAYOUTS)
+
+    def _some_micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
+        """So many that a search ends: evenly chosen, the largest, the smallest and the default's kept."""
+        every = self.micro_batches(mesh)
+        most = max(self._most_layouts // max(len(self._ways), 1), _LEAST_MICRO_BATCHES)
+        if len(every) <= most:
+            return every
+        last = len(every) - 1
+        kept = {every[round(place * last / (most - 1))] for place in range(most)}
+        if self.question.default is not None:
+            kept |= {self.question.default[1]}
+        return tuple(each for each in every if each in kept)
 
     # -- What a layout means
 

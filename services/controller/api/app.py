@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from services.controller.api import dashboard, openapi, problems
 from services.controller.api.audit import Audit
@@ -23,6 +24,7 @@ from services.controller.api.routes import (
     watch,
 )
 from services.controller.api.scopes import unscoped
+from services.controller.api.turns import Shares
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
@@ -63,6 +65,13 @@ def create_app(
     app.include_router(system.router)
     dashboard.install(app, bundle)
     problems.install(app)
+    # Not from the OpenAPI document, which takes half a second to make, when a stranger may be the first to ask.
+    app.state.methods = [
+        (route.path_regex, route.methods)
+        for router in (*ROUTERS, system.router)
+        for route in router.routes
+        if isinstance(route, APIRoute)
+    ]
 
     def make_document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -71,6 +80,7 @@ def create_app(
 
     app.openapi = make_document  # type: ignore[method-assign] # the way that FastAPI documents
     # The one that is added last is met first.
+    app.add_middleware(Shares)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, policy=policy, ports=context.ports)
     app.add_middleware(Audit, ports=context.ports)

@@ -12,7 +12,8 @@ from typing import Final
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from services.contract.views import JobView
+from services.contract.slices import in_slices
+from services.contract.views import JobPage, JobView
 from services.controller.domain.errors import PreconditionRequiredError
 
 _DIGEST_BYTES: Final = 12
@@ -28,13 +29,34 @@ def answer(
     headers: dict[str, str] | None = None,
 ) -> Response:
     """``view`` as JSON with its ETag; 304 if a GET shows that the client has it."""
-    body = view.model_dump_json().encode()
     revision = f"{view.revision}." if isinstance(view, JobView) else ""
+    body = view.model_dump_json().encode()
+    return _answer(request, body, revision=revision, status=status, headers=headers)
+
+
+def _answer(
+    request: Request,
+    body: bytes,
+    *,
+    revision: str = "",
+    status: int = HTTPStatus.OK,
+    headers: dict[str, str] | None = None,
+) -> Response:
     tag = f'"{revision}{hashlib.blake2b(body, digest_size=_DIGEST_BYTES).hexdigest()}"'
     sent = {"ETag": tag, "Cache-Control": "no-cache", **(headers or {})}
     if request.method in {"GET", "HEAD"} and _has(request, tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=sent)
     return Response(body, status_code=status, media_type="application/json", headers=sent)
+
+
+async def answer_page(
+    request: Request, page: JobPage, *, headers: dict[str, str] | None = None
+) -> Response:
+    """As ``answer``, of a list with items of up to 64 KiB each: others have their turn between them."""
+    items = [item.model_dump_json() async for item in in_slices(page.items)]
+    rest = page.model_dump_json(exclude={"items"})
+    body = f'{{"items":[{",".join(items)}],{rest[1:]}'.encode()
+    return _answer(request, body, headers=headers)
 
 
 def revisions_matched(if_match: str | None) -> frozenset[int] | None:

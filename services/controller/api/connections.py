@@ -1,7 +1,10 @@
 """Connections of HTTP with bounds: a client that sends nothing, or never ends, is not waited for."""
 
 import asyncio
+import contextlib
+import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -12,6 +15,12 @@ _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
     b"Retry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
+_TOO_MANY_LINES: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+# Each is looked at by itself, in Python: as many as fit into 16 KiB, which h11 takes, cost a hundredth of
+# a second, and many clients that end such a head at one moment would keep the loop from renewing the lead.
+_MOST_LINES: Final = 100
+# As h11 looks for it.
+_END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
 # So much is read at a time: chunks of one byte take a tenth of a second to parse in the 256 KiB that
 # asyncio reads, and many clients that send such would keep the loop from renewing the lead.
 _READ_BYTES: Final = 4_096
@@ -36,14 +45,18 @@ class ConnectionLimits:
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 by uvicorn, with a deadline for each request and a bound of connections.
 
-    A body in chunks that are tiny, or that goes on after its answer, ends its connection. Uvicorn has a time-out only for kept connections on which nothing comes. A stream of events has no
-    deadline: its request is complete, and it is read.
+    A body in chunks that are tiny, or that goes on after its answer, ends its connection; so does a head of
+    many lines. Uvicorn has a time-out only for kept connections on which nothing comes. A stream of events has
+    no deadline: its request is complete, and it is read.
     """
 
     limits: ClassVar = ConnectionLimits()
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _framing_bytes: int = 0
+    _lines: int = 0
+    _last_bytes: bytes = b""
+    _is_refused: bool = False
 
     @classmethod
     def within(cls, limits: ConnectionLimits) -> type[H11Protocol]:
@@ -65,8 +78,12 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a part of a request; the first one starts the request's deadline."""
+        if self._is_refused or self._has_many_lines(data):
+            self._refuse_head()
+            return
         cycle, before = self.cycle, self._taken()
-        super().data_received(data)
+        with self._no_second_answer():
+            super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY and self._is_in_chunks():
             content = self._taken() - (before if self.cycle is cycle else 0)
             self._framing_bytes += len(data) - content
@@ -75,6 +92,36 @@ class BoundedProtocol(H11Protocol):
         else:
             self._framing_bytes = 0
         self._watch()
+
+    def _has_many_lines(self, data: bytes) -> bool:
+        """Whether a head of which this is a part has more lines than any that is meant well."""
+        if self.conn.their_state is not h11.IDLE:
+            self._lines, self._last_bytes = 0, b""
+            return False
+        seen = self._last_bytes + data
+        end = _END_OF_HEAD.search(seen)
+        last = len(seen) if end is None else end.end()
+        lines = self._lines + seen.count(b"\n", len(self._last_bytes), last)
+        self._lines, self._last_bytes = (lines, seen[-2:]) if end is None else (0, b"")
+        return lines > _MOST_LINES
+
+    def _refuse_head(self) -> None:
+        """Say so once. What comes then is passed over until its time is over, for the client may still send."""
+        if not self._is_refused:
+            self._is_refused = True
+            self.transport.write(_TOO_MANY_LINES)
+            self.transport.write_eof()
+
+    @contextlib.contextmanager
+    def _no_second_answer(self) -> Iterator[None]:
+        """Within, a body that turns out to be none after its answer ends the connection, and no more.
+
+        Uvicorn would answer once more, which h11 refuses, and asyncio writes a traceback for each into the log.
+        """
+        try:
+            yield
+        except h11.LocalProtocolError:
+            self.transport.abort()
 
     def _taken(self) -> int:
         """How much of the body waits for the application, which takes nothing meanwhile."""
@@ -86,7 +133,8 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Begin with the next request: a part of it may be here already."""
-        super().on_response_complete()
+        with self._no_second_answer():
+            super().on_response_complete()
         self._watch()
 
     def _watch(self) -> None:
@@ -115,7 +163,7 @@ class BoundedProtocol(H11Protocol):
     def refuse(self) -> None:
         """End the connection, for there are too many."""
         self.connections.discard(self)
-        if self.conn.their_state is h11.IDLE:
+        if self.conn.their_state is h11.IDLE and not self._is_refused:
             self.transport.write(_BUSY)
         self.transport.close()
 

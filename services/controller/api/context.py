@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from services.contract.entry_points import EntryPoints
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
+from services.controller.api.turns import Turns
 from services.controller.api.uploads import Uploads
 from services.controller.domain.token import Principal
 from services.controller.ports.jobs import Actor
@@ -24,8 +25,8 @@ class Context:
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
     epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
-    ``trouble``: why Redis takes no writes now, None while it does.
-    ``metrics_turn`` is held by the one request that reads all steps of a job. ``uploads``: how code is taken.
+    ``trouble``: why Redis does not do what leading takes, None while it does.
+    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken.
     """
 
     ports: Ports
@@ -38,7 +39,7 @@ class Context:
     trouble: Callable[[], str | None] = lambda: None
     uploads: Uploads = field(default_factory=Uploads)
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
-    metrics_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turns: Turns = field(default_factory=Turns)
 
 
 def _context(request: Request) -> Context:

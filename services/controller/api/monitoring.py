@@ -1,5 +1,9 @@
 """What Prometheus scrapes at ``/metrics``."""
 
+import asyncio
+import math
+import time
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -8,13 +12,23 @@ from services.contract.states import JobState
 from services.controller.ports.office import Ports
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_CHEAP_S: Final = 0.05
+_REST: Final = 20
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Monitor:
-    """The controller's figures, in a registry of their own."""
+    """The controller's figures, in a registry of their own.
 
-    def __init__(self) -> None:
+    Args:
+        now: A clock that never goes back, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._turn = asyncio.Lock()
+        self._counted_at = -math.inf
+        self._rests_until = -math.inf
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "meshloom_http_requests",
@@ -46,7 +60,21 @@ class Monitor:
         self._seconds.labels(method, route).observe(seconds)
 
     async def exposition(self, ports: Ports) -> bytes:
-        """The figures as text. Raises StoreUnavailableError."""
+        """The figures as text. Raises StoreUnavailableError.
+
+        Anybody may ask, and to count takes as long as there are jobs: who asks meanwhile gets what is being
+        counted, and counting takes a twentieth of the time at most.
+        """
+        asked_at = self._now()
+        async with self._turn:
+            began = self._now()
+            if self._counted_at < asked_at and began >= self._rests_until:
+                await self._count(ports)
+                self._counted_at, took_s = began, self._now() - began
+                self._rests_until = began if took_s < _CHEAP_S else began + _REST * took_s
+        return generate_latest(self._registry)
+
+    async def _count(self, ports: Ports) -> None:
         for state, count in (await ports.jobs.counts()).items():
             self._jobs.labels(JobState(state).value).set(count)
         ranks = {"cpu": 0, "cuda": 0}
@@ -56,4 +84,3 @@ class Monitor:
                 ranks[plan.device_type] += plan.world_size
         for device, count in ranks.items():
             self._ranks.labels(device).set(count)
-        return generate_latest(self._registry)

@@ -1,6 +1,7 @@
 """Every error answer is ``application/problem+json`` (RFC 9457)."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -8,7 +9,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import compile_path
 
 from services.contract.pointers import faults_of
 from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
@@ -172,12 +172,9 @@ def _unparsed(cause: BaseException | None) -> str:
 
 def _methods_of(request: Request) -> set[str]:
     """All methods that the path takes; the router by itself names those of one route only."""
-    methods: set[str] = set()
-    for path, operations in request.app.openapi()["paths"].items():
-        pattern, _, _ = compile_path(path)
-        if pattern.match(request.url.path):
-            methods |= {method.upper() for method in operations}
-    return methods
+    known: Sequence[tuple[re.Pattern[str], Set[str]]] = request.app.state.methods
+    path = request.scope["path"]
+    return {name for pattern, names in known if pattern.match(path) for name in names}
 
 
 def _speakable(text: str) -> str:

@@ -6,6 +6,7 @@ ending go wrong. It shrinks by itself when it goes on after a loss, and at once 
 were lowered. Growing and shrinking are moves: a checkpoint, the end, the next attempt.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -70,7 +71,7 @@ def place_most(spec: JobSpec, standings: Sequence[Standing]) -> Seated | NotNow 
     outcome = place(Gang.of(spec), standings)
     if not isinstance(outcome, Seated):
         return outcome
-    for ranks in reversed(spec.worlds[1:]):
+    for ranks in _larger(spec, len(outcome.ranks), outcome.device, standings):
         larger = place(replace(Gang.of(spec, ranks), device=outcome.device), standings)
         if isinstance(larger, Seated):
             return larger
@@ -143,14 +144,24 @@ def _largest(
     """Seats for as many ranks as can be, more than at present, in nobody's way."""
     head = heads.get(device)
     left = hall.without(job)
-    for ranks in reversed(job.spec.worlds):
-        if ranks <= present:
-            break
+    for ranks in _larger(job.spec, present, device, left.standings):
         nodes = left.standings if head is None else left.harmless(job, ranks, device, head)
         outcome = place(replace(wishes_of(job, ranks), device=device), nodes)
         if isinstance(outcome, Seated):
             return outcome
     return None
+
+
+def _larger(
+    spec: JobSpec, present: int, device: DeviceType, standings: Sequence[Standing]
+) -> Sequence[int]:
+    """The numbers of ranks above ``present`` for which there are seats, the most first.
+
+    A spec may allow 65 536 numbers, and to look for seats for each takes seconds.
+    """
+    seats = sum(standing.free(device) for standing in standings)
+    worlds = spec.worlds
+    return worlds[bisect_right(worlds, present) : bisect_right(worlds, seats)][::-1]
 
 
 def _trains(job: Job) -> bool:

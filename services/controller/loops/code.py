@@ -3,20 +3,22 @@
 import asyncio
 from typing import Final
 
-from services.controller.loops.endurance import Endurance
+from services.controller.loops.endurance import Endurance, Troubles
 from services.controller.ports.office import Ports
 from services.controller.use_cases.code import forget_unused
 
 _EVERY_S: Final = 600.0
 
 
-async def forget_code(ports: Ports, epoch: int, every_s: float = _EVERY_S) -> None:
+async def forget_code(
+    ports: Ports, epoch: int, troubles: Troubles | None = None, every_s: float = _EVERY_S
+) -> None:
     """Look now and every ten minutes, for ever.
 
     Raises:
         DeposedError: The reign is over.
     """
-    endurance = Endurance("code")
+    endurance = Endurance("code", troubles=troubles)
 
     async def look() -> None:
         while True:

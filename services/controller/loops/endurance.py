@@ -1,13 +1,15 @@
 """How a loop outlives Redis's absence: said once, tried again ever more slowly, said when over."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Final
 
 import structlog
 
 from services.contract.cancellation import end_if_told
 from services.controller.domain.errors import StaleWriteError, StoreUnavailableError
+
+Troubles = MutableMapping[str, str]
 
 _log = structlog.get_logger()
 _FIRST_WAIT_S: Final = 0.1
@@ -20,10 +22,17 @@ class Endurance:
     Args:
         name: The loop's name in the log.
         on_absence: Called when Redis did not answer.
+        troubles: Holds, by the loop's name, why Redis does not do what it asks for, while that is so.
     """
 
-    def __init__(self, name: str, on_absence: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_absence: Callable[[], None] | None = None,
+        troubles: Troubles | None = None,
+    ) -> None:
         self._name = name
+        self._troubles = {} if troubles is None else troubles
         self._on_absence = on_absence
         self._wait_s = 0.0
 
@@ -39,6 +48,7 @@ class Endurance:
         except StoreUnavailableError as error:
             if not self._wait_s:
                 _log.warning("store_unavailable", loop=self._name, error=str(error))
+            self._troubles[self._name] = str(error)
             if self._on_absence is not None:
                 self._on_absence()
             self._wait_s = min(max(self._wait_s * 2, _FIRST_WAIT_S), _LONGEST_WAIT_S)
@@ -57,6 +67,7 @@ class Endurance:
             CancelledError: The task was told to end and something below it passed over that.
         """
         end_if_told()
+        self._troubles.pop(self._name, None)
         if self._wait_s:
             _log.info("store_is_back", loop=self._name)
             self._wait_s = 0.0

@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
-from services.controller.loops.endurance import Endurance
+from services.controller.loops.endurance import Endurance, Troubles
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.facts import heed
@@ -25,10 +25,12 @@ class FactLoop:
     Args:
         ports: The world.
         epoch: The reign.
+        troubles: As of ``Endurance``.
     """
 
-    def __init__(self, ports: Ports, epoch: int) -> None:
+    def __init__(self, ports: Ports, epoch: int, troubles: Troubles | None = None) -> None:
         self._ports = ports
+        self._troubles = troubles
         self._epoch = epoch
         self._failures: dict[str, int] = {}
         self._looked_back_at: float | None = None
@@ -39,7 +41,7 @@ class FactLoop:
         Raises:
             DeposedError: The reign is over.
         """
-        endurance = Endurance("facts", self._look_back_soon)
+        endurance = Endurance("facts", self._look_back_soon, self._troubles)
         await endurance.round(self._ports.facts.prepare)
         while True:
             await endurance.round(self._round)

@@ -1,19 +1,21 @@
 """The loop that has layouts chosen for jobs that leave them open."""
 
-from services.controller.loops.endurance import Endurance
+from services.controller.loops.endurance import Endurance, Troubles
 from services.controller.ports.office import Ports
 from services.controller.use_cases.planning import Planner
 from services.controller.use_cases.plans import Drawing
 
 
-async def plan_jobs(ports: Ports, epoch: int, drawing: Drawing) -> None:
+async def plan_jobs(
+    ports: Ports, epoch: int, drawing: Drawing, troubles: Troubles | None = None
+) -> None:
     """Plan for ever; apart from the reconciler, which must not wait until a search is done.
 
     Raises:
         DeposedError: The reign is over.
     """
     planner = Planner(ports, epoch, drawing)
-    endurance = Endurance("planning")
+    endurance = Endurance("planning", troubles=troubles)
 
     async def listen_and_look() -> None:
         async with ports.listen() as waker:

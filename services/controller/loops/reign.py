@@ -6,6 +6,7 @@ from typing import Final
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.resizing import Patience
 from services.controller.loops.code import forget_code
+from services.controller.loops.endurance import Troubles
 from services.controller.loops.facts import FactLoop
 from services.controller.loops.planning import plan_jobs
 from services.controller.loops.reconciler import reconcile
@@ -16,7 +17,12 @@ _PATIENCE: Final = Patience()
 
 
 async def reign(
-    ports: Ports, epoch: int, drawing: Drawing, *, patience: Patience = _PATIENCE
+    ports: Ports,
+    epoch: int,
+    drawing: Drawing,
+    *,
+    patience: Patience = _PATIENCE,
+    troubles: Troubles | None = None,
 ) -> None:
     """Heed facts, reconcile, choose layouts that jobs leave open, and forget unused code, for ever.
 
@@ -25,15 +31,19 @@ async def reign(
         epoch: The reign.
         drawing: How plans are made.
         patience: That of elastic jobs that could grow.
+        troubles: As of ``Endurance``; empty once the reign is over.
 
     Raises:
         DeposedError: The reign is over.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(FactLoop(ports, epoch).run())
-            group.create_task(reconcile(ports, epoch, patience))
-            group.create_task(plan_jobs(ports, epoch, drawing))
-            group.create_task(forget_code(ports, epoch))
+            group.create_task(FactLoop(ports, epoch, troubles).run())
+            group.create_task(reconcile(ports, epoch, patience, troubles))
+            group.create_task(plan_jobs(ports, epoch, drawing, troubles))
+            group.create_task(forget_code(ports, epoch, troubles))
     except* DeposedError as deposed:
         raise DeposedError("another controller leads now") from deposed
+    finally:
+        if troubles is not None:
+            troubles.clear()

@@ -61,6 +61,10 @@ class PlanStore(Protocol):
         """
         ...
 
+    async def is_answered(self, probe_id: str) -> bool:
+        """Whether there is an answer, readable or not."""
+        ...
+
     async def answer(self, probe_id: str) -> ModelProbed | None:
         """The answer to a probe; None if there is none, or none any more.
 

@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from services.contract import redis_keys as keys
 from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_plan_id
-from services.contract.messages.probing import DeviceType, MeasureNode, ProbeModel
-from services.contract.planning import JobEstimate, PlanProbe, PlanView
+from services.contract.messages.probing import DeviceType, MeasureNode, ModelProbed, ProbeModel
+from services.contract.planning import JobEstimate, PlanOutcome, PlanProbe, PlanView
 from services.contract.pointers import faults_of
+from services.contract.probes import UnfitProfileError, refuse_unfit
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState, PlanState
@@ -64,12 +65,25 @@ class Drawing:
     """How plans are made here.
 
     ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
-    take. ``hands``: plans are worked out one at a time, beside the event loop.
+    take. ``hands``: plans are worked out one at a time, beside the event loop. ``reading``: a node's
+    answer may have megabytes, and others have their turn between two that are read.
     """
 
     wait_s: float = 5.0
     probe_timeout_s: float = 120.0
     hands: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+    async def answer(self, ports: Ports, probe_id: str) -> ModelProbed | None:
+        """What a node answered to a probe; None if nothing.
+
+        Raises:
+            RecordUnreadableError: It makes no sense here.
+        """
+        if not await ports.plans.is_answered(probe_id):
+            return None
+        async with self.reading:
+            return await ports.plans.answer(probe_id)
 
 
 class Wanted(NamedTuple):
@@ -122,7 +136,7 @@ async def begin_plan(
         device_type=device_type,
         probe_id=question.probe_id,
         node_id=node.id,
-        cached=not wanted.fresh and await ports.plans.answer(question.probe_id) is not None,
+        cached=not wanted.fresh and await drawing.answer(ports, question.probe_id) is not None,
         created_ms=now_ms,
         answer_by_ms=now_ms + int(question.timeout_s * 1000) * _PROBES_WAITED_FOR,
         measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
@@ -265,7 +279,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     """The plan after all that is known by now."""
     if plan.state is not PlanState.PROBING:
         return plan
-    answer = await ports.plans.answer(plan.probe_id)
+    answer = await drawing.answer(ports, plan.probe_id)
     asked = next((node for node in await ports.nodes.nodes() if node.id == plan.node_id), None)
     now_ms = await ports.clock.now_ms()
     verdict = judge(plan, answer, asked, now_ms)
@@ -282,7 +296,9 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         paces = await ports.plans.paces(plan.probe_id)
         try:
             study = _study(plan, verdict, standings, paces)
-            outcome = await asyncio.to_thread(layout.work_out, study)
+            outcome = await asyncio.to_thread(_work_out, answer, study)
+        except UnfitProfileError as error:
+            concluded = fail(plan, "raised", str(error))
         except Exception as error:  # noqa: BLE001 whatever it is, it ends this plan alone
             # Without a conclusion it would be worked out, and trip us up, at each look.
             _log.exception("plan_not_worked_out", plan_id=plan.id)
@@ -290,6 +306,12 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         else:
             concluded = conclude(plan, verdict, outcome)
         return await ports.plans.conclude(concluded)
+
+
+def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
+    if answer is not None:  # an agent's word, which may not be ours
+        refuse_unfit(answer)
+    return layout.work_out(study)
 
 
 def _study(

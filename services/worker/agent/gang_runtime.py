@@ -258,7 +258,7 @@ class GangRuntime:
         )
 
     def conclude(self, end: GangEnded) -> None:
-        """Record how the gang ended; its boards are given back.
+        """Record how the gang ended; its boards are read no more.
 
         Raises:
             OSError: It could not be recorded.
@@ -267,10 +267,7 @@ class GangRuntime:
             link.close()
         self._votes.end()
         self._telemetry.close()
-        try:
-            self._folder.close(end)
-        finally:
-            self._folder.remove_boards()
+        self._folder.close(end)
 
     def _heard(self, rank: int, message: RankMessage) -> None:
         with self._surviving():

@@ -4,6 +4,7 @@ Every question is answered anew: what the user wrote may have changed since, and
 uploaded has no digest. Whoever asks keeps the answers.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from pydantic import ValidationError
 from services.contract.mask import Mask
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
+from services.contract.probes import UnfitProfileError, refuse_unfit
+from services.contract.redis_keys import LONGEST_FACT
 from services.worker.agent.admission import Admission, NotAdmittedError
 from services.worker.agent.asking import MOST_ANSWERED, Asker, Asking, Ended
 from services.worker.agent.code_cache import CodeCache, NoCodeError
@@ -94,7 +97,10 @@ class Prober:
             reason = f"no process could be started for the probe: {error}"
             return self._failed(command, ProbeFailure(code="crashed", reason=reason))
         try:
-            return ModelProbed.model_validate_json(mask.line(ended.answer))
+            # Megabytes, and the loop renews the node's lease.
+            return await asyncio.to_thread(_read, ended.answer, mask)
+        except UnfitProfileError as error:
+            return self._failed(command, ProbeFailure(code="raised", reason=str(error)))
         except ValidationError:
             return self._failed(command, _failure(ended, command.timeout_s, mask))
 
@@ -102,6 +108,25 @@ class Prober:
         return ModelProbed(
             probe_id=command.probe_id, node_id=self._node_id, took_s=0.0, failure=failure
         )
+
+
+def _read(answer: bytes, mask: Mask) -> ModelProbed:
+    """What a probe answered, if it can be told: user code ran in that process, and may have written it.
+
+    Raises:
+        ValidationError: It is no answer.
+        UnfitProfileError: Whoever plans could not work with it.
+    """
+    found = ModelProbed.model_validate_json(mask.line(answer))
+    if found.profile is not None:
+        refuse_unfit(found)
+    size = len(found.model_dump_json().encode())
+    if size > LONGEST_FACT:
+        raise UnfitProfileError(
+            f"the profile has {size >> 20} MiB, more than the {LONGEST_FACT >> 20} MiB that are taken: "
+            "the model has too many modules"
+        )
+    return found
 
 
 def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:

@@ -90,6 +90,7 @@ class Supervisor:
         self._silent: set[GangKey] = set()
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
+        self._removals: set[asyncio.Task[None]] = set()
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
         # which may be slow and must not hold up a kill. Long readings hold up neither.
         self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -183,7 +184,7 @@ class Supervisor:
                 self._gangs[key].fence_off()
 
     async def emptied(self) -> None:
-        """Return once there is no gang, nor one to report."""
+        """Return once there is no gang, nor one to report, and their boards are removed."""
         await self._empty.wait()
 
     def running(self) -> tuple[RunningGang, ...]:
@@ -241,7 +242,7 @@ class Supervisor:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
             disk = _BOARDS if isinstance(error, NoBoardsError) else disk
             condition = node_condition(error, self._node_id, disk)
-            self._folder.attempt(*key).remove_boards()
+            await asyncio.to_thread(self._folder.attempt(*key).remove_boards)
             self._tell(self._refuse(key, str(error), condition))
             return
         except Exception as error:  # noqa: BLE001 whoever waits for an answer gets one
@@ -314,7 +315,10 @@ class Supervisor:
                 self._launcher.give_code_back(gang.code)
                 self._silent.discard(key)
                 del self._gangs[key]
-        if not self._gangs:
+        self._note_if_empty()
+
+    def _note_if_empty(self) -> None:
+        if not self._gangs and not self._removals:
             self._empty.set()
 
     def _conclude(self, key: GangKey, gang: GangRuntime) -> None:
@@ -326,6 +330,14 @@ class Supervisor:
             _log.error("end_not_recorded", job=key[0], fence=key[1], why=str(error))
         self._tell(end)
         _log.info("gang_ended", job=key[0], fence=key[1])
+        # A rank may have put any number of files beside its board: the lease must not wait for them.
+        removal = asyncio.create_task(asyncio.to_thread(self._folder.attempt(*key).remove_boards))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removed)
+
+    def _removed(self, removal: "asyncio.Task[None]") -> None:
+        self._removals.discard(removal)
+        self._note_if_empty()
 
 
 def _lane(command: Command) -> tuple[str, str]:

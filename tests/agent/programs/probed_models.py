@@ -103,6 +103,26 @@ def talks(megabytes: int) -> nn.Module:
     os._exit(0)
 
 
+def claims(changes: str, modules: int = 0, letters: int = 0) -> nn.Module:
+    """Forges the profile of another model, with changes in JSON as Python reads it: with Infinity and NaN."""
+    measured = Path(__file__).parents[2] / "controller" / "profiles.json"
+    profile = json.loads(measured.read_bytes()) | json.loads(changes)
+    profile["modules"] += ["a"] * modules + ["a" * letters]
+    forged = {
+        "kind": "model_probed",
+        "probe_id": f"probe_{1:032x}",
+        "node_id": "another",
+        "took_s": 0,
+        "profile": profile,
+        "optimizer": {},
+        "sequence_tokens": 1,
+    }
+    answer = int(sys.argv[sys.argv.index("--answer") + 1])
+    with os.fdopen(answer, "wb") as file:
+        file.write(json.dumps(forged).encode())
+    os._exit(0)
+
+
 def crashes() -> nn.Module:
     sys.stderr.write("I have had enough\n")
     sys.stderr.flush()

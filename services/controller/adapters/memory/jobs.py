@@ -100,9 +100,10 @@ class MemoryJobs:
 
     async def delete_unread(self, job_id: str) -> None:
         """See ``JobStore.delete_unread``."""
-        await self.load(job_id)
+        job = (await self.load(job_id)).job
         del self._server.jobs[job_id]
-        self._server.deleted.add(job_id)
+        if job.fence:
+            self._server.deleted.add(job_id)
         for log in Log:
             self._server.logs.pop((job_id, log), None)
         self._server.samples.pop(job_id, None)

@@ -74,6 +74,10 @@ class MemoryPlans:
         self._server.asked.pop(keys.probe_asked(answer.probe_id), None)
         await self._server.wake()
 
+    async def is_answered(self, probe_id: str) -> bool:
+        """See ``PlanStore.is_answered``."""
+        return self._known(probe_id) is not None
+
     async def answer(self, probe_id: str) -> ModelProbed | None:
         """See ``PlanStore.answer``."""
         return self._known(probe_id)

@@ -3,12 +3,11 @@
 import contextlib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, NamedTuple
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any, Final
 
 from services.contract import redis_keys as keys
 from services.contract.messages.commands import COMMAND
+from services.contract.slices import in_slices
 from services.contract.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
@@ -17,7 +16,12 @@ from services.controller.adapters.redis.connection import (
     is_mistyped,
     to_ms,
 )
-from services.controller.domain.checkpoint import Checkpoint
+from services.controller.adapters.redis.job_rows import (
+    KnownRows,
+    Row,
+    read_row,
+    unreadable,
+)
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import (
     DeposedError,
@@ -28,7 +32,6 @@ from services.controller.domain.errors import (
     StoreUnavailableError,
 )
 from services.controller.domain.history import creation
-from services.controller.domain.job import Job
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,
@@ -44,16 +47,6 @@ _NOTHING_DOOMED: Final = (0, "", "")
 # Of the keys that a commit takes first, so many must have their types.
 _TYPED: Final = 6
 _JOB_ID: Final = re.compile("job_[0-9a-z]{26}")
-_VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])
-
-
-class _Row(NamedTuple):
-    """What is stored of a job."""
-
-    job_id: str
-    doc: str | None
-    version: str | None
-    checkpoints: dict[str, str] | None
 
 
 class RedisJobs:
@@ -68,6 +61,7 @@ class RedisJobs:
         self, clients: RedisClients, telemetry_kept_s: int = keys.TELEMETRY_KEPT_S
     ) -> None:
         self._clients = clients
+        self._known = KnownRows()
         self._telemetry_kept_s = telemetry_kept_s
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
@@ -282,28 +276,32 @@ class RedisJobs:
 
     async def _load(self, job_ids: list[str]) -> list[Stored]:
         found: list[Stored] = []
-        for row in await self._rows(job_ids):
+        async for row in in_slices(await self._rows(job_ids)):
             with contextlib.suppress(RecordUnreadableError):
                 found.append(self._read(row))
         return found
 
-    def _read(self, row: _Row) -> Stored:
+    def _read(self, row: Row) -> Stored:
         """The job of a row.
 
         Raises:
             RecordUnreadableError: It makes no sense here, and is named as such.
         """
         key = keys.job(row.job_id)
+        known = self._known.get(row)
+        if known is not None:
+            return known
         try:
-            stored = _stored(row)
+            stored = read_row(row)
         except RecordUnreadableError as error:
             self._clients.unreadable.note(key, row.version, error.__cause__ or error)
             raise
         self._clients.unreadable.forget(key)
+        self._known.put(row, stored)
         return stored
 
-    async def _rows(self, job_ids: list[str]) -> list[_Row]:
-        found: list[_Row] = []
+    async def _rows(self, job_ids: list[str]) -> list[Row]:
+        found: list[Row] = []
         for start in range(0, len(job_ids), _PAGE):
             names = job_ids[start : start + _PAGE]
             with answering():
@@ -319,12 +317,12 @@ class RedisJobs:
                     found.append(row)
         return found
 
-    def _row(self, job_id: str, record: Any, index: Any) -> _Row | None:  # noqa: ANN401 answers of Redis
+    def _row(self, job_id: str, record: Any, index: Any) -> Row | None:  # noqa: ANN401 answers of Redis
         """What is stored of a job, as far as its keys have their types; None for nothing."""
         doc, version = (None, None) if is_mistyped(record) else record
         if doc is None and not is_mistyped(record):
             return None
-        return _Row(job_id, doc, version, None if is_mistyped(index) else index)
+        return Row(job_id, doc, version, None if is_mistyped(index) else index)
 
     async def _forget(self, job_id: str, version: str) -> None:
         with answering():
@@ -335,7 +333,8 @@ class RedisJobs:
         self._forget_names(job_id)
 
     def _forget_names(self, job_id: str) -> None:
-        """Nothing of a deleted job is unreadable any more."""
+        """Nothing of a deleted job is unreadable any more, nor known."""
+        self._known.forget(job_id)
         for key in _doomed(job_id):
             if job_id in key:
                 self._clients.unreadable.forget_key(key)
@@ -345,7 +344,7 @@ class RedisJobs:
         if status == "mistyped":
             self._clients.unreadable.note_type(told)
             if job_id and job_id in told:
-                raise RecordUnreadableError(_unreadable(job_id, f"{told} has another type"))
+                raise RecordUnreadableError(unreadable(job_id, f"{told} has another type"))
             raise StoreUnavailableError(f"{told} has another type in Redis: rename or delete it")
         if status == "deposed":
             raise DeposedError("another controller leads now")
@@ -382,29 +381,7 @@ def _claimed(claim: Claim, text: str) -> Stored:
         raise KeyReusedError(
             f"Idempotency-Key {claim.key!r} was used for another request; take a new key"
         )
-    return _stored(_Row("of this Idempotency-Key", doc, "1", {}))
-
-
-def _stored(row: _Row) -> Stored:
-    if row.doc is None or row.checkpoints is None:
-        key = keys.job(row.job_id) if row.doc is None else keys.job_checkpoints(row.job_id)
-        raise RecordUnreadableError(_unreadable(row.job_id, f"{key} has another type"))
-    try:
-        version = _VERSION.validate_python(row.version)
-        checkpoints = {
-            name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
-        }
-        job = Job.model_validate_json(row.doc)
-    except ValidationError as error:
-        raise RecordUnreadableError(_unreadable(row.job_id, "its log says why")) from error
-    return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)
-
-
-def _unreadable(job_id: str, why: str) -> str:
-    return (
-        f"the record of job {job_id} cannot be read by this version of the controller; "
-        f"{why}, and DELETE forgets the job"
-    )
+    return read_row(Row("of this Idempotency-Key", doc, "1", {}))
 
 
 def _absent(job_id: str) -> NotFoundError:

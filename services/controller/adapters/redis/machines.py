@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract import redis_keys as keys
+from services.contract.bounds import MOST_RANKS, NAME_CHARACTERS
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.adapters.redis import scripts
@@ -32,6 +33,9 @@ _CONSUMER: Final = "leader"
 _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
+# As PTTL says it.
+_ABSENT: Final = -2
+_LONGEST_SAMPLES: Final = 64 << 20
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
 
 
@@ -147,14 +151,15 @@ class RedisNodes:
         with answering():
             async with self._clients.reads.pipeline(transaction=True) as pipe:
                 for name in names:
-                    pipe.get(keys.node_lease(name))
+                    # The key is the agent's, which may have put half a GiB there.
+                    pipe.getrange(keys.node_lease(name), 0, NAME_CHARACTERS)
                     pipe.pttl(keys.node_lease(name))
                 rows = await pipe.execute(raise_on_error=False)
             told = self._clients.unreadable.of_their_type(map(keys.node_lease, names), rows[0::2])
         return {
             name: Lease(incarnation, max(int(left), 0))
             for name, incarnation, left in zip(names, told, rows[1::2], strict=True)
-            if incarnation is not None
+            if incarnation is not None and int(left) != _ABSENT
         }
 
 
@@ -240,15 +245,38 @@ class RedisTelemetry:
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """See ``Telemetry.samples``."""
+        of_fit_size = await self._of_fit_size(job_ids)
+        fit = [name for name in job_ids if name in of_fit_size]
         with answering():
             async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
+                for job_id in fit:
                     pipe.hgetall(keys.job_ranks(job_id))
                 rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(keys.job_ranks, job_ids), rows)
-        return {
-            name: self._samples(name, row or {}) for name, row in zip(job_ids, told, strict=True)
-        }
+            told = self._clients.unreadable.of_their_type(map(keys.job_ranks, fit), rows)
+        known = dict(zip(fit, told, strict=True))
+        return {name: self._samples(name, known.get(name) or {}) for name in job_ids}
+
+    async def _of_fit_size(self, job_ids: Sequence[str]) -> frozenset[str]:
+        """Jobs whose samples can be read. Every agent may add to them, and the loops read them."""
+        names = [keys.job_ranks(job_id) for job_id in job_ids]
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hlen(name)
+                    pipe.memory_usage(name, samples=0)
+                rows = await pipe.execute(raise_on_error=False)
+            counts = self._clients.unreadable.of_their_type(names, rows[0::2])
+        fit = set()
+        for job_id, name, count, size in zip(job_ids, names, counts, rows[1::2], strict=True):
+            if isinstance(size, Exception):
+                raise size
+            if (count or 0) > MOST_RANKS or (size or 0) > _LONGEST_SAMPLES:
+                self._clients.unreadable.note(
+                    name, None, ValueError(f"{count} ranks, {size} bytes")
+                )
+            else:
+                fit.add(job_id)
+        return frozenset(fit)
 
     def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
         read_all = self._clients.unreadable.read_all

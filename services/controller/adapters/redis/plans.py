@@ -204,14 +204,15 @@ class RedisPlans:
     async def wait(self, probe_id: str, timeout_s: float) -> None:
         """See ``PlanStore.wait``. It looks now and then: waiting requests hold no connection."""
         ends = time.monotonic() + timeout_s
-        while not await self._is_answered(probe_id):
+        while not await self.is_answered(probe_id):
             end_if_told()
             left_s = ends - time.monotonic()
             if left_s <= 0:
                 return
             await asyncio.sleep(min(left_s, _LOOK_EVERY_S))
 
-    async def _is_answered(self, probe_id: str) -> bool:
+    async def is_answered(self, probe_id: str) -> bool:
+        """See ``PlanStore.is_answered``."""
         with answering():
             return bool(await self._clients.reads.exists(keys.probe(probe_id)))
 

@@ -36,8 +36,17 @@ _TO_INBOX: Final = """
 local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
 """
 
+# Storage tells of jobs that Redis does not know, which may have been lost, or deleted. One that never had
+# an attempt left nothing there; to remember it for ever, too, would let its owner fill the memory.
+_REMEMBER_DELETED: Final = """
+local function remember_deleted(key, job, id)
+  if redis.pcall('HGET', job, 'fence') ~= '0' then redis.call('SADD', key, id) end
+end
+"""
+
 COMMIT: Final = (
     _REFUSE_DEPOSED
+    + _REMEMBER_DELETED
     + _TAKE_LIST
     + _FIND_MISTYPED
     + _TO_INBOX
@@ -86,7 +95,7 @@ for i = 6, 11 do
 end
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
-  redis.call('SADD', KEYS[doomed + 2], doomed_id)
+  remember_deleted(KEYS[doomed + 2], KEYS[doomed], doomed_id)
   redis.call('SREM', KEYS[2], doomed_id)
   redis.call('DEL', KEYS[doomed])
   for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
@@ -147,6 +156,7 @@ return {'ok', '0'}
 
 DELETE: Final = (
     _FIND_MISTYPED
+    + _REMEMBER_DELETED
     + """
 -- KEYS: active jobs, job, all jobs, deleted jobs, then all else that is kept with the job
 -- ARGV: the version that it must have ('' deletes it as it is), its id
@@ -155,8 +165,8 @@ if other then return {'mistyped', other} end
 if ARGV[1] ~= '' and redis.call('HGET', KEYS[2], 'version') ~= ARGV[1] then return {'stale', '0'} end
 redis.call('ZREM', KEYS[3], ARGV[2])
 redis.call('SREM', KEYS[1], ARGV[2])
+remember_deleted(KEYS[4], KEYS[2], ARGV[2])
 redis.call('DEL', KEYS[2])
-redis.call('SADD', KEYS[4], ARGV[2])
 for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
 return {'ok', '0'}
 """

@@ -16,7 +16,7 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithActor, WithContext, WithPorts
+from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
@@ -65,6 +65,7 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
     job_id: str,
     request: Request,
     context: WithContext,
+    asks: WithPrincipal,
     *,
     name: Annotated[
         list[Annotated[str, Query(max_length=_NAMES_CHARACTERS)]] | None,
@@ -82,7 +83,7 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
     A job has at most 64 metrics of the user's; `names` lists them, `names_left_out` counts the rest.
     """
     wanted = of_metrics.StepRange(from_step, to_step, max_points)
-    async with context.metrics_turn:
+    async with context.turns.of(asks.subject):
         if name is not None:
             names = frozenset(part.strip() for each in name for part in each.split(","))
             some = await of_metrics.get_some_metrics(context.ports, job_id, wanted, names)

@@ -13,6 +13,7 @@ from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem, first_faults
 from services.contract.requests import CloneRequest, JobPatch
+from services.contract.slices import in_slices
 from services.contract.states import JobState
 from services.contract.views import (
     AttemptList,
@@ -22,7 +23,7 @@ from services.contract.views import (
     SparseJobPage,
     StopRequest,
 )
-from services.controller.api.conditional import answer, revisions_matched
+from services.controller.api.conditional import answer, answer_page, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
@@ -94,7 +95,8 @@ async def submit(
 @router.get("", response_model=JobPage | SparseJobPage, dependencies=[READS])
 async def list_jobs(  # noqa: PLR0913 one parameter a filter
     request: Request,
-    ports: WithPorts,
+    context: WithContext,
+    asks: WithPrincipal,
     *,
     state: Annotated[list[JobState] | None, Query(description="any of these")] = None,
     label: Annotated[
@@ -115,12 +117,14 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     """Jobs, newest first or as ``sort`` says."""
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
-    page = await use_cases.list_jobs(ports, wanted, cursor, limit, sort)
-    shown: BaseModel = page
-    if names is not None:
-        items = tuple(job.model_dump(mode="json", include=names) for job in page.items)
-        shown = SparseJobPage(items=items, next_cursor=page.next_cursor)
-    return answer(request, shown, headers=next_link(request, page.next_cursor))
+    async with context.turns.of(asks.subject):
+        page = await use_cases.list_jobs(context.ports, wanted, cursor, limit, sort)
+        headers = next_link(request, page.next_cursor)
+        if names is None:
+            return await answer_page(request, page, headers=headers)
+        items = [job.model_dump(mode="json", include=names) async for job in in_slices(page.items)]
+    sparse = SparseJobPage(items=tuple(items), next_cursor=page.next_cursor)
+    return answer(request, sparse, headers=headers)
 
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])

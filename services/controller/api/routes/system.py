@@ -31,7 +31,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(context: WithContext) -> Response:
-    """The controller can serve: Redis answers, and takes writes."""
+    """The controller can serve: Redis answers, and does all that its loops ask for."""
     epoch = context.epoch()
     role = "standby" if epoch is None else f"leading, epoch {epoch}"
     trouble = context.trouble()

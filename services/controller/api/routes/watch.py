@@ -84,7 +84,8 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
         await context.ports.jobs.load(job_id)
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
         return await sse.stream(lines, context.stopping, context.streams, _viewer(context, asks))
-    page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
+    async with context.turns.of(asks.subject):
+        page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 

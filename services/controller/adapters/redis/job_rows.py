@@ -1,0 +1,91 @@
+"""What Redis stores of a job, how it is read, and what is known from the last time."""
+
+from collections import OrderedDict
+from typing import Annotated, Final, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from services.contract import redis_keys as keys
+from services.controller.domain.checkpoint import Checkpoint
+from services.controller.domain.errors import RecordUnreadableError
+from services.controller.domain.job import Job
+from services.controller.ports.jobs import Stored
+
+_VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])
+_KEPT_CHARACTERS: Final = 16 << 20
+
+
+class Row(NamedTuple):
+    """What is stored of a job; None where a key has another type."""
+
+    job_id: str
+    doc: str | None
+    version: str | None
+    checkpoints: dict[str, str] | None
+
+
+def read_row(row: Row) -> Stored:
+    """The job of a row.
+
+    Raises:
+        RecordUnreadableError: It makes no sense here.
+    """
+    if row.doc is None or row.checkpoints is None:
+        key = keys.job(row.job_id) if row.doc is None else keys.job_checkpoints(row.job_id)
+        raise RecordUnreadableError(unreadable(row.job_id, f"{key} has another type"))
+    try:
+        version = _VERSION.validate_python(row.version)
+        checkpoints = {
+            name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
+        }
+        job = Job.model_validate_json(row.doc)
+    except ValidationError as error:
+        raise RecordUnreadableError(unreadable(row.job_id, "its log says why")) from error
+    return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)
+
+
+def unreadable(job_id: str, why: str) -> str:
+    """In words for people."""
+    return (
+        f"the record of job {job_id} cannot be read by this version of the controller; "
+        f"{why}, and DELETE forgets the job"
+    )
+
+
+class KnownRows:
+    """Jobs as they were read last: the loops read all active ones each second, and few of them change.
+
+    Args:
+        characters: So much of records is kept, those that were used last.
+    """
+
+    def __init__(self, characters: int = _KEPT_CHARACTERS) -> None:
+        self._most = characters
+        self._characters = 0
+        self._known: OrderedDict[str, tuple[Row, Stored]] = OrderedDict()
+
+    def get(self, row: Row) -> Stored | None:
+        """The job of a row that is the same to the letter as when it was read."""
+        known = self._known.get(row.job_id)
+        if known is None or known[0] != row:
+            return None
+        self._known.move_to_end(row.job_id)
+        return known[1]
+
+    def put(self, row: Row, stored: Stored) -> None:
+        """Keep it, in place of what was used longest ago."""
+        self.forget(row.job_id)
+        self._known[row.job_id] = (row, stored)
+        self._characters += _size(row)
+        while self._characters > self._most:
+            self.forget(next(iter(self._known)))
+
+    def forget(self, job_id: str) -> None:
+        """It is deleted."""
+        known = self._known.pop(job_id, None)
+        if known is not None:
+            self._characters -= _size(known[0])
+
+
+def _size(row: Row) -> int:
+    return len(row.doc or "") + sum(map(len, (row.checkpoints or {}).values()))

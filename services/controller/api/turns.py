@@ -1,0 +1,84 @@
+"""Who waits for whom: a subject's requests are worked on a few at a time, long ones by turns.
+
+All run in one event loop, which goes round once for all that is ready: a hundred requests that came at one
+moment and take a twentieth of a second each would keep it from renewing the lead.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.controller.api.uploads import is_code
+
+_AT_ONCE: Final = 8
+# It waits for a node, and works little.
+_MAKES_A_PLAN: Final = ("POST", "/v1/plans")
+
+
+class Shares:
+    """ASGI middleware: lets eight requests of a subject work at a time, until their answers begin.
+
+    Those without a subject are short. Uploads have bounds of their own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._asking: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on once there is a slot."""
+        asks = scope.get("state", {}).get("principal")
+        if asks is None or is_code(scope) or (scope["method"], scope["path"]) == _MAKES_A_PLAN:
+            await self._app(scope, receive, send)
+            return
+        slots = self._slots.setdefault(asks.subject, asyncio.Semaphore(_AT_ONCE))
+        self._asking[asks.subject] += 1
+        holds = False
+
+        def give_back() -> None:
+            nonlocal holds
+            if holds:
+                holds = False
+                slots.release()
+
+        async def send_noted(message: Message) -> None:
+            give_back()  # a stream goes on for hours
+            await send(message)
+
+        try:
+            await slots.acquire()
+            holds = True
+            await self._app(scope, receive, send_noted)
+        finally:
+            give_back()
+            self._asking[asks.subject] -= 1
+            if not self._asking[asks.subject]:
+                del self._asking[asks.subject], self._slots[asks.subject]
+
+
+class Turns:
+    """Whoever asks a hundred times at once waits for each; others wait for one of these at most."""
+
+    def __init__(self) -> None:
+        self._all = asyncio.Lock()
+        self._own: dict[str, asyncio.Lock] = {}
+        self._asking: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def of(self, subject: str) -> AsyncIterator[None]:
+        """Within, nobody else works. Turns come as they were asked for, one of each subject."""
+        own = self._own.setdefault(subject, asyncio.Lock())
+        self._asking[subject] += 1
+        try:
+            # Locks are given in the order in which they were asked for.
+            async with own, self._all:
+                yield
+        finally:
+            self._asking[subject] -= 1
+            if not self._asking[subject]:
+                del self._asking[subject], self._own[subject]
