@@ -5,7 +5,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,10 +23,12 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.messages.telemetry import RankSample
+from services.contract.traces import remove_drafts, trace_file
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.gang import (
     CheckVote,
     Condemned,
+    DropTrace,
     Event,
     Exited,
     GangState,
@@ -90,6 +92,7 @@ class GangRuntime:
             fence=seat.fence,
             node_id=node_id,
             ranks={rank: RankState(rank, pid) for rank, pid in pids.items()},
+            storage_root=Path(seat.storage_root),
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
             is_script=seat.spec.entrypoint is not None,
@@ -102,7 +105,8 @@ class GangRuntime:
         self._died_alone: set[int] = set()
         self._forker_gone = False
         self._ended_at: float | None = None
-        self._looking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropping = 0
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
 
@@ -163,13 +167,14 @@ class GangRuntime:
                 case Instruct(ranks=ranks, order=order):
                     for rank in ranks:
                         self._links[rank].send(order)
+                case DropTrace():
+                    self._dropping += 1
+                    self._begin(self._drop_trace(effect))
                 case Kill(ranks=ranks):
                     for rank in ranks:
                         self._kill(rank)
                 case LookInto():
-                    task = asyncio.create_task(self._look_into(effect))
-                    self._looking.add(task)
-                    task.add_done_callback(self._looking.discard)
+                    self._begin(self._look_into(effect))
 
     def tick(self, *, pauses: bool = False) -> None:
         """Look at the boards and the clock; to be called about ten times a second.
@@ -207,7 +212,8 @@ class GangRuntime:
         waits = time.monotonic() <= self._ended_at + _PIPE_END_S
         if waits and not all(link.closed for link in self._links.values()):
             return False
-        return self._votes.is_idle or (self._state.stopped is not None and not waits)
+        is_idle = self._votes.is_idle and not self._dropping
+        return is_idle or (self._state.stopped is not None and not waits)
 
     async def sweep(self, mark: str) -> None:
         """Kill what the ranks left behind, then read their boards to the end."""
@@ -311,6 +317,23 @@ class GangRuntime:
             ranks=tuple(found),
         )
         self.happen(LookedInto(findings))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drop_trace(self, effect: DropTrace) -> None:
+        root = self._state.storage_root
+        file = trace_file(root, self.job_id, effect.trace_id, effect.rank)
+        try:
+            await asyncio.to_thread(remove_drafts, file)
+        except OSError as error:  # a round through the storage removes them later
+            _log.warning("trace_not_removed", trace=effect.trace_id, why=str(error))
+        finally:
+            self._dropping -= 1
+        if not self.fenced:
+            self._tell(effect.fact)
 
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}

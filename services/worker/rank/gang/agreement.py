@@ -4,22 +4,14 @@ Each step starts a MAX all-reduce of two small integers while it computes, and r
 its end. All ranks read the same numbers at the same step boundary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from services.contract.messages.rank_pipe import RankOrder
 from services.worker.rank.gang.control import ControlChannel, PendingReduction
-
-
-class OrderSource(Protocol):
-    """Where orders come from."""
-
-    def poll_orders(self) -> list[RankOrder]:
-        """Those that came since the last call; never blocks."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -46,11 +38,15 @@ class Proposal:
         return Agreed(checkpoint=bool(checkpoint), stop=bool(stop))
 
 
-def propose(orders: OrderSource, control: ControlChannel) -> Proposal:
-    """Starts the agreement on whatever any rank's agent has asked for since the last one."""
-    received = orders.poll_orders()
+def propose(orders: Sequence[RankOrder], control: ControlChannel) -> Proposal:
+    """Starts the agreement on whatever any rank's agent has asked for since the last one.
+
+    Args:
+        orders: What this rank's own has.
+        control: Among all ranks.
+    """
     wishes = torch.tensor(
-        [any(order.checkpoint for order in received), any(order.stop for order in received)],
+        [any(order.checkpoint for order in orders), any(order.stop for order in orders)],
         dtype=torch.int32,
     )
     return Proposal(control.all_reduce(wishes, dist.ReduceOp.MAX))
