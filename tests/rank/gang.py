@@ -27,6 +27,7 @@ from services.contract.messages.rank_pipe import (
     RankOrder,
     RankSeat,
     RankVote,
+    TraceOrder,
 )
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
@@ -100,10 +101,17 @@ class Attempt:
             assert self._selector.get_map(), f"all ranks ended first:\n{self.account()}"
             self._read_some()
 
-    def order(self, rank: int, *, checkpoint: bool = False, stop: bool = False) -> None:
+    def order(
+        self,
+        rank: int,
+        *,
+        checkpoint: bool = False,
+        stop: bool = False,
+        trace: TraceOrder | None = None,
+    ) -> None:
         """Tells one rank, as its agent would."""
-        line = RankOrder(checkpoint=checkpoint, stop=stop).model_dump_json().encode() + b"\n"
-        self.channels[rank].sendall(line)
+        order = RankOrder(checkpoint=checkpoint, stop=stop, trace=trace)
+        self.channels[rank].sendall(order.model_dump_json().encode() + b"\n")
 
     def ended(self) -> list[int | None]:
         """Reads until every rank has ended; their exit codes."""

@@ -134,7 +134,9 @@ def _refuse_unless_trained(job: Job) -> int:
     if job.state != JobState.RUNNING or attempt is None or attempt.is_over:
         first = "resume it first, and " if job.state in RESUMABLE_STATES else ""
         then = "" if job.state == JobState.SUCCEEDED else f"; {first}ask again when it is RUNNING"
-        raise StateConflictError(f"the job is {job.state}: only steps that are made are recorded{then}")
+        raise StateConflictError(
+            f"the job is {job.state}: only steps that are made are recorded{then}"
+        )
     if job.stop is not None:
         raise StateConflictError(
             "the ranks of the job are being stopped, so that it goes on elsewhere or later; ask again "

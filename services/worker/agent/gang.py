@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from services.contract.messages.commands import RecordTrace, StopGang
-from services.contract.messages.facts import (
-    Fact,
-    GangDiagnosed,
-    GangProgressed,
-    TraceFailed,
-    TraceOrdered,
-)
+from services.contract.messages.facts import Fact, GangDiagnosed, GangProgressed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
@@ -38,7 +32,7 @@ from services.contract.messages.rank_pipe import (
     TraceOrder,
 )
 from services.worker.agent.hang import Mark, Progress, Stall, allowance_s, look
-from services.worker.agent.hearing import fact_of, not_its_own, trace_fact, vote_fact
+from services.worker.agent.hearing import fact_of, no_trace, not_its_own, trace_ordered, vote_fact
 
 WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
@@ -316,6 +310,23 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             decided = _exited(state, state.ranks[event.rank], event, now)
         case Stepped(rank=rank, step=step):
             decided = _stepped(state, state.ranks[rank], step)
+        case LookedAt():
+            decided = _looked_at(state, event, now)
+        case LookedInto(findings=findings):
+            decided = _looked_into(state, findings)
+        case Ticked():
+            decided = _ticked(state, now)
+        case _:
+            decided = _asked(state, event, now)
+    return decided
+
+
+def _asked(
+    state: GangState,
+    event: StopAsked | CheckpointAsked | TraceAsked | Condemned | DiagnosisAsked,
+    now: float,
+) -> Decision:
+    match event:
         case StopAsked(command=command):
             decided = _stop(state, command, now)
         case CheckpointAsked():
@@ -327,14 +338,8 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             decided = _trace(state, command)
         case Condemned(reason=reason):
             decided = _kill_all(replace(state, stopped=state.stopped or reason))
-        case DiagnosisAsked():
+        case _:  # DiagnosisAsked
             decided = state, (LookInto("asked", _stall(state, now)),)
-        case LookedAt():
-            decided = _looked_at(state, event, now)
-        case LookedInto(findings=findings):
-            decided = _looked_into(state, findings)
-        case _:  # Ticked
-            decided = _ticked(state, now)
     return decided
 
 
@@ -362,8 +367,7 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
         case RankMetrics():
             return state, ()  # telemetry takes them: nothing is decided upon them
         case RankTraced() | RankTraceFailed():
-            left = {number: trace for number, trace in state.tracing.items() if number != rank.rank}
-            return replace(state, tracing=left), (Tell(trace_fact(state, rank.rank, message)),)
+            state = _without_trace(state, rank.rank)
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():
@@ -378,7 +382,7 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
             state = replace(state, progress=progress, waited_at=now)
         case _:
             pass
-    return state, (Tell(fact_of(state, message)),)
+    return state, (Tell(fact_of(state, rank.rank, message)),)
 
 
 def _ready(state: GangState) -> Decision:
@@ -421,28 +425,23 @@ def _untraced(state: GangState, rank: RankState, event: Exited) -> Decision:
     if trace_id is None:
         return state, ()
     how = f"code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
-    fact = _no_trace(state, trace_id, rank.rank, f"its process ended by {how} before it was done")
-    left = {number: trace for number, trace in state.tracing.items() if number != rank.rank}
-    return replace(state, tracing=left), (DropTrace(rank.rank, trace_id, fact),)
+    fact = no_trace(state, trace_id, rank.rank, f"its process ended by {how} before it was done")
+    return _without_trace(state, rank.rank), (DropTrace(rank.rank, trace_id, fact),)
+
+
+def _without_trace(state: GangState, number: int) -> GangState:
+    left = {rank: trace_id for rank, trace_id in state.tracing.items() if rank != number}
+    return replace(state, tracing=left)
 
 
 def _trace(state: GangState, command: RecordTrace) -> Decision:
-    told: list[Effect] = [
-        Tell(
-            TraceOrdered(
-                job_id=state.job_id,
-                fence=state.fence,
-                node_id=state.node_id,
-                trace_id=command.trace_id,
-            )
-        )
-    ]
+    told: list[Effect] = [Tell(trace_ordered(state, command.trace_id))]
     if command.trace_id in state.traces:
         return state, tuple(told)  # it was sent again
     here = [rank for rank in command.ranks if rank in state.ranks]
     refused = {rank: _refusal(state, rank) for rank in here}
     told += [
-        Tell(_no_trace(state, command.trace_id, rank, why))
+        Tell(no_trace(state, command.trace_id, rank, why))
         for rank, why in refused.items()
         if why is not None
     ]
@@ -461,17 +460,6 @@ def _refusal(state: GangState, number: int) -> str | None:
         return "it has ended"
     other = state.tracing.get(number)
     return None if other is None else f"it still records {other}"
-
-
-def _no_trace(state: GangState, trace_id: str, rank: int, reason: str) -> TraceFailed:
-    return TraceFailed(
-        job_id=state.job_id,
-        fence=state.fence,
-        node_id=state.node_id,
-        trace_id=trace_id,
-        rank=rank,
-        reason=reason,
-    )
 
 
 def _failed(state: GangState, rank: RankState, now: float) -> Decision:

@@ -105,8 +105,8 @@ class GangRuntime:
         self._died_alone: set[int] = set()
         self._forker_gone = False
         self._ended_at: float | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._dropping = 0
+        self._looking: set[asyncio.Task[None]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
 
@@ -167,14 +167,13 @@ class GangRuntime:
                 case Instruct(ranks=ranks, order=order):
                     for rank in ranks:
                         self._links[rank].send(order)
-                case DropTrace():
-                    self._dropping += 1
-                    self._begin(self._drop_trace(effect))
                 case Kill(ranks=ranks):
                     for rank in ranks:
                         self._kill(rank)
                 case LookInto():
-                    self._begin(self._look_into(effect))
+                    _run(self._look_into(effect), self._looking)
+                case _:
+                    _run(self._drop_trace(effect), self._dropping)
 
     def tick(self, *, pauses: bool = False) -> None:
         """Look at the boards and the clock; to be called about ten times a second.
@@ -200,8 +199,8 @@ class GangRuntime:
     def silent(self) -> bool:
         """Whether all ranks are reaped, all that they said is heard, and their votes are checked.
 
-        A process that a rank left behind can hold its pipe open: that is waited for briefly only,
-        and so are the votes of a gang that was killed.
+        What they had not finished of a trace is removed then, too. A process that a rank left behind can
+        hold its pipe open: that is waited for briefly only, and so is the rest of a gang that was killed.
         """
         if not self._state.ended:
             return False
@@ -318,11 +317,6 @@ class GangRuntime:
         )
         self.happen(LookedInto(findings))
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _drop_trace(self, effect: DropTrace) -> None:
         root = self._state.storage_root
         file = trace_file(root, self.job_id, effect.trace_id, effect.rank)
@@ -330,8 +324,6 @@ class GangRuntime:
             await asyncio.to_thread(remove_drafts, file)
         except OSError as error:  # a round through the storage removes them later
             _log.warning("trace_not_removed", trace=effect.trace_id, why=str(error))
-        finally:
-            self._dropping -= 1
         if not self.fenced:
             self._tell(effect.fact)
 
@@ -343,3 +335,10 @@ class GangRuntime:
         if is_dying(pid):
             self._died_alone.add(rank)
         kill_group(pid)
+
+
+def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> None:
+    """Begins it, and keeps its task among those that are under way."""
+    task = asyncio.create_task(work)
+    among.add(task)
+    task.add_done_callback(among.discard)

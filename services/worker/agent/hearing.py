@@ -7,7 +7,7 @@ spoil another's checkpoints.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.contract.ids import attempt_of_checkpoint, checkpoint_id
 from services.contract.messages.facts import (
@@ -19,6 +19,7 @@ from services.contract.messages.facts import (
     Evaluated,
     Fact,
     TraceFailed,
+    TraceOrdered,
     TraceRecorded,
 )
 from services.contract.messages.rank_pipe import (
@@ -41,7 +42,19 @@ _Told = (
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated
+    | RankTraced
+    | RankTraceFailed
 )
+_FACTS: Final[Mapping[type[_Told], type[Fact]]] = {
+    RankCheckpointBegan: CheckpointBegan,
+    RankVote: CheckpointVoted,
+    RankCheckpointWaits: CheckpointWaits,
+    RankCheckpointFailed: CheckpointLost,
+    RankFoundCorrupt: CheckpointCorrupt,
+    RankEvaluated: Evaluated,
+    RankTraced: TraceRecorded,
+    RankTraceFailed: TraceFailed,
+}
 
 
 class Attempt(Protocol):
@@ -93,36 +106,38 @@ def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None
 def vote_fact(attempt: Attempt, rank: int, vote: RankVote, fault: str | None) -> Fact:
     """A vote of ``rank`` whose shard was read; with a ``fault`` its checkpoint is lost."""
     if fault is None:
-        return fact_of(attempt, vote)
+        return fact_of(attempt, rank, vote)
     reason = f"shard {vote.shard.name} of rank {rank}: {fault}"
-    return fact_of(attempt, RankCheckpointFailed(checkpoint_id=vote.checkpoint_id, reason=reason))
+    failed = RankCheckpointFailed(checkpoint_id=vote.checkpoint_id, reason=reason)
+    return fact_of(attempt, rank, failed)
 
 
-def trace_fact(attempt: Attempt, rank: int, said: RankTraced | RankTraceFailed) -> Fact:
-    """What became of the trace that a rank was told to record."""
-    job_id, fence, node_id = attempt.job_id, attempt.fence, attempt.node_id
-    fields = {"job_id": job_id, "fence": fence, "node_id": node_id, "rank": rank}
-    fields |= said.model_dump(exclude={"kind"})
-    if isinstance(said, RankTraceFailed):
-        return TraceFailed.model_validate(fields)
-    path = trace_file(attempt.storage_root, job_id, said.trace_id, rank)
-    return TraceRecorded.model_validate({**fields, "path": str(path)})
+def fact_of(attempt: Attempt, rank: int, said: _Told) -> Fact:
+    """What ``rank`` said, as its agent tells it to the controller."""
+    about = {"job_id": attempt.job_id, "fence": attempt.fence, "node_id": attempt.node_id}
+    fields = {**about, **said.model_dump(exclude={"kind"})}
+    if isinstance(said, RankTraced | RankTraceFailed):
+        fields["rank"] = rank
+    if isinstance(said, RankTraced):
+        path = trace_file(attempt.storage_root, attempt.job_id, said.trace_id, rank)
+        fields["path"] = str(path)
+    return _FACTS[type(said)].model_validate(fields)
 
 
-def fact_of(attempt: Attempt, said: _Told) -> Fact:
-    """What a rank said, as its agent tells it to the controller."""
-    job_id, fence, node_id = attempt.job_id, attempt.fence, attempt.node_id
-    fields = said.model_dump(exclude={"kind"})
-    match said:
-        case RankCheckpointBegan():
-            return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankVote():
-            return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointWaits():
-            return CheckpointWaits(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointFailed():
-            return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankFoundCorrupt():
-            return CheckpointCorrupt(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankEvaluated():
-            return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
+def trace_ordered(attempt: Attempt, trace_id: str) -> TraceOrdered:
+    """The ranks of a trace are told to record."""
+    return TraceOrdered(
+        job_id=attempt.job_id, fence=attempt.fence, node_id=attempt.node_id, trace_id=trace_id
+    )
+
+
+def no_trace(attempt: Attempt, trace_id: str, rank: int, reason: str) -> TraceFailed:
+    """A rank that cannot say so itself records nothing."""
+    return TraceFailed(
+        job_id=attempt.job_id,
+        fence=attempt.fence,
+        node_id=attempt.node_id,
+        trace_id=trace_id,
+        rank=rank,
+        reason=reason,
+    )

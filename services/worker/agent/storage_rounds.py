@@ -156,8 +156,7 @@ class StorageRounds:
             _log.info("card_put_away", job=job_id)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Iterable[str]) -> None:
-        """Shards that no manifest names, and drafts, those of traces among them; each only after it
-        was so for long."""
+        """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long."""
         useless: list[Path] = []
         for job_id in jobs:
             chain = CommitChain(self._storage.root, job_id)

@@ -348,9 +348,7 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case (
-            CommitCheckpoint() | RetireCheckpoint() | RemoveTraces() | KeepStanding() | PurgeJob()
-        ):
+        case CommitCheckpoint() | RetireCheckpoint() | RemoveTraces() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
         case ProbeModel() | MeasureNode():
             return "", "asking"

@@ -82,7 +82,7 @@ class _Recording:
     def begin_step(self, step: int) -> None:
         """What follows is this step. Readers of traces find steps by this name."""
         self._span = record_function(f"ProfilerStep#{step}")
-        self._span.__enter__()
+        self._span.__enter__()  # type: ignore[no-untyped-call]  # PyTorch's
 
     def end_step(self) -> bool:
         """The step is done; whether it was the last one."""
@@ -158,7 +158,9 @@ class TraceRecorder:
         # The profiler is not stopped: the process ends, and after a failure its device may never answer.
         how = "ended" if kind is None else f"failed ({kind.__name__})"
         if self._asked is not None:
-            self._fail(self._asked.trace_id, f"the rank {how} before its next step")
+            is_script = self._seat.spec.entrypoint is not None
+            hint = "; a step of a script begins with a session.report" if is_script else ""
+            self._fail(self._asked.trace_id, f"the rank {how} before its next step{hint}")
         if self._recording is not None:
             order = self._recording.order
             made = f"{self._recording.done} of {order.steps} steps"
@@ -223,7 +225,9 @@ class TraceRecorder:
         return recording.thread == threading.get_ident()
 
     def _file(self, trace_id: str) -> Path:
-        return trace_file(Path(self._seat.storage_root), self._seat.job_id, trace_id, self._seat.rank)
+        return trace_file(
+            Path(self._seat.storage_root), self._seat.job_id, trace_id, self._seat.rank
+        )
 
     def _save(self, recording: _Recording, last_step: int) -> None:
         file = self._file(recording.order.trace_id)
@@ -275,7 +279,9 @@ class TraceRecorder:
             if self._recording is not None:
                 self._recording.discard()
             node_id = self._seat.plan.ranks[self._seat.rank].node_id
-            reason = str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"
+            )
             self._fail(trace_id, node_condition(error, node_id) or reason)
 
     def _fail(self, trace_id: str, reason: str) -> None:

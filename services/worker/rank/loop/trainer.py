@@ -90,6 +90,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         with MetricsReporter(seat, pipe.send) as metrics:
             with writer, TraceRecorder(seat, pipe.send, watch, gang.device) as traces:
                 end = _loop(run, pipe, _Beside(writer, metrics, traces), resumed)
+                traces.heed(pipe.poll_orders())  # what came too late is answered as the block ends
                 run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
                 writer.finish(end.step)
