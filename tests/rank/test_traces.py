@@ -141,7 +141,7 @@ def test_a_run_that_ends_before_all_steps_says_so_and_leaves_no_file(
 ) -> None:
     if reports:
         attempt = ranks.start(spec())
-        why = "the rank ended after 6 of 50 steps"
+        why = "the rank ended after 5 of 50 steps"
     else:
         attempt = ranks.start(job("script/train.py", "--steps", "3", "--dim", "16"), code=EXAMPLES)
         why = "the rank ended before its next step; a step of a script begins with a session.report"
@@ -168,14 +168,17 @@ class Recorded:
         self.step = 0
 
     def ask(self, steps: int = 1, trace_id: str = TRACE) -> None:
+        """As an agent does; what it asks for begins."""
         self.recorder.heed([RankOrder(trace=order(steps, trace_id))])
+        self.recorder.turn(self.step)
 
     def make(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.step += 1
             self.recorder.begin_step(self.step)
             torch.ones(4).mul(2).sum()
-            self.recorder.end_step(self.step)
+            self.recorder.end_step()
+            self.recorder.turn(self.step)
 
     def reason(self) -> str:
         """Of the one failure that was told."""
@@ -234,8 +237,8 @@ def test_a_trace_that_the_disk_did_not_take_whole_is_none(
 
 
 def test_code_that_records_by_a_profiler_of_its_own_goes_on_with_it(recorded: Recorded) -> None:
-    recorded.ask()
     with profile(activities=[ProfilerActivity.CPU]) as own:
+        recorded.ask()
         recorded.make()
     assert recorded.reason() == "the training code is recording with a profiler of its own"
     assert "aten::mul" in {event.key for event in own.key_averages()}

@@ -1,6 +1,6 @@
 """Step agreement: an order that reaches one rank takes effect at one step on all of them.
 
-Each step starts a MAX all-reduce of two small integers while it computes, and reads the result at
+Each step starts a MAX all-reduce of three small integers while it computes, and reads the result at
 its end. All ranks read the same numbers at the same step boundary.
 """
 
@@ -16,17 +16,21 @@ from services.worker.rank.gang.control import ControlChannel, PendingReduction
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do at this step's end: checkpoint, or stop, or one after the other."""
+    """What all ranks do at this step's end: checkpoint, or stop, or one after the other.
+
+    ``trace``: some rank begins or ends to record, and the others wait for it.
+    """
 
     checkpoint: bool
     stop: bool
+    trace: bool = False
 
 
 class Proposal:
     """An agreement in flight.
 
     Args:
-        wishes: The reduction of two integers: checkpoint, stop.
+        wishes: The reduction of three integers: checkpoint, stop, trace.
     """
 
     def __init__(self, wishes: PendingReduction) -> None:
@@ -34,19 +38,18 @@ class Proposal:
 
     def outcome(self) -> Agreed:
         """Waits for all ranks' wishes."""
-        checkpoint, stop = self._wishes.wait().tolist()
-        return Agreed(checkpoint=bool(checkpoint), stop=bool(stop))
+        checkpoint, stop, trace = self._wishes.wait().tolist()
+        return Agreed(checkpoint=bool(checkpoint), stop=bool(stop), trace=bool(trace))
 
 
-def propose(orders: Sequence[RankOrder], control: ControlChannel) -> Proposal:
+def propose(orders: Sequence[RankOrder], control: ControlChannel, *, trace: bool) -> Proposal:
     """Starts the agreement on whatever any rank's agent has asked for since the last one.
 
     Args:
         orders: What this rank's own has.
         control: Among all ranks.
+        trace: Whether this rank begins or ends to record at the step's end.
     """
-    wishes = torch.tensor(
-        [any(order.checkpoint for order in orders), any(order.stop for order in orders)],
-        dtype=torch.int32,
-    )
+    checkpoint, stop = (any(o.checkpoint for o in orders), any(o.stop for o in orders))
+    wishes = torch.tensor([checkpoint, stop, trace], dtype=torch.int32)
     return Proposal(control.all_reduce(wishes, dist.ReduceOp.MAX))

@@ -55,13 +55,23 @@ class _Recording:
         self.order = order
         self.first_step = first_step
         self.done = 0
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
         activities = {ProfilerActivity.CPU}
         if device.type == "cuda":
             activities.add(ProfilerActivity.CUDA)
         self._activities = activities
         self._profiler = profile(activities=activities)
         self._span: record_function | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are recorded."""
+        return self.done >= self.order.steps
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether it was begun in this one, which the profiler follows; a script may report from several."""
+        return self._thread == threading.get_ident()
 
     def start(self) -> None:
         """Records from now on."""
@@ -84,14 +94,12 @@ class _Recording:
         self._span = record_function(f"ProfilerStep#{step}")
         self._span.__enter__()  # type: ignore[no-untyped-call]  # PyTorch's
 
-    def end_step(self) -> bool:
-        """The step is done; whether it was the last one."""
-        if self._span is None:
-            return False
-        span, self._span = self._span, None
-        span.__exit__(None, None, None)
-        self.done += 1
-        return self.done == self.order.steps
+    def end_step(self) -> None:
+        """The step is done."""
+        if self._span is not None:
+            span, self._span = self._span, None
+            span.__exit__(None, None, None)
+            self.done += 1
 
     def collect(self, *, on: bool) -> None:
         """Goes on to record, or records nothing for a while."""
@@ -172,7 +180,7 @@ class TraceRecorder:
             self._writing.join(_ABANDONING_S)
 
     def heed(self, orders: Iterable[RankOrder]) -> None:
-        """Takes what agents ask for; it begins with the next step."""
+        """Takes what agents ask for; it begins at the next ``turn``."""
         for order in orders:
             if order.trace is None:
                 continue
@@ -182,29 +190,44 @@ class TraceRecorder:
             else:
                 self._asked, self._is_busy = order.trace, True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether one begins or ends at the end of the step that is about to be made."""
+        recording = self._recording
+        ends = recording is not None and recording.done + 1 >= recording.order.steps
+        return self._asked is not None or ends
+
     def begin_step(self, step: int) -> None:
         """Step number ``step`` begins; all that follows up to ``end_step`` is in it."""
+        recording = self._recording
+        if recording is not None and recording.is_of_this_thread:
+            with self._failures_told(recording.order.trace_id):
+                recording.begin_step(step)
+
+    def end_step(self) -> None:
+        """It is done."""
+        recording = self._recording
+        if recording is not None and recording.is_of_this_thread:
+            with self._failures_told(recording.order.trace_id):
+                recording.end_step()
+
+    def turn(self, step: int) -> None:
+        """Between ``step`` and the next one: what is recorded ends, and what was asked for begins.
+
+        Takes as long as the profiler does, with the phase TRACE on the board.
+        """
+        recording = self._recording
+        if recording is not None and recording.is_done and recording.is_of_this_thread:
+            with self._failures_told(recording.order.trace_id):
+                self._save(recording, step)
+                self._recording = None
         order, self._asked = self._asked, None
         if order is not None:
             with self._failures_told(order.trace_id):
                 self._watch.enter(RankPhase.TRACE)
-                recording = _Recording(order, step, self._device)
+                recording = _Recording(order, step + 1, self._device)
                 recording.start()
                 self._recording = recording
-        if self._recording is not None and self._is_its_thread(self._recording):
-            with self._failures_told(self._recording.order.trace_id):
-                self._recording.begin_step(step)
-
-    def end_step(self, step: int) -> None:
-        """It is done."""
-        recording = self._recording
-        if recording is None or not self._is_its_thread(recording):
-            return
-        order = recording.order
-        with self._failures_told(order.trace_id):
-            if recording.end_step():
-                self._save(recording, step)
-                self._recording = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -219,10 +242,6 @@ class TraceRecorder:
         if self._recording is recording:
             with self._failures_told(recording.order.trace_id):
                 recording.collect(on=True)
-
-    def _is_its_thread(self, recording: _Recording) -> bool:
-        # A script may report from several: the profiler follows the one in which it was begun.
-        return recording.thread == threading.get_ident()
 
     def _file(self, trace_id: str) -> Path:
         return trace_file(

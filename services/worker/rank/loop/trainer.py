@@ -141,11 +141,13 @@ def _loop(run: Run, pipe: Pipe, beside: _Beside, resumed: int) -> _End:
     for step in range(resumed + 1, steps + 1):
         orders = pipe.poll_orders()
         traces.heed(orders)
-        agreement = propose(orders, run.gang.control)
+        agreement = propose(orders, run.gang.control, trace=traces.is_due)
         traces.begin_step(step)
         loss = _timed_step(run, writer, metrics, step)
-        traces.end_step(step)
+        traces.end_step()
         agreed = agreement.outcome()
+        if agreed.trace:
+            _turn(run, traces, step)
         is_regular = _is_due(step, wanted.every_steps, steps)
         evaluation: Mapping[str, float] = {}
         # Not before a checkpoint that somebody waits for: it would be no step's of another attempt.
@@ -162,6 +164,13 @@ def _loop(run: Run, pipe: Pipe, beside: _Beside, resumed: int) -> _End:
         if agreed.stop and step < steps:
             return _End(step, drained=True)
     return _End(max(steps, resumed))
+
+
+def _turn(run: Run, traces: TraceRecorder, step: int) -> None:
+    """Recordings begin and end; all ranks say so and wait, for else those of other nodes seem to hang."""
+    run.watch.enter(RankPhase.TRACE)
+    traces.turn(step)
+    run.gang.control.meet()
 
 
 def _early(run: Run) -> str | None:

@@ -234,8 +234,9 @@ class Session:
             of=min(self._of, MAX_STEP),
         )
         self._watch.finish_step(done, self._writer.copied_bytes)
-        self._traces.end_step(step)
+        self._traces.end_step()
         self._poll_orders()
+        self._traces.turn(step)
         self._traces.begin_step(step + 1)
         self._watch.enter(RankPhase.SCRIPT)
         self._moved_at = time.perf_counter()
