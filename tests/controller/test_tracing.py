@@ -13,6 +13,7 @@ from services.contract.views import StopRequest
 from services.controller.domain.effects import Decision
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
 from services.controller.domain.events import (
+    GangPlaced,
     JobEvent,
     KillAsked,
     MoveAsked,
@@ -30,7 +31,6 @@ from tests.controller.conftest import House
 from tests.controller.histories import (
     NODE,
     NOW,
-    GangPlaced,
     commands,
     crashed,
     finished,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_core import torch_private
 from services.contract.ids import new_trace_id
 from services.contract.messages.rank_pipe import (
     RankFinished,
@@ -198,7 +199,7 @@ def recorded(tmp_path: Path, spec: Spec) -> Iterator[Recorded]:
     made = Recorded(tmp_path, spec())
     with made.recorder:
         yield made
-    assert not torch.autograd._profiler_enabled(), "what is not recorded any more costs nothing"
+    assert not torch_private.is_profiling(), "what is not recorded any more costs nothing"
 
 
 def test_what_is_larger_than_may_be_is_not_kept_and_the_next_one_may_be_smaller(
@@ -295,7 +296,7 @@ def test_a_recording_that_fails_in_the_midst_ends_and_the_next_one_succeeds(
         patch.setattr(recording._Recording, "begin_step", broken)
         recorded.make()
     assert recorded.reason() == "RuntimeError: no annotation of step 2"
-    assert not torch.autograd._profiler_enabled()
+    assert not torch_private.is_profiling()
     recorded.messages.clear()
     recorded.ask(trace_id=OTHER)
     recorded.make()

@@ -72,11 +72,11 @@ def _hold_the_gil() -> None:
 def _take_long_over_traces() -> None:
     export = profile.export_chrome_trace
 
-    def slow(self: profile, path: str) -> None:
+    def slow(self: profile, path: str, use_python_export: bool = False) -> None:  # noqa: FBT001, FBT002 as PyTorch's
         threading.Event().wait(_LONGER_THAN_A_HANG_S)
-        export(self, path)
+        export(self, path, use_python_export)
 
-    profile.export_chrome_trace = slow  # type: ignore[method-assign]  # in this process alone
+    profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]  # in this process
 
 
 FAULTS = {
