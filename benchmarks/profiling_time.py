@@ -70,7 +70,7 @@ def _row(blocks: int, question: str) -> str:
 
     from fsdp_core.plan.profiling import ModelUnderStudy, profile_model  # noqa: PLC0415 - as above
     from services.worker.rank.models.decoder import Decoder  # noqa: PLC0415 - as above
-    from services.worker.rank.probe.profile import mean_loss  # noqa: PLC0415 - as above
+    from services.worker.rank.probe.passes import mean_loss  # noqa: PLC0415 - as above
 
     torch.set_num_threads(1)
 

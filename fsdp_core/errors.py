@@ -22,6 +22,7 @@
     ├── NonFiniteNormError        (RuntimeError)         clipping by NaN or infinity, if refused
     ├── TicketError               (RuntimeError)         a collective waited for twice
     ├── DesyncError               (RuntimeError)         ranks started different collectives
+    ├── PeerError                 (RuntimeError)         a rank that shares memory has ended
     ├── PlanError                 (ValueError)           a plan that does not fit the model or mesh
     └── CheckpointError           (RuntimeError)         state that cannot be saved or filled
         ├── MissingShardError                            part of a tensor is in no saved shard
@@ -113,6 +114,10 @@ class TicketError(EngineError, RuntimeError):
 
 class DesyncError(EngineError, RuntimeError):
     """Ranks of one group have started different collectives."""
+
+
+class PeerError(EngineError, RuntimeError):
+    """A rank that this one shares memory with has ended, or does not answer."""
 
 
 class PlanError(EngineError, ValueError):

@@ -46,6 +46,27 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+@dataclass(frozen=True)
+class SharedMemoryPolicy:
+    """Ranks of one host exchange CPU tensors through memory that they share, not by sockets.
+
+    Ranks that cannot share memory use their process group, and log that once. So do groups with
+    tensor subclasses, `Owned` parameters or a smaller mesh for what these need.
+
+    Sums of three and more ranks are made in the order of ranks, so they differ in the last bit from
+    gloo's.
+
+    Attributes:
+        share_storage: Whether all ranks of the host compute with one copy of the parameters: a gather
+            then copies nothing, and waits only. It holds for parameters that are sharded on dim 0 and
+            computed with in their own dtype; others are copied. Slices may be written by
+            `torch.optim.Optimizer.step` and `load_state_dict`, which wait until no rank computes
+            with them any more; who writes them otherwise must wait for all ranks first.
+    """
+
+    share_storage: bool = False
+
+
 def offload_policy_of(policy: object) -> OffloadPolicy:
     """`policy` as a class of this module; PyTorch's own classes are recognised by their names.
 

@@ -29,6 +29,7 @@ from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    SharedMemoryPolicy,
 )
 from fsdp_core.runtime import (
     FSDPModule,
@@ -64,6 +65,7 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedState",
+    "SharedMemoryPolicy",
     "TrainingState",
     "UnshardHandle",
     "clip_grad_norm_",

@@ -20,7 +20,7 @@ from fsdp_core.comm.lanes import (
     lanes_for,
 )
 from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
-from fsdp_core.comm.link import CommLink
+from fsdp_core.comm.link import CommLink, Lent
 from fsdp_core.comm.mesh_info import (
     Axis,
     DataParallelMeshInfo,
@@ -36,6 +36,13 @@ from fsdp_core.comm.owned import Owned
 from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
+from fsdp_core.comm.shared_memory import (
+    Counters,
+    OutBox,
+    SharedMemoryAxis,
+    elements_of,
+    shared_memory_of,
+)
 from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
@@ -55,6 +62,7 @@ __all__ = [
     "CollectiveListener",
     "Collectives",
     "CommLink",
+    "Counters",
     "DDPMeshInfo",
     "DataParallelMeshInfo",
     "DefaultAllGather",
@@ -66,8 +74,10 @@ __all__ = [
     "HostLanes",
     "Lane",
     "Lanes",
+    "Lent",
     "LoopbackCollectives",
     "Mark",
+    "OutBox",
     "Owned",
     "ProcessGroupAllGather",
     "ProcessGroupReduceScatter",
@@ -75,14 +85,17 @@ __all__ = [
     "ReduceScatter",
     "Reduction",
     "ShardPlacementResult",
+    "SharedMemoryAxis",
     "Streams",
     "SymmetricAllGather",
     "SymmetricReduceScatter",
     "Ticket",
     "collectives_on",
+    "elements_of",
     "keep_step",
     "lanes_for",
     "mesh_info_of",
     "post_forward_mesh_info",
     "resolve_placement",
+    "shared_memory_of",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fsdp_core.comm.lanes import Lane
 
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from fsdp_core.comm.ledger import CollectiveLedger
 
 
+class Lent(Protocol):
+    """Slices that other ranks read where they lie."""
+
+    def await_copied(self) -> None:
+        """Waits until the others have copied what this rank has."""
+
+
 @dataclass(frozen=True)
 class CommLink:
     """Where collectives are placed and counted, and what must not be let go before its time.
@@ -21,10 +28,12 @@ class CommLink:
     Attributes:
         lanes: Orders device work.
         ledger: Numbers collectives per process group.
+        uncopied: Slices that other ranks may still copy.
     """
 
     lanes: Lanes
     ledger: CollectiveLedger
+    uncopied: list[Lent] = field(default_factory=list)
     _held: list[tuple[torch.Tensor, Mark]] = field(default_factory=list, init=False)
     _awaited: list[Mark] = field(default_factory=list, init=False)
     _with_results: dict[Lane, None] = field(default_factory=dict, init=False)

@@ -75,7 +75,7 @@ class Slicing:
         """
         return self._chunking.start(part), self._chunking.size(part)
 
-    @property
+    @cached_property
     def _chunking(self) -> Chunking:
         if self.dim is None:
             raise ArgumentError(f"{self.shape} is held whole by every rank and has no chunks.")

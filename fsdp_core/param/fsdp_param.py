@@ -60,6 +60,8 @@ class FSDPParam:
         slot: Where the parameter hangs.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
+        awaits_reduce: Whether some backward since the last reduction may have left a gradient on
+            some rank: then it takes part in the next one, frozen by then or not.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class FSDPParam:
         self.fqn = slot.fqn
         self.slot = slot
         self._unreduced = UnreducedGrad()
+        self.awaits_reduce = False
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
         self._unsharded: Unsharded | None = None
+        self._whole_memory: torch.Tensor | None = None
 
         self._placing = place(param, slot.fqn, info, dim)
         whole = whole_local(param).detach()
@@ -131,6 +135,11 @@ class FSDPParam:
         return self.sharded_param.requires_grad
 
     @property
+    def may_have_grad(self) -> bool:
+        """Whether some rank may have a gradient that is not reduced."""
+        return self.is_trainable or self.awaits_reduce
+
+    @property
     def is_meta(self) -> bool:
         """Whether the slice has no values yet."""
         return self.sharded_param.is_meta
@@ -156,6 +165,7 @@ class FSDPParam:
                 self._whole_from_flat,
                 dtype=self.compute_dtype,
                 device=self._info.device,
+                memory=self._whole_memory,
             )
         return cast("Unsharded", self._unsharded)
 
@@ -267,6 +277,56 @@ class FSDPParam:
             with torch_private.preserve_version([plain.flat]):
                 slices.join(arrived[0], slicing, physical)
 
+    # -- Slices in shared memory
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is gathered as it is: no tensor class of its own, no smaller mesh."""
+        return not self._is_extended and self._smaller is None
+
+    @property
+    def send_data(self) -> torch.Tensor:
+        """What a gather sends before it is cast: the padded slice, 1D."""
+        return self._send_data
+
+    def move_slice(self, memory: torch.Tensor) -> None:
+        """Moves the slice to `memory`, 1D, of the original dtype and `slicing.row` elements."""
+        with torch_private.outside_inference_mode(), torch.no_grad():
+            memory.copy_(self._send_data)
+            padded = memory.view(self.slicing.padded_shape)
+            torch_private.replace_local(self._dtensor, self._order.seen(self._own_slice(padded)))
+        self._send_data = memory
+
+    def share_whole(self, memory: torch.Tensor | None) -> None:
+        """Has modules compute in `memory`, which all ranks of the host share; None: in its own."""
+        self._whole_memory = memory
+        self._unsharded = None
+
+    def pieces(self, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of which copies the whole parameter is made.
+
+        Args:
+            rows: The padded slices of all ranks, 1D, by rank.
+
+        Returns:
+            Views of the whole parameter's memory, and of `rows`.
+        """
+        flat, slicing = cast("UnshardedParam", self.unsharded()).flat, self.slicing
+        if slicing.leads:
+            parts = flat[: slicing.row * slicing.parts].view(slicing.parts, slicing.row)
+            return list(zip(parts.unbind(), rows, strict=True))
+        whole = flat[: slicing.total].view(slicing.shape)
+        if slicing.dim is None:
+            own_row = rows[self._info.shard.rank]
+            return [(whole, own_row.view(slicing.shape))]
+        return [
+            (
+                whole.narrow(slicing.dim, *slicing.bounds(part)),
+                slices.own(row.view(slicing.padded_shape), slicing, part),
+            )
+            for part, row in enumerate(rows)
+        ]
+
     # -- Gradients
 
     def take_grad(self) -> torch.Tensor | None:
@@ -290,12 +350,13 @@ class FSDPParam:
         """Takes the gradient for a reduction.
 
         Args:
-            covers_unused: Whether a trainable parameter without one takes part with zeros.
+            covers_unused: Whether a parameter without one, of which another rank may have one,
+                takes part with zeros.
         """
         grad = self.take_grad()
         had_one = grad is not None
         if grad is None:
-            if not covers_unused or not self.is_trainable:
+            if not covers_unused or not self.may_have_grad:
                 return None
             grad = self.zero_grad()
         return Contribution(self, grad, [had_one], self.reduce_dtype or grad.dtype)
@@ -306,6 +367,7 @@ class FSDPParam:
 
     def drop_grads(self) -> None:
         """Forgets gradients that were not reduced."""
+        self.awaits_reduce = False
         self._unreduced.drop(self._computed)
 
     def add_sharded_grads(

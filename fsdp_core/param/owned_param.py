@@ -68,6 +68,7 @@ class OwnedParam(FSDPParam):
         self.slot = slot
         self.owner = owner
         self._unreduced = UnreducedGrad()
+        self.awaits_reduce = False
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)

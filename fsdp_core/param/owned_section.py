@@ -69,7 +69,7 @@ class OwnedSection:
         Args:
             covers_unused: Whether members without a gradient take part with zeros.
         """
-        taken = [(m, m.take_grad()) for m in self._members if m.is_trainable]
+        taken = [(m, m.take_grad()) for m in self._members if m.may_have_grad]
         taken = [(m, grad) for m, grad in taken if covers_unused or grad is not None]
         dtypes = {m.reduce_dtype or grad.dtype for m, grad in taken if grad is not None}
         if not taken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import Lane, collectives_on
+from fsdp_core.comm import Lane, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.param.grad_batch import GradBatch, batches_of
 from fsdp_core.param.group_options import GroupOptions
@@ -14,13 +14,22 @@ from fsdp_core.param.owned_section import OwnedSection, sections_of
 from fsdp_core.param.partial_reduce import PartialReduce
 from fsdp_core.param.pending_gather import PendingGather
 from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
+from fsdp_core.param.shared_gather import SharedGather, SharedSlices
+from fsdp_core.param.shared_reduce import SharedReducer
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from fsdp_core.comm import CommLink, DataParallelMeshInfo, FSDPMeshInfo, Mark
+    from fsdp_core.comm import (
+        CommLink,
+        DataParallelMeshInfo,
+        FSDPMeshInfo,
+        Mark,
+        SharedMemoryAxis,
+    )
     from fsdp_core.param.fsdp_param import FSDPParam
+    from fsdp_core.policy import SharedMemoryPolicy
 
 
 class FSDPParamGroup:
@@ -33,6 +42,7 @@ class FSDPParamGroup:
         info: Mesh and roles of its axes.
         options: What the setters write.
         is_lent: Whether other units compute with some of its parameters too.
+        lent_in_backward: Whether such a unit's backward has ended since gradients were taken.
     """
 
     def __init__(
@@ -40,6 +50,7 @@ class FSDPParamGroup:
         params: Sequence[FSDPParam],
         info: DataParallelMeshInfo,
         post_forward: FSDPMeshInfo | None = None,
+        shared_memory: SharedMemoryPolicy | None = None,
     ) -> None:
         """Groups `params`, all sharded over `info`.
 
@@ -47,6 +58,7 @@ class FSDPParamGroup:
             params: At least one.
             info: Mesh and roles of its axes.
             post_forward: The smaller mesh that forward reshards to, if any.
+            shared_memory: Whether ranks of one host exchange tensors through shared memory.
         """
         self.params = tuple(params)
         owned = [param for param in params if isinstance(param, OwnedParam)]
@@ -58,10 +70,17 @@ class FSDPParamGroup:
         self.info = info
         self.options = GroupOptions()
         self.is_lent = False
+        self.lent_in_backward = False
         self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
-        self._gather: PendingGather | None = None
+        self._gather: PendingGather | SharedGather | None = None
+        self._shared_slices: SharedSlices | None = None
+        self._shared_reducer: SharedReducer | None = None
+        if shared_memory is not None and (axis := self._find_shared_axis()) is not None:
+            self._shared_reducer = SharedReducer(axis)
+            if all(not isinstance(param, OwnedParam) and param.is_plain for param in params):
+                self._shared_slices = SharedSlices(params, axis, shared_memory, self.reshard)
         self._partial = PartialReduce()
         self._awaits_reduce = False
         self._resharded: Mark | None = None
@@ -108,6 +127,9 @@ class FSDPParamGroup:
             # The slices for the smaller mesh were cut on the compute lane.
             link.lanes.follow_mark(Lane.PACK, self._resharded)
             self._resharded = None
+        if (shared := self._slices_to_share) is not None:
+            self._gather = SharedGather.issue(shared, link, self.info.shard.name, label=self._label)
+            return
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
@@ -142,6 +164,8 @@ class FSDPParamGroup:
                 param.to_sharded()
             self._sharded_state = ShardedState.SHARDED
             self._resharded = None
+            if self._shared_slices is not None:
+                self._shared_slices.release()
 
     def hold(self, unit: Hashable) -> None:
         """Has the parameters stay whole until `unit` lets go."""
@@ -155,6 +179,10 @@ class FSDPParamGroup:
     def is_held(self) -> bool:
         """Whether some unit is computing with the parameters."""
         return bool(self._holders)
+
+    def is_held_besides(self, unit: Hashable) -> bool:
+        """Whether another than `unit` is."""
+        return bool(self._holders - {unit})
 
     def reshard_after_forward(self, link: CommLink) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
@@ -181,6 +209,13 @@ class FSDPParamGroup:
         self.reshard()
         for param in self.params:
             param.refresh()
+        if (shared := self._slices_to_share) is not None:
+            shared.place()
+
+    def await_released(self) -> None:
+        """Waits until no rank computes with parameters that are one copy for all ranks of the host."""
+        if self._shared_slices is not None:
+            self._shared_slices.await_released()
 
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start.
@@ -202,7 +237,9 @@ class FSDPParamGroup:
             was_reached: See `take_grads`.
         """
         self._awaits_reduce |= was_reached
+        self.lent_in_backward = False
         for param in self.params:
+            param.awaits_reduce = param.may_have_grad
             param.keep_grad()
 
     def take_grads(self, *, was_reached: bool) -> list[GradBatch]:
@@ -220,14 +257,18 @@ class FSDPParamGroup:
         waits = self._awaits_reduce or (
             self.options.all_reduce_grads and not self._partial.is_empty
         )
-        self._awaits_reduce = False
+        self._awaits_reduce = self.lent_in_backward = False
         takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
-        return batches_of(
+        batches = batches_of(
             self._travellers,
             covers_unused=agrees or self.options.reduce_unused,
             is_agreed=agrees and not self.options.reduce_unused,
         )
+        is_complete = self.options.all_reduce_grads or not self.replicates
+        for param in self.params:
+            param.awaits_reduce = param.may_have_grad and not is_complete
+        return batches
 
     def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""
@@ -250,8 +291,24 @@ class FSDPParamGroup:
             # A class written for the reference does not have it.
             granularity=getattr(options.reduce_scatter, "granularity", 1),
             lends=options.reduce_scatter is not None,
+            shared=(
+                self._shared_reducer
+                if options.reduce_scatter is None and options.reduce_group is None
+                else None
+            ),
         )
         return PendingReduce.issue(batch, route, link)
+
+    @property
+    def _slices_to_share(self) -> SharedSlices | None:
+        # A slice may have been given the methods of an extension, or another class, since.
+        can_share = self.options.all_gather is None and all(p.is_plain for p in self.params)
+        return self._shared_slices if can_share else None
+
+    def _find_shared_axis(self) -> SharedMemoryAxis | None:
+        if self.info.device.type != "cpu" or self._post_forward is not None:
+            return None
+        return shared_memory_of(self.info.shard.group)
 
     @property
     def _label(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ import torch
 
 from fsdp_core import torch_private
 from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
-from fsdp_core.layout import Packing
+from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.shared_reduce import SharedReduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp_core.comm import Collectives, CommLink
     from fsdp_core.param.grad_batch import GradBatch
     from fsdp_core.param.partial_reduce import PartialReduce
+    from fsdp_core.param.shared_reduce import SharedReducer
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class ReduceRoute:
         divide_factor: See `Reduction.of`.
         force_sum: See `Reduction.of`.
         granularity: See `ReduceScatter.granularity`.
+        shared: Reduces over the shard axis through memory that its ranks share; None: by `shards`.
         lends: Whether buffers are lent by the user's strategy, which may lend them again.
     """
 
@@ -51,6 +55,7 @@ class ReduceRoute:
     divide_factor: float | None = None
     force_sum: bool = False
     granularity: int = 1
+    shared: SharedReducer | None = None
     lends: bool = False
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
@@ -68,7 +73,11 @@ class PendingReduce:
     """A reduction in flight; `land` makes its result the gradients of the slices."""
 
     def __init__(
-        self, ticket: Ticket, packing: Packing, batch: GradBatch, route: ReduceRoute
+        self,
+        ticket: Ticket | SharedReduction,
+        packing: Packing,
+        batch: GradBatch,
+        route: ReduceRoute,
     ) -> None:
         self._ticket = ticket
         self._packing = packing
@@ -86,6 +95,8 @@ class PendingReduce:
             route: Axes and options.
             link: Lanes and ledger.
         """
+        if route.shared is not None:
+            return cls._issue_shared(batch, route, route.shared, link)
         shards, lanes, dtype = route.shards, link.lanes, batch.reduce_dtype
         packing, contribution = _pack(batch, route)
         reduction = route.reduction(dtype)
@@ -106,6 +117,28 @@ class PendingReduce:
             on_complete=lambda: link.ledger.complete(shards.name, sequence),
         )
         return cls(ticket, packing, batch, route)
+
+    @classmethod
+    def _issue_shared(
+        cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, link: CommLink
+    ) -> PendingReduce:
+        wholes = list(batch.grads)
+        slicings = [param.slicing for param in batch.params]
+        batch.grads.clear()
+        if batch.is_agreed:
+            flags = _flags(batch.present, batch.reduce_dtype, route.device)
+            wholes.append(flags)
+            slicings.append(Slicing.of(flags.shape, None, route.shards.size))
+        sequence = link.ledger.issue(route.shards.name)
+        started = shared.start(
+            wholes,
+            tuple(slicings),
+            route.reduction(batch.reduce_dtype),
+            lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
+            dtype=batch.reduce_dtype,
+            on_complete=partial(link.ledger.complete, route.shards.name, sequence),
+        )
+        return cls(started, started.packing, batch, route)
 
     @torch.no_grad()
     def land(self, link: CommLink) -> None:
@@ -132,7 +165,10 @@ class PendingReduce:
             self._finish(result, link)
 
     def drop(self, link: CommLink) -> None:
-        """Waits and forgets the result: the iteration it belongs to failed."""
+        """Forgets the result, once it is there: the iteration it belongs to failed."""
+        if isinstance(self._ticket, SharedReduction):
+            self._ticket.drop()
+            return
         with link.lanes.enter(Lane.REDUCE):
             self._ticket.wait()
         link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)

@@ -79,7 +79,6 @@ class Placing:
             return local
         return torch_private.dtensor_of(local, self.unsharded_spec)
 
-    @torch.no_grad()
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of `unsharded` as a local tensor whose values are there.
 
@@ -102,7 +101,8 @@ class Placing:
             for axis, (have, want) in enumerate(zip(grad.placements, wanted, strict=True))
         )
         if placements != grad.placements:
-            grad = grad.redistribute(placements=placements)
+            with torch.no_grad():
+                grad = grad.redistribute(placements=placements)
         return torch_private.waited(torch_private.local_tensor(grad))
 
     def rebased(self, spec: torch_private.Spec) -> Placing:

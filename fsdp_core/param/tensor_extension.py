@@ -92,6 +92,7 @@ class ExtendedParam:
         self._outputs: list[torch.Tensor] = []
         self._inner: tuple[torch.Tensor, ...] = ()
         self._parameter: nn.Parameter | None = None
+        self._is_refused = False
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -187,13 +188,28 @@ class ExtendedParam:
             return
         for tensor in self._inner:
             allocate(tensor)
+        self._refuse_saved(refuse=False)
         with torch_private.preserve_version((self._parameter, *self._inner)):
             method(outputs, metadata, self.dtype, out=self._parameter)
 
     def free(self) -> None:
         """Gives the memory of what arrived, and of what was made of it, back."""
+        if self._parameter is not None:
+            self._refuse_saved(refuse=True)
         for tensor in (*self._outputs, *self._inner):
             free(tensor)
+
+    def _refuse_saved(self, *, refuse: bool) -> None:
+        """Has autograd refuse what it saved of the whole, or take it again.
+
+        It may have saved the parameter, which need not have memory of its own, or what that is
+        made of. Whether there is memory says nothing: a subclass may free what arrived itself.
+        """
+        if refuse is self._is_refused:
+            return
+        self._is_refused = refuse
+        for tensor in (cast("nn.Parameter", self._parameter), *self._outputs, *self._inner):
+            torch_private.shift_version(tensor, 1 if refuse else -1)
 
     def _slicing_of(self, tensor: torch.Tensor) -> Slicing:
         dim = self._place.slicing.dim or 0

@@ -37,6 +37,7 @@ class UnshardedParam:
 
     Attributes:
         flat: 1D; what a gather is copied into.
+        is_shared: Whether all ranks of the host compute with the same memory.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class UnshardedParam:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ) -> None:
         """Makes the parameter.
 
@@ -54,9 +56,12 @@ class UnshardedParam:
             shape: Gives the buffer the form that modules compute with, without a copy.
             dtype: Of the parameter.
             device: On which modules compute.
+            memory: 1D, of `numel` elements, which all ranks of the host share: it is filled without
+                a gather and never freed. None: memory of its own.
         """
+        self.is_shared = memory is not None
         with torch_private.outside_inference_mode(), torch.no_grad():
-            self.flat = torch.empty(numel, dtype=dtype, device=device)
+            self.flat = torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
             self._parameter = nn.Parameter(shape(self.flat), requires_grad=False)
         self.free()
 
@@ -72,11 +77,13 @@ class UnshardedParam:
 
     def allocate(self) -> None:
         """Gets memory of undefined content; a no-op where there is some."""
-        allocate_as_saved(self.flat)
+        if not self.is_shared:
+            allocate_as_saved(self.flat)
 
     def free(self) -> None:
-        """Gives the memory back."""
-        free_for_autograd(self.flat)
+        """Gives the memory back; what all ranks share stays."""
+        if not self.is_shared:
+            free_for_autograd(self.flat)
 
 
 def allocate(tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import CollectiveLedger, CommLink, HostLanes, lanes_for
+from fsdp_core.comm import CollectiveLedger, CommLink, HostLanes, Lent, lanes_for
 from fsdp_core.schedule import InFlightWindow
 
 if TYPE_CHECKING:
@@ -31,17 +31,32 @@ class CommHome:
         self.reduces: InFlightWindow[PendingReduce] = InFlightWindow()
         self._ledger = CollectiveLedger(self)
         self._make_lanes = partial(lanes_for, device)
+        self._uncopied: list[Lent] = []
         self._relays: list[ObserverRelay] = []
 
     @cached_property
     def link(self) -> CommLink:
         """With the device's lanes, made when the first root is known: each is a stream."""
-        return CommLink(self._make_lanes(), self._ledger)
+        return CommLink(self._make_lanes(), self._ledger, self._uncopied)
 
     @cached_property
     def inline_link(self) -> CommLink:
         """Everything on the current stream."""
-        return CommLink(HostLanes(), self._ledger)
+        return CommLink(HostLanes(), self._ledger, self._uncopied)
+
+    def await_copied(self) -> None:
+        """Waits until no other rank copies this rank's slices: from then on they may be written.
+
+        Raises:
+            PeerError: A rank has ended.
+        """
+        for lent in self._uncopied:
+            lent.await_copied()
+        self._uncopied.clear()
+
+    def forget_uncopied(self) -> None:
+        """An iteration failed: others may have failed elsewhere, and have nothing to copy."""
+        self._uncopied.clear()
 
     def tell(self, relay: ObserverRelay) -> None:
         """Adds a root whose observer is told of collectives."""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fsdp_core import torch_private
+
 
 class ForwardCalls:
     """Tells which call of a unit's modules begins its forward, and which ends it.
@@ -65,6 +67,9 @@ class ForwardCalls:
     def is_reentered_at(self, module: nn.Module) -> bool:
         """Whether `module`, whose forward has not ended, begins anew.
 
-        An exception runs the hook that ends it, but an interrupt from the keyboard does not.
+        An exception runs the hook that ends it, but an interrupt from the keyboard does not. A
+        module that calls itself is still running.
         """
-        return not self._methods and self._modules == (module,)
+        if self._methods or self._modules != (module,):
+            return False
+        return torch_private.calls_on_stack(module) <= 1

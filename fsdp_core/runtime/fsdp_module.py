@@ -47,8 +47,13 @@ class FSDPModule(CommunicationSetters):
     # -- Whole and sliced parameters
 
     def reshard(self) -> None:
-        """Registers the slices and frees the whole parameters of this unit; not recursive."""
-        self._get_fsdp_state().reshard()
+        """Registers the slices and frees the whole parameters of this unit; not recursive.
+
+        A gather in flight is waited for and dropped, so that the next one reads the slices anew.
+        """
+        state = self._get_fsdp_state()
+        state.drop_gathers()
+        state.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002 - the reference's signature
         """Gathers the parameters of this unit; not recursive.

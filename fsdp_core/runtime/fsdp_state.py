@@ -68,6 +68,7 @@ class FSDPState(ShardedUnit):
         self._has_new_grads = False
         self._may_miss_update = False
         self._awaits_backward = False
+        self._hidden_outputs = 0
         self._params.watch_grads(weakly(self._note_grad))
 
     @property
@@ -92,6 +93,7 @@ class FSDPState(ShardedUnit):
     def _before_load(self, *_: object) -> None:
         self.drop_gathers()  # its values are about to be replaced
         self.reshard()
+        self._params.await_released()
 
     # -- The root
 
@@ -164,7 +166,7 @@ class FSDPState(ShardedUnit):
                 return  # an outer call of the unit may go on
             self._calls.forget()
             self._params.let_go()
-            if not torch_private.in_backward():
+            if not self.context.in_backward:
                 self._params.reshard_unused()
             self._enter(TrainingState.IDLE)
         self.context.abort_forward(self)
@@ -189,10 +191,11 @@ class FSDPState(ShardedUnit):
         self._params.let_go()
         with self.tracer.phase("post_forward"):
             # Recomputation of an enclosing function: backward follows at once and needs them.
-            if not torch_private.in_backward():
+            if not self.context.in_backward:
                 if has_no_tensor(output) and torch.is_grad_enabled():
                     # Nobody will tell when the backward of what it hides begins.
                     self._may_miss_update = True
+                    self._hidden_outputs += 1
                 elif self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.link)
                 self.context.note_forward(self._index)
@@ -213,7 +216,7 @@ class FSDPState(ShardedUnit):
         # Between the gradient of its outputs and those of its inputs. Recomputation at any other
         # time, as by reentrant checkpointing, is a forward with a backward of its own. Outside
         # backward the state remains from a partial forward (a head run per chunk).
-        return self._training_state is TrainingState.PRE_BACKWARD and torch_private.in_backward()
+        return self._training_state is TrainingState.PRE_BACKWARD and self.context.in_backward
 
     @property
     def _reshards_after_forward(self) -> bool:
@@ -255,8 +258,11 @@ class FSDPState(ShardedUnit):
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self.context.join_backward(self)
         self._has_new_grads = self._awaits_backward = self._may_miss_update = False
+        self._hidden_outputs = 0
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
+        if was_reached:
+            self._params.end_use_in_backward()
         with self.tracer.phase("post_backward"):
             if self.options.reshard_after_backward:
                 self._params.reshard_borrowed()
@@ -271,15 +277,21 @@ class FSDPState(ShardedUnit):
             is_whole: Whether the backward came through the output of some unit's forward.
         """
         if self._training_state is TrainingState.POST_BACKWARD:
-            if self._has_new_grads or self._params.are_lent:
-                self._post_backward(was_reached=False)
-        elif self._awaits_backward and not is_whole and self._training_state is TrainingState.IDLE:
-            # One of its modules, no unit, ran without it: a head per chunk. The rest may follow,
-            # and so may the backward of its own forward.
+            if self._has_new_grads or self._params.are_owed:
+                self._post_backward(was_reached=self._params.are_owed)
+        elif self._may_go_on and not is_whole and self._training_state is TrainingState.IDLE:
+            self._hidden_outputs = max(0, self._hidden_outputs - 1)
             self._reduce_and_stay_whole()
         else:
             was_entered = self._training_state is TrainingState.PRE_BACKWARD
-            self._post_backward(was_reached=was_entered or self._has_new_grads)
+            was_reached = was_entered or self._has_new_grads or self._params.are_owed
+            self._post_backward(was_reached=was_reached)
+
+    @property
+    def _may_go_on(self) -> bool:
+        # One of its modules, no unit, ran without it: a head per chunk. The rest may follow, and
+        # so may the backward of its own forward. Or another forward hides an output.
+        return self._awaits_backward or self._hidden_outputs > 1
 
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
@@ -301,7 +313,7 @@ class FSDPState(ShardedUnit):
         """Ends the iteration."""
         self._has_new_grads = False
         self._calls.forget()
-        self._params.let_go()
+        self._params.forget_use()
         self._enter(TrainingState.IDLE)
 
     # -- Methods besides forward
@@ -321,6 +333,7 @@ class FSDPState(ShardedUnit):
         """Forgets an iteration that raised; gradients that were not reduced are lost."""
         self._params.reset()
         self._awaits_backward = self._may_miss_update = False
+        self._hidden_outputs = 0
         self.go_idle()
 
     def _recover_if_failed(self, module: nn.Module) -> None:
@@ -329,7 +342,7 @@ class FSDPState(ShardedUnit):
             self._training_state is TrainingState.FORWARD
             and self._calls.is_reentered_at(module)
             and self.context.has_opened(self)
-            and not torch_private.in_backward()
+            and not self.context.in_backward
         ):
             self.context.recover()
 

@@ -42,6 +42,8 @@ from fsdp_core.param.tensor_extension import is_extended
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from fsdp_core.policy import SharedMemoryPolicy
+
 PlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
 
 
@@ -66,11 +68,13 @@ class GroupingOptions:
         params: Precision and offload.
         reshard_to: Ranks of the smaller mesh that forward reshards to, if any.
         placement_of: See `fully_shard`.
+        shared_memory: See `fully_shard`.
     """
 
     params: ParamOptions
     reshard_to: int | None = None
     placement_of: PlacementFn | None = None
+    shared_memory: SharedMemoryPolicy | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +133,8 @@ def group_params(
     own = []
     for mine, chosen in members.items():
         params = _shard(chosen, mine)
-        group = FSDPParamGroup(params, mine, _post_forward(mine, options.reshard_to))
+        smaller = _post_forward(mine, options.reshard_to)
+        group = FSDPParamGroup(params, mine, smaller, options.shared_memory)
         for choice, param in zip(chosen, params, strict=True):
             claim(choice.original, Charge(param, group))
         own.append(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
@@ -85,6 +86,7 @@ class RootContext:
         self.forward_order = ForwardOrder()
         self._home = home
         self._forward_root: Unit | None = None
+        self._forward_thread: weakref.ref[threading.Thread] | None = None
         self._expects_backward = True
         self._end: weakref.ref[_EndOfBackward] | None = None
         self._ends_all = False
@@ -112,6 +114,20 @@ class RootContext:
         self._home = home
         home.tell(self.relay)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward goes on, of which a thread started within it may be a part.
+
+        PyTorch knows the thread that runs the backward alone. Activations may be recomputed in
+        others meanwhile, which are not the one that runs forwards.
+        """
+        if torch_private.in_backward():
+            return True
+        if self._end is None or self._end() is None or self._forward_thread is None:
+            return False
+        # Not by its number, which the next thread may have.
+        return self._forward_thread() is not threading.current_thread()
+
     def begin_forward(self, unit: Unit) -> bool:
         """Opens a pass unless one is open; returns whether `unit` opened it.
 
@@ -126,7 +142,8 @@ class RootContext:
         self._forward_root = unit
         with unit.tracer.phase("root_pre_forward"):
             self._follow_optimizer()
-        if not torch_private.in_backward():
+        if not self.in_backward:
+            self._forward_thread = weakref.ref(threading.current_thread())
             self.forward_order.begin()
             self._expects_backward = torch.is_grad_enabled()
         return True
@@ -150,7 +167,7 @@ class RootContext:
 
         Recomputation in backward follows no forward order and prefetches nothing.
         """
-        if torch_private.in_backward():
+        if self.in_backward:
             return
         foreseen = self.forward_order.enter(index)
         targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
@@ -184,7 +201,7 @@ class RootContext:
         for other in reversed(self.units):
             if other is not unit:
                 output = other.complete_partial_forward(output)
-        if not torch_private.in_backward():
+        if not self.in_backward:
             self.forward_order.end()
         self._close_pass()
         return output
@@ -196,9 +213,10 @@ class RootContext:
         """
         if self._forward_root is not unit:
             return
-        if not torch_private.in_backward():
+        if not self.in_backward:
             for each in self.units:
                 each.abandon_forward()
+            self._home.forget_uncopied()
         self._close_pass()
 
     def _close_pass(self) -> None:
@@ -207,6 +225,11 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
+        self.await_copied()
+
+    def await_copied(self) -> None:
+        """Waits until no other rank copies this rank's slices: see `CommHome.await_copied`."""
+        self._home.await_copied()
 
     def begin_backward(self) -> None:
         """Has the iteration of all units ended when the running backward is."""
@@ -275,6 +298,7 @@ class RootContext:
                 self.link.end_backward()
             for unit in ending.ended:
                 unit.go_idle()
+            self.await_copied()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -288,7 +312,7 @@ class RootContext:
         A backward that raises never calls back. Outside backward a callback that is still owed
         will not come; within another backward it is the death of the callback that tells.
         """
-        if self._end is not None and (self._end() is None or not torch_private.in_backward()):
+        if self._end is not None and (self._end() is None or not self.in_backward):
             self.recover()
 
     def recover(self) -> None:
@@ -302,6 +326,7 @@ class RootContext:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
         self.link.end_backward()
+        self._home.forget_uncopied()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None

@@ -117,6 +117,8 @@ class ShardedUnit:
     def finish_unshard(self) -> None:
         """Waits for the gather in flight, if any, and registers the whole parameters."""
         self._params.finish_unshard()
+        if self._training_state is TrainingState.IDLE:
+            self.context.await_copied()  # no pass will end that sees to it
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""

@@ -20,6 +20,7 @@ from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    SharedMemoryPolicy,
     offload_policy_of,
 )
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
@@ -55,6 +56,7 @@ class FullyShard:
         offload_policy: OffloadPolicy = ...,
         ignored_params: set[nn.Parameter] | None = ...,
         dp_mesh_dims: DataParallelMeshDims | None = ...,
+        shared_memory: SharedMemoryPolicy | None = ...,
     ) -> FSDPModule: ...
 
     @overload
@@ -69,6 +71,7 @@ class FullyShard:
         offload_policy: OffloadPolicy = ...,
         ignored_params: set[nn.Parameter] | None = ...,
         dp_mesh_dims: DataParallelMeshDims | None = ...,
+        shared_memory: SharedMemoryPolicy | None = ...,
     ) -> list[FSDPModule]: ...
 
     def __call__(  # noqa: PLR0913 - the reference's signature
@@ -82,6 +85,7 @@ class FullyShard:
         offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
         ignored_params: set[nn.Parameter] | None = None,
         dp_mesh_dims: DataParallelMeshDims | None = None,
+        shared_memory: SharedMemoryPolicy | None = None,
     ) -> FSDPModule | list[FSDPModule]:
         """Makes `module` one unit: its parameters become slices that are whole only while used.
 
@@ -106,6 +110,8 @@ class FullyShard:
                 the host.
             ignored_params: Left alone entirely: neither sharded, moved nor reduced.
             dp_mesh_dims: Which named axes of `mesh` shard and replicate.
+            shared_memory: Whether ranks of one host exchange CPU tensors through memory that they
+                share; None: by the process group. All ranks pass the same, and call together.
 
         Returns:
             The same module or modules, now also `FSDPModule`.
@@ -135,7 +141,7 @@ class FullyShard:
             originals,
             modules,
             info,
-            GroupingOptions(param_options, reshard.ranks, shard_placement_fn),
+            GroupingOptions(param_options, reshard.ranks, shard_placement_fn, shared_memory),
         )
         options = UnitOptions(reshard_after_forward=reshard.at_all)
         FSDPState(modules, groups, info.device, mp_policy, options).install()

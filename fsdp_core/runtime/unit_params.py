@@ -48,9 +48,15 @@ class UnitParams:
         self._tracer = tracer
 
     @property
-    def are_lent(self) -> bool:
-        """Whether other units add to the gradients."""
-        return any(group.is_lent for group in self.groups)
+    def are_owed(self) -> bool:
+        """Whether other units went backward since gradients were taken, or still do.
+
+        The same on all ranks, on which of them these used the parameters or not.
+        """
+        return any(
+            group.lent_in_backward or (group.is_lent and group.is_held_besides(self))
+            for group in self.groups
+        )
 
     @property
     def all(self) -> list[FSDPParam]:
@@ -95,6 +101,17 @@ class UnitParams:
         """It has finished."""
         for group in self._used:
             group.let_go(self)
+
+    def end_use_in_backward(self) -> None:
+        """Its backward has ended, so that whoever lends them may have new gradients."""
+        for group in self._borrowed:
+            group.lent_in_backward = True
+
+    def forget_use(self) -> None:
+        """The iteration ends, and all gradients were taken."""
+        self.let_go()
+        for group in self.groups:
+            group.lent_in_backward = False
 
     def reshard_after_forward(self, link: CommLink) -> None:
         """Frees what no other unit needs where forward ends, or keeps slices of a smaller mesh."""
@@ -167,6 +184,11 @@ class UnitParams:
         """Takes over what the user did to the slices."""
         for group in self.groups:
             group.refresh()
+
+    def await_released(self) -> None:
+        """Waits until no rank computes with what is one copy for all ranks of the host."""
+        for group in self.groups:
+            group.await_released()
 
     def drop_gathers(self) -> None:
         """Ends gathers in flight that nobody used."""

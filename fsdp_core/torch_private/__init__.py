@@ -61,6 +61,7 @@ from fsdp_core.torch_private.modes import (
     transforms_active,
 )
 from fsdp_core.torch_private.modules import (
+    calls_on_stack,
     composable_names,
     composable_state,
     mark_for_dynamo,
@@ -73,6 +74,7 @@ from fsdp_core.torch_private.modules import (
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
     chunk_cat,
+    foreach_add,
     foreach_copy,
     foreach_norm,
     foreach_scale,
@@ -90,6 +92,7 @@ __all__ = [
     "Spec",
     "allocator_of",
     "box_of",
+    "calls_on_stack",
     "chunk_cat",
     "composable_names",
     "composable_state",
@@ -98,6 +101,7 @@ __all__ = [
     "fake_ranks",
     "flattened_mesh",
     "flop_counter",
+    "foreach_add",
     "foreach_copy",
     "foreach_norm",
     "foreach_scale",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -57,6 +58,19 @@ def mark_for_dynamo(module: nn.Module) -> None:
     """Tells Dynamo that parameters of this module change identity between calls."""
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
+
+
+def calls_on_stack(module: nn.Module) -> int:
+    """How many calls of `module` this thread is in; more than one if it calls itself.
+
+    A module does not count its calls. Dynamo may have compiled them into frames of its own.
+    """
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            calls += 1
+        frame = frame.f_back
+    return calls
 
 
 P = ParamSpec("P")

@@ -24,6 +24,11 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_copy_(targets, sources)
 
 
+def foreach_add(totals: list[torch.Tensor], summands: list[torch.Tensor]) -> None:
+    """Adds each summand to its total in place, in as few kernels as possible."""
+    torch._foreach_add_(totals, summands)
+
+
 def foreach_norm(
     tensors: list[torch.Tensor], order: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:

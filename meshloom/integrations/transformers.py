@@ -94,7 +94,7 @@ class MeshloomCallback(TrainerCallback):
     ) -> None:
         """Reports the step, unless its loss is about to be logged; checkpoints; stops."""
         if not control.should_log:
-            session.report(state.global_step, of=state.max_steps)
+            session.report(state.global_step, of=state.max_steps, samples=_samples(args))
             self._checkpoint(state, control, parts)
 
     def on_log(
@@ -108,7 +108,8 @@ class MeshloomCallback(TrainerCallback):
         """Reports what is logged: of the step, of an evaluation or of the whole training."""
         numbers = {n: v for n, v in (logs or {}).items() if isinstance(v, int | float)}
         loss = numbers.pop("loss", None)
-        session.report(state.global_step, of=state.max_steps, loss=loss, **numbers)
+        of, samples = state.max_steps, _samples(args)
+        session.report(state.global_step, of=of, loss=loss, samples=samples, **numbers)
         if loss is not None:
             self._checkpoint(state, control, parts)
 
@@ -131,6 +132,11 @@ class MeshloomCallback(TrainerCallback):
         session.checkpoint(_state(state, parts), state.global_step, every=every)
         if session.should_stop():
             control.should_training_stop = True
+
+
+def _samples(args: TrainingArguments) -> int:
+    """Of a step, over all ranks."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

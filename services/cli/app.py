@@ -298,7 +298,7 @@ def resume(
 
 
 @app.command()
-def patch(
+def patch(  # noqa: PLR0913 (what of a job may be changed)
     job: Job,
     *,
     priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
@@ -307,6 +307,13 @@ def patch(
     ] = None,
     keep_last: Annotated[
         int | None, typer.Option(help="How many committed checkpoints to keep.", min=1)
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC:MODE:COUNT",
+            help="Keep the best ones too, such as loss:min:1 or accuracy:max; 'none': no longer.",
+        ),
     ] = None,
     max_restarts: Annotated[int | None, typer.Option(help="The restart budget.", min=0)] = None,
     world: Annotated[
@@ -322,13 +329,16 @@ def patch(
         wanted["labels"] = dict(map(_label, label))
     if keep_last is not None:
         wanted["checkpoint"] = {"keep_last": keep_last}
+    if keep_best is not None:
+        wanted.setdefault("checkpoint", {})["keep_best"] = _best(keep_best)
     if max_restarts is not None:
         wanted["faults"] = {"max_restarts": max_restarts}
     if world is not None:
         wanted["resources"] = {"world": _bounds(world)}
     if not wanted:
         raise CliError(
-            "say what to change: --priority, --label, --keep-last, --max-restarts or --world"
+            "say what to change: --priority, --label, --keep-last, --keep-best, --max-restarts or "
+            "--world"
         )
     with _connect() as client:
         view = client.patch(_resolve(client, job), read_model(JobPatch, wanted))
@@ -507,6 +517,18 @@ def _bounds(text: str) -> dict[str, int]:
     given = {name: int(part) for name, part in named.items() if part.isdecimal()}
     if not colon or not given or any(named[name] for name in named.keys() - given.keys()):
         raise CliError(f"--world is MIN:MAX, such as 2:8, or :8 for the upper bound, not {text!r}")
+    return given
+
+
+def _best(text: str) -> dict[str, str] | None:
+    if text == "none":
+        return None
+    fields = zip(("metric", "mode", "count"), text.split(":"), strict=False)
+    given = {name: part for name, part in fields if part}
+    if not given or text.count(":") > 2:  # noqa: PLR2004 (between three parts)
+        raise CliError(
+            f"--keep-best is METRIC:MODE:COUNT, such as accuracy:max:1, or 'none', not {text!r}"
+        )
     return given
 
 

@@ -176,7 +176,7 @@ def checkpoint_details(checkpoint: CheckpointView) -> Table:
     """What one wants to know of a checkpoint, as a list."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut is of no use
     rows: list[tuple[str, str | Text | None]] = [
         ("checkpoint", checkpoint.id),
         ("state", state_text(checkpoint.state)),

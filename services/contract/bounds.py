@@ -20,6 +20,7 @@ METRIC_NAME_CHARACTERS: Final = 64
 EVALUATION_METRICS_KEPT: Final = 16
 MOST_RANKS: Final = 65_536
 _ERROR_TYPES_KEPT: Final = 32
+_NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
 _MOST: Final = (1 << 63) - 1
@@ -85,8 +86,11 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int) and abs(value) <= _MOST
 
 
-def _first_types(types: object) -> object:
-    return types[:_ERROR_TYPES_KEPT] if isinstance(types, list | tuple) else types
+def _first(limit: int) -> BeforeValidator:
+    """Of a list: has its first items kept."""
+    return BeforeValidator(
+        lambda items: items[:limit] if isinstance(items, list | tuple) else items
+    )
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -105,8 +109,10 @@ Name = Annotated[str, cut_to(NAME_CHARACTERS)]
 """For people: of a unit, a phase, a file."""
 Traceback = Annotated[str, cut_to(TRACEBACK_CHARACTERS)]
 """For people: of one thread or of all."""
-ErrorTypes = Annotated[tuple[Name, ...], BeforeValidator(_first_types)]
+ErrorTypes = Annotated[tuple[Name, ...], _first(_ERROR_TYPES_KEPT)]
 """Qualified names of an exception's classes, the first 32."""
+Notices = Annotated[tuple[Text, ...], _first(_NOTICES_KEPT)]
+"""What people should know of a run that goes on, the first eight."""
 GroupName = Annotated[str, StringConstraints(max_length=64)]
 Digest = Annotated[str, StringConstraints(max_length=1_024)]
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]

@@ -15,5 +15,6 @@ BUILT_IN_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "loss": frozenset({"bce_with_logits", "cross_entropy", "mse", "next_token"}),
         "optimizer": frozenset({"adamw", "muon", "sgd"}),
         "schedule": frozenset({"constant", "linear", "one_cycle", "warmup_cosine", "wsd"}),
+        "evaluation.metrics": frozenset({"accuracy", "next_token_accuracy"}),
     }
 )

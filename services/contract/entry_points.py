@@ -84,5 +84,6 @@ def factories_of(spec: JobSpec) -> Iterator[tuple[str, Factory]]:
         "loss": spec.loss,
         "optimizer": spec.optimizer,
         "schedule": spec.schedule,
+        "evaluation.metrics": None if spec.evaluation is None else spec.evaluation.metrics,
     }
     yield from ((field, factory) for field, factory in named.items() if factory is not None)

@@ -6,17 +6,31 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, S
 
 from services.contract.bounded_json import bounded
 from services.contract.ids import CheckpointId
-from services.contract.specs import LabelKey
+from services.contract.specs import LabelKey, MetricName
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class BestPatch(_Request):
+    """Which committed checkpoints are the best, and how many of them are kept; null: as by default."""
+
+    metric: MetricName | None = None
+    mode: Literal["min", "max"] | None = None
+    count: Annotated[int, Field(ge=1, le=1_000)] | None = None
+
+
 class RetentionPatch(_Request):
-    """How many committed checkpoints are kept; null: as many as by default."""
+    """How many committed checkpoints are kept; null: as many as by default.
+
+    ``keep_best``: beside these the best ones, null: none. It holds for what is committed from now on,
+    and for what has an evaluation already. Ranks that run go on evaluating as they did: where they did
+    not before each checkpoint, they do so from the next attempt on.
+    """
 
     keep_last: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
+    keep_best: BestPatch | None = None
 
 
 class BudgetPatch(_Request):

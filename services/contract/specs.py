@@ -257,6 +257,17 @@ class CheckpointSpec(_Spec):
     )
 
 
+class EvaluationSpec(_Spec):
+    """What evaluations measure beside the loss.
+
+    ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
+    over the batch.
+    """
+
+    metrics: Factory
+    at_steps: bool = Field(default=False, description="measured in each training step, too")
+
+
 class FaultSpec(_Spec):
     """What to do when something breaks.
 
@@ -353,6 +364,9 @@ class JobSpec(_Spec):
     optimizer: OptimizerSpec = OptimizerSpec(factory="adamw")
     schedule: Factory = Factory(factory="constant")
     train: TrainSpec
+    evaluation: EvaluationSpec | None = Field(
+        default=None, description="metrics of validation data beside those that the loss gives"
+    )
     resources: ResourceSpec = ResourceSpec()
     mesh: MeshSpec | Literal["auto"] = "auto"
     plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"

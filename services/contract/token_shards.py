@@ -85,7 +85,28 @@ def read_index(folder: Path) -> TokenIndex:
         if found != expected:
             has = "is missing" if found is None else f"has {found:,} bytes"
             raise TokenShardError(f"{path} {has}; the index says {expected:,} bytes")
+    if index.largest >= index.vocabulary:
+        raise TokenShardError(
+            f"{folder / INDEX_NAME}: largest: {index.largest} is no token of a vocabulary of "
+            f"{index.vocabulary}"
+        )
     return index
+
+
+def check_content(folder: Path, index: TokenIndex) -> None:
+    """Reads all files of ``folder``.
+
+    Raises:
+        TokenShardError: One does not hold what was written there.
+    """
+    for shard in index.shards:
+        with (folder / shard.file).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != shard.sha256:
+            raise TokenShardError(
+                f"{folder / shard.file} has SHA-256 {found}; the index says {shard.sha256}: it was changed "
+                "since it was written, so tokenize the text again"
+            )
 
 
 def end_token(folder: Path) -> str | None:

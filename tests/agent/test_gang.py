@@ -24,6 +24,7 @@ from services.contract.messages.rank_pipe import (
     RankFoundCorrupt,
     RankMessage,
     RankOrder,
+    RankReady,
     RankVote,
 )
 from services.contract.states import RankPhase
@@ -302,3 +303,13 @@ def test_a_checkpoint_that_several_ranks_begin_is_told_once() -> None:
     _, effects = after(gang(), began(0, 5), began(0, 6), began(1, 5), began(1, 6), began(1, 7))
     told = [effect.fact for effect in effects if isinstance(effect, Tell)]
     assert [getattr(fact, "step", None) for fact in told] == [5, 6, 7]
+
+
+def test_what_a_script_says_late_of_itself_is_told() -> None:
+    def ready(*notices: str) -> MessageCame:
+        said = RankReady(units=(), groups=(), parameters=0, data_digest="", notices=notices)
+        return MessageCame(0, said)
+
+    _, effects = after(replace(gang(1), is_script=True), ready(), ready("it begins anew"))
+    told = [effect.fact for effect in effects if isinstance(effect, Tell)]
+    assert [getattr(fact, "notices", None) for fact in told] == [(), ("it begins anew",)]

@@ -39,6 +39,7 @@ def test_what_only_our_loop_reads_is_refused_by_its_name() -> None:
         "optimizer": {"factory": "sgd"},
         "schedule": {"factory": "warmup_cosine"},
         "plan": {"units": []},
+        "evaluation": {"metrics": {"factory": "accuracy"}},
         "train": {"steps": 5, "global_batch": 64, "seed": 1, "clip_norm": None},
     }
     found = faults(SCRIPT | loops)

@@ -422,13 +422,19 @@ def test_entry_points_that_are_not_listed_are_refused_with_the_place(redis_url: 
     with open_house(redis_url, AccessPolicy(), leads=False, entry_points=listed) as house:
         good = job_body(model={"factory": "models.net:Tiny"})
         assert house.client.post("/v1/jobs", json=good).status_code == 201
-        bad = job_body(model={"factory": "os:system"}, optimizer={"factory": "modelsx:f"})
+        bad = job_body(
+            model={"factory": "os:system"},
+            optimizer={"factory": "modelsx:f"},
+            evaluation={"metrics": {"factory": "other:f", "args": {"token": "abc"}}},
+        )
         answer = house.client.post("/v1/jobs", json=bad)
         assert answer.status_code == 422
         found = {fault["pointer"]: fault["code"] for fault in answer.json()["errors"]}
-        assert found == dict.fromkeys(
-            ("/model/factory", "/optimizer/factory"), "factory_not_allowed"
+        named = ("/model/factory", "/optimizer/factory", "/evaluation/metrics/factory")
+        assert {p: code for p, code in found.items() if p in named} == dict.fromkeys(
+            named, "factory_not_allowed"
         )
+        assert found.keys() - named == {"/evaluation/metrics/args/token"}
         assert "MESHLOOM_FACTORY_PREFIXES" in answer.json()["detail"]
 
 

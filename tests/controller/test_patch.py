@@ -2,12 +2,18 @@
 
 import pytest
 
+from services.cli.app import _best
+from services.cli.spec_file import read_model
 from services.contract.messages.commands import RetireCheckpoint, StopGang
+from services.contract.messages.facts import Evaluated
 from services.contract.requests import JobPatch
+from services.contract.specs import KeepBestSpec
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.events import PatchAsked
+from services.controller.domain.job import Job
 from tests.controller.conftest import House, job_body
-from tests.controller.histories import commands, new_job, play, running, saved
+from tests.controller.histories import NODE, commands, new_job, play, running, saved
+from tests.controller.test_best import Course, committed
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -72,6 +78,63 @@ def test_keeping_fewer_checkpoints_retires_the_surplus_at_once() -> None:
     (retire,) = commands(decision)
     assert isinstance(retire, RetireCheckpoint)
     assert "s000000010" in retire.checkpoint_id
+
+
+def test_the_best_are_kept_by_a_metric_that_evaluations_have_had() -> None:
+    course = Course(running(checkpoint={"keep_last": 1}))
+    best = {"metric": "f1", "mode": "max"}
+    with pytest.raises(InvalidRequestError, match="so far \\(there was none\\)") as refused:
+        play(course.job, [ask(checkpoint={"keep_best": best})])
+    assert [fault.pointer for fault in refused.value.faults] == ["/checkpoint/keep_best/metric"]
+    course.job = play(course.job, [evaluated(course.job, 2, {"f1": 0.9})]).job
+    with pytest.raises(InvalidRequestError, match=r"had f2 so far \(they gave f1, loss\)"):
+        play(course.job, [ask(checkpoint={"keep_best": {"metric": "f2"}})])
+    course.job = play(course.job, [ask(checkpoint={"keep_best": best})]).job
+    for step, f1 in ((2, 0.9), (4, 0.8), (6, 0.7)):
+        course.saves(step, {"loss": 1.0, "f1": f1})
+    assert committed(course.job) == {2, 6}
+    course.job = play(course.job, [ask(checkpoint={"keep_best": {"count": 2}})]).job
+    course.saves(8, {"loss": 1.0, "f1": 0.8})
+    assert committed(course.job) == {2, 8}
+    assert course.job.spec.checkpoint.keep_best == KeepBestSpec(metric="f1", mode="max", count=2)
+
+
+def test_who_keeps_no_best_any_more_retires_them_at_once() -> None:
+    keep = {"keep_last": 1, "keep_best": {"metric": "f1", "mode": "max"}}
+    course = Course(running(checkpoint=keep))
+    for step, f1 in ((2, 0.9), (4, 0.8)):
+        course.saves(step, {"f1": f1})
+    decision = play(course.job, [ask(checkpoint={"keep_best": None})])
+    (retire,) = commands(decision)
+    assert isinstance(retire, RetireCheckpoint)
+    assert "s000000002" in retire.checkpoint_id
+
+
+def test_before_its_first_attempt_a_job_may_keep_the_best_by_any_metric() -> None:
+    job = play(new_job(), [ask(checkpoint={"keep_best": {"metric": "f1"}})]).job
+    assert job.spec.checkpoint.keep_best == KeepBestSpec(metric="f1")
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        ("f1:max:2", {"metric": "f1", "mode": "max", "count": 2}),
+        ("f1", {"metric": "f1"}),
+        ("::3", {"count": 3}),
+        ("none", None),
+    ],
+)
+def test_the_command_line_says_which_are_best_in_one_word(
+    typed: str, asked: dict[str, object] | None
+) -> None:
+    wanted = read_model(JobPatch, {"checkpoint": {"keep_best": _best(typed)}})
+    assert wanted == JobPatch.model_validate({"checkpoint": {"keep_best": asked}})
+
+
+def evaluated(job: Job, step: int, metrics: dict[str, float | None]) -> Evaluated:
+    return Evaluated(
+        job_id=job.id, fence=1, node_id=NODE, step=step, loss=1.0, tokens=1, metrics=metrics
+    )
 
 
 def test_a_larger_budget_is_that_of_the_next_failure() -> None:

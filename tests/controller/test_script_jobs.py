@@ -117,3 +117,22 @@ def test_a_script_has_a_plan_of_its_ranks_alone_and_is_judged_by_its_name() -> N
     (fault,) = against_the_rules(told, EntryPoints(("runs",)))
     assert isinstance(fault, Fault)
     assert fault.pointer == "/entrypoint/args/0"
+
+
+def test_what_ranks_say_has_no_effect_is_an_event_once_and_bounded() -> None:
+    job = started()
+    told = [progressed(job, step=1).model_copy(update={"notices": ("a", "b")})] * 2
+    decision = play(job, told)
+    assert [n.message for n in decision.notes if n.kind == "attempt.notice"] == ["a", "b"]
+    assert decision.job.reason == "attempt 1 runs train.py; a; b"
+    more = tuple(str(number) for number in range(20))
+    later = play(decision.job, [progressed(job).model_copy(update={"notices": more})])
+    assert len(later.notes) == 6
+    again = play(later.job, [progressed(job).model_copy(update={"notices": ("new",)})])
+    assert again.notes == ()
+
+
+def test_a_script_that_tells_no_samples_has_no_speed() -> None:
+    for told, shown in ((0.0, None), (3.0, 3.0)):
+        record = StepRecord(step=1, fence=1, loss=1.0, tokens_per_s=told, step_time_s=0.5)
+        assert measure(reporting(), [record], {}).tokens_per_s == shown

@@ -25,6 +25,11 @@ SPEC: dict[str, Any] = {
             "no built-in 'gan'; write package",
         ),
         (
+            {"evaluation": {"metrics": {"factory": "f1"}}},
+            "/evaluation/metrics/factory",
+            "evaluation.metrics.factory: there is no built-in 'f1'; choose one of accuracy",
+        ),
+        (
             {
                 "optimizer": {"factory": "muon"},
                 "mesh": {"tp": 2},

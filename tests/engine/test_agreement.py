@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_core import MixedPrecisionPolicy
+from fsdp_core import MixedPrecisionPolicy, Owned
+from fsdp_core.param import OwnedParam
 from tests.engine.gang import Gangs, RankContext
-from tests.engine.versus import assert_same_full, groups_of, ours
+from tests.engine.versus import assert_same_full, assert_same_tensor, full, groups_of, ours
 
 pytestmark = pytest.mark.ranks
 
@@ -216,3 +217,99 @@ def check_frozen(ctx: RankContext) -> None:
         backward(model, ctx, ctx.rank, 0, 0)
         assert model.first.weight.grad is None
         assert (model.experts[1].weight.grad is not None) == thawed
+
+
+@pytest.mark.parametrize("kind", ["kept whole", "kept by replicas", "owned"])
+def test_ranks_agree_on_parameters_that_were_frozen_after_a_microbatch_used_them(
+    gangs: Gangs, kind: str
+) -> None:
+    gangs(2).run(check_frozen_since, kind)
+
+
+def check_frozen_since(ctx: RankContext, kind: str) -> None:
+    model, plain = choice(), choice()
+    case = Case(replicas=2 if kind == "kept by replicas" else 1)
+    owns = (lambda param: Owned() if param.ndim == 2 else None) if kind == "owned" else None
+    ours().shard(model, mesh=mesh_of(ctx, case), shard_placement_fn=owns)
+    set_sync = (
+        "set_requires_all_reduce" if kind == "kept by replicas" else "set_requires_gradient_sync"
+    )
+    # The same number of elements on each rank, but of other experts.
+    for is_last, chosen in ((False, [[1], [2]]), (True, [[0], [0]])):
+        getattr(model, set_sync)(is_last)
+        torch.autograd.backward(model(ctx.batch(0, 4, 3), chosen[ctx.rank]))
+        for rank in range(ctx.world):
+            x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(0, 4, 3)
+            torch.autograd.backward(plain(x, chosen[rank]) / ctx.world)
+        for each in (model, plain):
+            each.experts[1:].requires_grad_(requires_grad=False)
+    expect_gradients(model, plain)
+    assert model.experts[1].weight.grad is not None
+    assert model.experts[3].weight.grad is None
+
+
+def expect_gradients(model: nn.Module, plain: nn.Module) -> None:
+    """Those of the plain model, on the ranks that hold them."""
+    params = {param.fqn: param for group in groups_of(model) for param in group.params}
+    for name, expected in plain.named_parameters():
+        param, grad = params[name], model.get_parameter(name).grad
+        assert (grad is None) == (expected.grad is None), name
+        if grad is not None and not (isinstance(param, OwnedParam) and not param.is_mine):
+            assert_same_tensor(name, full(grad), expected.grad, 1e-5, 1e-6)
+
+
+class Borrower(nn.Module):
+    """A layer of its own, and one that it shares and may leave out."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.shared.weight = shared.weight
+
+    def forward(self, x: torch.Tensor, *, shares: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.own(x).tanh()
+        return self.shared(hidden) if shares else hidden
+
+
+class Sharing(nn.Module):
+    """Two units with one weight in common; the one that has charge of it comes first or last."""
+
+    def __init__(self, *, borrower_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(43)
+        self.lender = nn.Linear(WIDTH, WIDTH)
+        self.borrower = Borrower(self.lender)
+        self.borrower_first = borrower_first
+
+    def forward(self, x: torch.Tensor, *, shares: bool) -> torch.Tensor:
+        if self.borrower_first:
+            x = self.lender(self.borrower(x, shares=shares).tanh())
+        else:
+            x = self.borrower(self.lender(x).tanh(), shares=shares)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("borrower_first", [False, True])
+def test_ranks_may_differ_in_their_use_of_a_parameter_that_units_share(
+    gangs: Gangs, *, borrower_first: bool
+) -> None:
+    gangs(2).run(check_sharing, borrower_first)
+
+
+def check_sharing(ctx: RankContext, borrower_first: bool) -> None:  # noqa: FBT001 - shipped positionally
+    for needs_grad in (False, True):
+        for sync in (True, False):
+            model, plain = (Sharing(borrower_first=borrower_first) for _ in range(2))
+            for unit in (model.lender, model.borrower, model):
+                ours().shard(unit, mesh=ctx.mesh)
+            for micro in range(3):
+                model.set_requires_gradient_sync(sync or micro == 2)  # type: ignore[operator]  # FSDPModule's
+                for rank in range(ctx.world):
+                    x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(micro, 4, WIDTH)
+                    x.requires_grad_(needs_grad)
+                    # On one rank, on the other, on none.
+                    if rank == ctx.rank:
+                        torch.autograd.backward(model(x, shares=rank == micro))
+                    torch.autograd.backward(plain(x, shares=rank == micro) / ctx.world)
+            assert_same_full(model, plain, rtol=1e-5, atol=1e-6)

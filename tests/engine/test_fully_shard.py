@@ -320,6 +320,21 @@ def check_stale_guess(ctx: RankContext) -> None:
     assert not model(x, [0, 1]).any()
 
 
+def test_reshard_drops_what_was_gathered_before_an_update(gangs: Gangs) -> None:
+    gangs(2).run(check_gathered_before_update)
+
+
+@torch.no_grad()
+def check_gathered_before_update(ctx: RankContext) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    fully_shard(model, mesh=ctx.mesh)
+    unit(model).unshard(async_op=True)
+    unit(model).reshard()
+    for param in model.parameters():
+        param.zero_()
+    assert not model(torch.ones(1, WIDTH)).any()
+
+
 def test_module_runs_twice_before_backward(gangs: Gangs) -> None:
     gangs(2).run(check_two_forwards)
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_core import torch_private
+from fsdp_core import Float8Weight, Int8Weight, torch_private
 from fsdp_core.errors import EngineError
+from fsdp_core.extensions.low_precision_weight import LowPrecisionWeight
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import Engine, assert_equal, engines, groups_of, ours, train
 
@@ -150,6 +151,25 @@ class Scaled(Wrapped):
         return whole, (whole,)
 
 
+class Whole(Wrapped):
+    """The whole parameter is of the class too, so that it has no memory of its own."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return (self.data_,), tuple(mesh.shape)
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,  # noqa: ANN401 - its own
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        del metadata, param_dtype
+        # What arrived is the memory of the wrapped tensor.
+        return (Whole(outputs[0]), outputs) if out is None else None
+
+
 class OneMethod(Wrapped):
     """Half of the protocol."""
 
@@ -181,7 +201,7 @@ class Unpadded(Scaled):
         return (self.data_, self.data_), outer_size[0]
 
 
-def net(kind: type[Wrapped], *, rows: int = 6) -> Any:  # noqa: ANN401 - a Sequential whose layers mypy does not know
+def net(kind: type[Wrapped] | type[LowPrecisionWeight], *, rows: int = 6) -> Any:  # noqa: ANN401 - a Sequential whose layers mypy does not know
     torch.manual_seed(15)
     layers = [nn.Linear(4, rows), nn.Linear(rows, 4)]
     for layer in layers:
@@ -271,6 +291,44 @@ def check_memory(ctx: RankContext) -> None:
             model[0].reshard()
             assert all(param.unsharded().held_bytes == 0 for param in params)
         assert kept[0] is kept[1]
+
+
+class Products(nn.Linear):
+    """Computes by kernels that read the parameter itself, not by views of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(1) * self.weight).sum(dim=2) + self.bias
+
+
+@pytest.mark.parametrize("kind", [Bf16, Scaled, Whole, Int8Weight, Float8Weight])
+def test_a_backward_that_would_read_freed_extended_parameters_is_refused(
+    gangs: Gangs, kind: type[Wrapped] | type[LowPrecisionWeight]
+) -> None:
+    gangs(2).run(check_freed, kind)
+
+
+def check_freed(ctx: RankContext, kind: type[Wrapped] | type[LowPrecisionWeight]) -> None:
+    refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
+    models: list[Any] = []
+    for _ in range(2):
+        layers = net(kind)
+        for layer in (layers[0], layers[2]):
+            layer.__class__ = Products
+        models.append(sharded(ctx, ours(), layers))
+    model, alone = models
+    for step in range(2):
+        x = ctx.batch(step, 3, 4).requires_grad_()
+        loss = model(x).float().square().sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with refused:
+            torch.autograd.backward(slope.square().sum())
+        # What raised leaves nothing behind.
+        model.zero_grad()
+        for each in (model, alone):
+            torch.autograd.backward(loss_on(ctx, each, step))
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+        alone.zero_grad()
 
 
 def test_the_mesh_of_a_grid_is_its_shard_axis(gangs: Gangs) -> None:

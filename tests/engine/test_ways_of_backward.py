@@ -417,6 +417,17 @@ def units_that_reshard_hide_their_outputs(run: Run) -> None:
 
 
 @way_beyond_the_reference
+def two_hidden_outputs_and_a_backward_of_each(run: Run) -> None:
+    model = run.net("")
+    model.returns = Opaque
+    for step in range(2):
+        outputs = [model(run.x(10 * step + micro)).tensor for micro in range(2)]
+        for output in outputs:
+            run.backward(output)
+        run.step()
+
+
+@way_beyond_the_reference
 def layer_of_the_root_per_chunk(run: Run) -> None:
     model = run.net("first second")
     model.with_head = False

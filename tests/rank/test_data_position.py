@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
+from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady
 from services.contract.specs import JobSpec
 from services.worker.rank.checkpoints.shard_file import opened
 from tests.rank.gang import Attempt, Ranks, Trained
@@ -108,7 +108,7 @@ def test_workers_die_with_their_rank(ranks: Ranks, spec: Spec, tmp_path: Path) -
     ("data", "kind", "said"),
     [
         ("Wide", None, r"VocabularyError: data: token 1011 .* of 256 tokens \(first in sample 3 "),
-        ("spoilt", "nan", r"NonFiniteLossError: .*such numbers: first, sample 7 \(number "),
+        ("spoilt", "nan", r"NonFiniteLossError: .*; data: sample 7 \(number .* not finite"),
         ("spoilt", "bytes", r"UnfitBatchError: data: .*\[uint8 \[12, 8\], .*as float32"),
     ],
 )
@@ -122,3 +122,34 @@ def test_an_error_that_the_data_made_names_it(
     assert attempt.ended() == [1]
     (failure,) = attempt.of_kind(0, RankFailed)
     assert re.match(said, failure.error), failure.traceback
+
+
+def test_each_rank_names_the_sample_that_only_one_of_them_has(ranks: Ranks, spec: Spec) -> None:
+    attempt = ranks.start(of(spec, "spoilt", {"kind": "nan"}), 3)
+    assert attempt.ended() == [1] * 3
+    errors = [attempt.of_kind(rank, RankFailed)[0].error for rank in range(3)]
+    named = {re.sub(r".*; ", "", error) for error in errors}
+    assert len(named) == 1
+    assert re.match(r"data: sample 7 \(number \d+ of the job\) is the first", named.pop())
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding_ends_ranks_before_a_step(
+    ranks: Ranks, spec: Spec
+) -> None:
+    attempt = ranks.start(spec(model={"args": {"dim": 16, "layers": 1, "heads": 2, "vocab": 200}}))
+    assert attempt.ended() == [1, 1]
+    (failure,) = attempt.of_kind(0, RankFailed)
+    assert failure.error.startswith(
+        "VocabularyError: data.args: the tokenizer has 256 tokens, and the model embeds 200; model.args"
+    )
+    assert attempt.of_kind(0, RankReady) == []
+
+
+def test_a_sampler_that_is_not_used_is_told_once(ranks: Ranks, spec: Spec) -> None:
+    attempt = ranks.start(of(spec, "weighted")).succeeded()
+    (told,) = attempt.of_kind(0, RankReady)
+    (notice,) = told.notices
+    assert notice.startswith("data.factory: the DataLoader's WeightedRandomSampler is not used")
+    log = (attempt.root / "rank-0.log").read_text(encoding="utf-8")
+    assert log.count(notice) == 1
+    assert notice not in (attempt.root / "rank-1.log").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
 STEPS = 6
+SAMPLES = 4
 SAVED = 4
 
 
@@ -39,6 +40,9 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     steps = first.steps()
     assert [(step.step, step.of) for step in steps] == [(n, STEPS) for n in range(1, STEPS + 1)]
     assert len(set(first.losses().values())) == STEPS
+    if program == "hf_trainer":
+        spent = [step.tokens_per_s * step.step_time_s for step in steps]
+        assert spent == pytest.approx([SAMPLES] * STEPS)
     points = [json.loads(line) for line in (ranks.root / "metrics.jsonl").read_text().splitlines()]
     assert {point["step"] for point in points if metric in point} == set(range(1, STEPS + 1))
 

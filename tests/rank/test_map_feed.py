@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from meshloom import MapSource, Mixture
 from meshloom.data import Batch
@@ -170,6 +180,7 @@ def test_a_sample_and_validation_take_nothing() -> None:
     first = feed.sample()
     assert first.shape == (1, 2)
     assert torch.equal(feed.share(1)[:1], first)
+    assert torch.equal(feed.sample(2), feed.share(1))
     held = feed.validation()
     assert [batch[0].tolist() for batch in held] == [[0, 1, 2, 3, 4]]
     assert feed.state()["samples"] == 2
@@ -213,6 +224,51 @@ def test_a_loader_gives_all_but_its_order() -> None:
     loader = DataLoader(Numbers(10), batch_size=3, shuffle=True, collate_fn=doubled)
     batch = feed_of(loader, Share(4, 0, 1), 5).share(1)
     assert torch.equal(batch, feed_of(Numbers(10), Share(4, 0, 1), 5).share(1) * 2)
+
+
+ODD = WeightedRandomSampler([1.0] * 10, 10)
+
+
+class Pairs(BatchSampler):
+    """Batches as only this class joins them."""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({}, None),
+        ({"shuffle": True, "batch_size": 4, "drop_last": True}, None),
+        ({"batch_size": None}, None),
+        ({"sampler": DistributedSampler(Numbers(10), 2, 0)}, None),
+        ({"sampler": SubsetRandomSampler([1, 2])}, "SubsetRandomSampler"),
+        (
+            {"sampler": RandomSampler(Numbers(10), replacement=True, num_samples=99)},
+            "RandomSampler of 99 samples",
+        ),
+        ({"sampler": [3, 1, 2]}, "list"),
+        ({"batch_sampler": Pairs(SequentialSampler(Numbers(10)), 2, drop_last=False)}, "Pairs"),
+        (
+            {"batch_sampler": BatchSampler(ODD, 2, drop_last=False)},
+            "WeightedRandomSampler",
+        ),
+    ],
+)
+def test_a_loaders_own_choice_of_samples_is_said_to_have_no_effect(
+    chosen: dict[str, Any], named: str | None
+) -> None:
+    loader = DataLoader(Numbers(10), **chosen)
+    plain = DataLoader(Numbers(4))
+    ways: list[object] = [
+        loader,
+        (loader, plain),
+        {"train": plain, "validation": loader},
+        Mixture([(loader, 1.0), (loader, 2.0)]),
+        (MapSource(dataset=Numbers(10), validation=loader)),
+    ]
+    for made in ways:
+        notices = feed_of(made, Share(4, 0, 1), 5).notices
+        assert len(notices) == (named is not None)
+        assert all(f"the DataLoader's {named} is not used" in notice for notice in notices)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.contract.messages.asking import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.contract.specs import JobSpec
-from services.worker.rank.probe.profile import _chain, _is_out_of_memory, mean_loss, probe
+from services.worker.rank.probe.passes import mean_loss
+from services.worker.rank.probe.profile import _chain, _is_out_of_memory, probe
 from tests.rank.test_hugging_face import saved
 
 LENGTH = 8
@@ -172,6 +173,10 @@ def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
         ({"loss": at("absent")}, "loss.factory: there is no built-in 'absent'"),
         ({"loss": at("mse", reduction="sum")}, "loss.args: mse: .*'reduction'"),
         (
+            {"evaluation": {"metrics": at("absent")}},
+            "evaluation.metrics.factory: there is no built-in 'absent'; choose one of accuracy",
+        ),
+        (
             {"model": at(f"{MODELS}:Noisy"), "loss": at("mse")},
             "model: LossError: loss: a built-in loss finds the target",
         ),
@@ -214,6 +219,70 @@ def test_what_a_rank_may_do_all_the_same_is_told_and_not_judged(
     assert failure.code == "raised", failure
     assert re.match(words, failure.reason)
     assert "Traceback" in str(failure.traceback)
+
+
+SETS = "tests.rank.user_sets"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        (
+            {"data": at(f"{SETS}:Wide"), "loss": at("next_token"), "model": at(f"{MODELS}:Noisy")},
+            r"data: token 1011 has no place in the model's embedding of 256 .*first in sample 3 \(",
+        ),
+        (
+            {
+                "data": at(f"{SETS}:spoilt", kind="nan"),
+                "loss": at("cross_entropy"),
+                "model": at(f"{VISION}:Classifier"),
+            },
+            r"data: sample 7 \(number \d+ of the job\) is the first .* not finite; the loss .* is nan",
+        ),
+        (
+            {
+                "data": at(f"{SETS}:spoilt", kind="double"),
+                "loss": at("cross_entropy"),
+                "model": at(f"{VISION}:Classifier"),
+            },
+            r"data: the model does not take float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
+        ),
+        (
+            {
+                "data": at("stdlib_bytes", seq_len=8),
+                "model": at("decoder", dim=16, heads=2, vocab=200),
+            },
+            r"data\.args: the tokenizer has 256 tokens, and the model embeds 200; model\.args must",
+        ),
+    ],
+)
+def test_samples_by_which_nothing_is_learnt_are_held_against_the_spec(
+    wishes: dict[str, JsonValue], words: str
+) -> None:
+    failure = ask(wishes={"train": {"steps": 1, "global_batch": 12}, **wishes}).failure
+    assert failure is not None
+    assert failure.code == "wrong_spec", failure
+    assert re.match(words, failure.reason), failure.reason
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"data": at(f"{SETS}:Wide"), "model": at(f"{MODELS}:Hashed")},
+        {"data": at("stdlib_bytes", seq_len=8), "model": at(f"{MODELS}:Hashed")},
+        *(
+            {
+                "data": at(f"{SETS}:spoilt", kind=kind),
+                "loss": at("cross_entropy"),
+                "model": at(f"{VISION}:FillsGaps"),
+            }
+            for kind in ("nan", "double")
+        ),
+    ],
+)
+def test_what_a_model_does_with_unusual_samples_is_its_own(wishes: dict[str, JsonValue]) -> None:
+    found = ask(wishes={"train": {"steps": 1, "global_batch": 12}, **wishes})
+    assert found.profile is not None, found.failure
 
 
 def test_a_model_that_compares_the_samples_of_a_batch_is_followed_with_two_and_more() -> None:

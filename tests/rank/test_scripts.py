@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.messages.rank_pipe import RankFailed, RankFinished, RankVote
+from services.contract.messages.rank_pipe import (
+    RankFailed,
+    RankFinished,
+    RankReady,
+    RankVote,
+)
 from services.contract.specs import JobSpec
 from services.contract.states import RankPhase
 from services.local.settings import child_environment
@@ -166,3 +171,53 @@ def test_what_cannot_be_saved_is_named_by_its_place(ranks: Ranks, tmp_path: Path
     assert failed.traceback.splitlines()[1].endswith(
         f'"{tmp_path / "train.py"}", line 3, in <module>'
     )
+
+
+FORGETS = """
+from meshloom import session
+for step in (1, 2, 3):
+    session.report(step, loss=1.0, tokens=4)
+    session.checkpoint({"step": step}, every=1)
+"""
+
+
+def test_a_resumed_script_that_restores_nothing_is_told_so_once(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(FORGETS)
+    first = ranks.start(job("train.py"), code=tmp_path).succeeded()
+    assert [ready.notices for ready in first.of_kind(0, RankReady)] == [(), ()]
+    source = first.committed(2).checkpoint_id
+    again = ranks.start(job("train.py"), fence=2, resume_from=source, code=tmp_path).succeeded()
+    told = [again.of_kind(rank, RankReady) for rank in (0, 1)]
+    (notice,) = told[0][-1].notices
+    assert notice.startswith(f"the attempt resumes from checkpoint {source}, but the script has")
+    assert [{ready.notices for ready in each} for each in told] == [{(), (notice,)}] * 2
+    assert (ranks.root / "rank-0.log").read_text().count(notice) == 1
+    restores = "session.restore({})" + FORGETS.replace("(1, 2, 3)", "(3,)")
+    (tmp_path / "train.py").write_text("from meshloom import session\n" + restores)
+    well = ranks.start(job("train.py"), fence=3, resume_from=source, code=tmp_path).succeeded()
+    assert {ready.notices for ready in well.of_kind(0, RankReady)} == {()}
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ("services", "{folder}/services is hidden by Meshloom's own package services; rename it"),
+        (None, "services, fsdp_core, meshloom are Meshloom's own packages, so no module of yours"),
+    ],
+)
+def test_a_script_that_imports_from_a_package_with_our_name_hears_that_it_is_reserved(
+    ranks: Ranks, tmp_path: Path, package: str | None, said: str
+) -> None:
+    folder = tmp_path / "deeper"
+    folder.mkdir()
+    (folder / "train.py").write_text("from services.mine import Model")
+    if package is not None:
+        (folder / package).mkdir()
+        (folder / package / "mine.py").write_text("class Model: ...")
+    attempt = ranks.start(job("deeper/train.py"), world=1, code=tmp_path)
+    assert attempt.ended() == [1]
+    (failed,) = attempt.of_kind(0, RankFailed)
+    assert failed.error.startswith("ModuleNotFoundError: No module named 'services.mine': ")
+    assert said.format(folder=folder) in failed.error

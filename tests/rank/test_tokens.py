@@ -127,3 +127,28 @@ def test_shards_that_are_not_whole_are_refused(shards: Path) -> None:
         rows(shards.parent, 4, [shards.parent])
     with pytest.raises(PathOutsideRootsError):
         rows(shards, 4, [shards / "deeper"])
+
+
+def test_a_file_that_was_changed_is_found_unless_it_is_not_to_be_read(shards: Path) -> None:
+    file = shards / "00002.bin"
+    written = file.read_bytes()
+    file.write_bytes(written[::-1])
+    for verify in (None, True):
+        with pytest.raises(TokenShardError, match=r"00002\.bin has SHA-256 .*; the index says"):
+            rows(shards, 4, verify=verify)
+    assert rows(shards, 4, verify=False)
+    file.write_bytes(written)
+    assert rows(shards, 4, verify=True)
+
+
+def test_an_index_whose_tokens_are_beyond_its_vocabulary_is_refused(shards: Path) -> None:
+    index = json.loads((shards / "index.json").read_text(encoding="utf-8"))
+    (shards / "index.json").write_text(json.dumps({**index, "vocabulary": 100}), encoding="utf-8")
+    with pytest.raises(TokenShardError, match=r"index\.json: largest: 195 is no token .* of 100"):
+        rows(shards, 4)
+
+
+def test_shards_say_how_many_tokens_there_may_be(shards: Path) -> None:
+    factory = Factory(factory="tokens", args={"path": str(shards), "seq_len": 8})
+    made = registry.create("data", factory, grant=registry.Grant(data_roots=(shards.parent,)))
+    assert feed_of(made, Share(4, 0, 1), 3).tokenizer_size == 256

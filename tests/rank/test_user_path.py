@@ -54,7 +54,6 @@ def test_our_packages_come_first_in_a_rank_and_in_what_it_starts(tmp_path: Path)
     assert child == str(tmp_path / "mine.py")
     assert hidden == (
         "model.factory: services.models:Model: No module named 'services.models': "
-        f"{tmp_path}/services in MESHLOOM_USER_PATH is hidden by Meshloom's own package services; "
-        "rename it"
+        f"{tmp_path}/services is hidden by Meshloom's own package services; rename it"
     )
     assert missing == "model.factory: module mine has no 'Model'"

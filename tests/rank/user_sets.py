@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from meshloom import MapSource
 from meshloom.data import Batch
@@ -62,6 +68,12 @@ def with_workers(count: int = 20, folder: str | None = None) -> MapSource:
     return MapSource(dataset=Shaken(count), validation=pictures(10), workers=1, worker_init_fn=note)
 
 
+def weighted() -> DataLoader[Any]:
+    """Pictures with a sampler that prefers some of them."""
+    chosen = WeightedRandomSampler([1.0, 2.0] * 6, num_samples=12)
+    return DataLoader(pictures(12), batch_size=4, sampler=chosen)
+
+
 class Wide(Dataset[Batch]):
     """Tokens of which sample 3 has one beyond what a model of bytes embeds."""
 
@@ -74,9 +86,9 @@ class Wide(Dataset[Batch]):
 
 
 def spoilt(kind: str) -> Dataset[Any]:
-    """Pictures in bytes, or with a number that is none in sample 7."""
+    """Pictures in bytes or in float64, or with a number that is none in sample 7."""
     pixels, labels = pictures(12).tensors
     if kind == "nan":
         pixels[7, 2] = torch.nan
         return TensorDataset(pixels, labels)
-    return TensorDataset(pixels.to(torch.uint8), labels)
+    return TensorDataset(pixels.to(torch.float64 if kind == "double" else torch.uint8), labels)

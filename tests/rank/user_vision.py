@@ -65,6 +65,13 @@ class Classifier(nn.Module):
         return logits
 
 
+class FillsGaps(Classifier):
+    """Takes pixels of any dtype, and what is no number for a missing one."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return super().forward(pixels.float().nan_to_num())
+
+
 class OfPictures(Classifier):
     """Takes the whole dataclass."""
 
@@ -92,6 +99,13 @@ def measured(output: torch.Tensor, batch: Batch) -> Mapping[str, Any]:
     """The same with more metrics than a job's record keeps of an evaluation; the last one is telling."""
     told = smoothed(output, batch)
     return {"loss": told["loss"], **{f"m{n:02}": n for n in range(20)}, "z_hits": told["hits"]}
+
+
+def within(output: torch.Tensor, batch: Batch, best: int = 2) -> Mapping[str, Any]:
+    """A user's metrics of evaluations: how often the class is among the ``best``."""
+    assert not torch.is_grad_enabled()
+    hits = (output.topk(best, dim=1).indices == batch[-1][:, None]).any(1)
+    return {f"top_{best}": hits.float().mean(), "samples": len(output)}
 
 
 def nothing(output: torch.Tensor, batch: Batch) -> None:

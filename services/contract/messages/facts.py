@@ -13,6 +13,7 @@ from services.contract.bounds import (
     EvaluationMetrics,
     Incarnation,
     Name,
+    Notices,
     Text,
     Traceback,
     Versions,
@@ -110,14 +111,15 @@ class GangProgressed(_GangFact):
     """The ranks on this node finished their first step in this attempt (``step`` counts from 1).
 
     ``step`` 0: they run a script, which has not told of a step yet.
-    ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not. Told
-    again where the ranks tell them late.
+    ``throughput_unit`` and ``loss_unit`` are those that the ranks told; None: they did not.
+    ``notices``: what of the job has no effect. Told again where the ranks tell something late.
     """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
     step: int = Field(ge=0)
     throughput_unit: ThroughputUnit | None = None
     loss_unit: LossUnit | None = None
+    notices: Notices = ()
 
 
 class CheckpointBegan(_GangFact):

@@ -16,6 +16,7 @@ from services.contract.bounds import (
     GroupName,
     MetricValues,
     Name,
+    Notices,
     Text,
     Traceback,
 )
@@ -72,6 +73,7 @@ class RankReady(Message):
     """Rank to agent: built and loaded; these are the names behind the board's numbers.
 
     ``throughput_unit``: what its ``tokens_per_s`` counts. ``loss_unit``: that of its loss.
+    ``notices``: what of the job has no effect. A script says it again when it knows more.
     """
 
     kind: Literal["rank_ready"] = "rank_ready"
@@ -81,6 +83,7 @@ class RankReady(Message):
     data_digest: Digest
     throughput_unit: ThroughputUnit = "tokens"
     loss_unit: LossUnit = "nats"
+    notices: Notices = ()
 
 
 class RankCheckpointBegan(Message):

@@ -120,8 +120,8 @@ def _unchangeable(fault: Fault) -> Fault:
     if fault.code != "extra_forbidden":
         return fault
     detail = (
-        "this cannot be changed of a submitted job (only priority, labels, checkpoint.keep_last "
-        "and faults.max_restarts can): clone the job with overrides"
+        "this cannot be changed of a submitted job (only priority, labels, checkpoint.keep_last, "
+        "checkpoint.keep_best, faults.max_restarts and resources.world can): clone the job with overrides"
     )
     return fault.model_copy(update={"detail": detail})
 

@@ -71,7 +71,8 @@ class Attempt(Record):
     kills for want of memory. ``failed_ms``: when the first rank exited, or a lost node was last
     heard of, where that is known. ``corrupt_source`` is the file by which the checkpoint that it
     was to load proved to be corrupt. ``condition``: what of a node prevents its launch or its last
-    checkpoint, and may pass, such as a full disk.
+    checkpoint, and may pass, such as a full disk. ``notices``: what its ranks said of the job that has
+    no effect.
     """
 
     fence: int
@@ -104,6 +105,7 @@ class Attempt(Record):
     exit_reason: ExitReason | None = None
     failure: Failure | None = None
     lost_steps: int | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def live_nodes(self) -> tuple[NodeId, ...]:

@@ -36,6 +36,7 @@ ANSWER_DUE_MS: Final = 15_000
 RESENT_MOST: Final = 20
 """So often is a command sent again that an agent whose lease lives does not answer: 5 minutes."""
 _EVALUATIONS_KEPT: Final = 500
+_NOTICES_KEPT: Final = 8
 _STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
 
 
@@ -136,6 +137,20 @@ def on_progressed(fact: GangProgressed, draft: Draft) -> None:
         script = draft.job.spec.entrypoint
         does = "is training" if script is None else f"runs {script.what}"
         draft.move(JobState.RUNNING, f"attempt {attempt.fence} {does}")
+    _take_notices(draft, attempt, fact.notices)
+
+
+def _take_notices(draft: Draft, attempt: Attempt, notices: Sequence[str]) -> None:
+    # The agents of all nodes tell them, and ranks may say anything any number of times.
+    news = [notice for notice in notices if notice not in attempt.notices]
+    news = news[: _NOTICES_KEPT - len(attempt.notices)]
+    if not news:
+        return
+    draft.change_attempt(notices=(*attempt.notices, *news))
+    if draft.job.state == JobState.RUNNING:
+        draft.change(reason="; ".join([draft.job.reason or "", *news]))
+    for notice in news:
+        draft.note("attempt.notice", notice, fence=attempt.fence)
 
 
 def on_ended(fact: GangEnded, draft: Draft) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from services.contract.bounds import metric_name
 from services.contract.merge_patch import merged
 from services.contract.pointers import faults_of
 from services.contract.problems import Fault
@@ -15,7 +16,7 @@ from services.controller.domain.commits import retire_surplus
 from services.controller.domain.effects import Draft
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.events import PatchAsked
-from services.controller.domain.job import Planning
+from services.controller.domain.job import Job, Planning
 
 _FIXED: Final = Fault(
     pointer="/resources/world",
@@ -43,7 +44,7 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
         raise InvalidRequestError([_FIXED])
     asked = None if job.asked is None else with_patch(job.asked, patch)
     after = with_patch(job.spec, patch | _fitting(job.spec, asked))
-    if faults := list(written_out(event.patch.labels or {}, "/labels")):
+    if faults := [*written_out(event.patch.labels or {}, "/labels"), *_unknown_metric(job, after)]:
         raise InvalidRequestError(faults)
     if after == job.spec:
         return
@@ -53,8 +54,25 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
         draft.change(planning=Planning())
     words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in changed.items())
     draft.note("job.patched", f"changed on request: {words}", changed=changed)
-    if after.checkpoint.keep_last != job.spec.checkpoint.keep_last:
+    if after.checkpoint != job.spec.checkpoint:
         retire_surplus(draft)
+
+
+def _unknown_metric(job: Job, after: JobSpec) -> list[Fault]:
+    """A metric for ``keep_best`` that evaluations so far did not have: the next attempt would fail."""
+    wanted, before = after.checkpoint.keep_best, job.spec.checkpoint.keep_best
+    is_known = wanted is None or (before is not None and before.metric == wanted.metric)
+    if wanted is None or is_known or not job.attempts:
+        return []
+    given = {name for each in job.evaluations for name in ("loss", *each.metrics)}
+    if metric_name(wanted.metric) in given:
+        return []
+    had = f"they gave {', '.join(sorted(given))}" if given else "there was none"
+    detail = (
+        f"checkpoint.keep_best.metric: no evaluation of the job has had {wanted.metric} so far ({had}); "
+        "name one that there is, or clone the job"
+    )
+    return [Fault(pointer="/checkpoint/keep_best/metric", detail=detail, code="unknown_metric")]
 
 
 def _fitting(spec: JobSpec, asked: JobSpec | None) -> dict[str, Any]:

@@ -18,15 +18,16 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
         )
         faults.append(Fault(pointer="/code", detail=detail, code="code_not_allowed"))
     for field, used in factories_of(spec):
+        place = f"/{field.replace('.', '/')}"
         if not allowed.allows_of(spec, used.factory):
             listed = ", ".join(allowed.prefixes or ()) or "nothing but built-ins"
             detail = (
                 f"{field}.factory: {used.factory} is not allowed here; allowed is {listed} "
                 "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
             )
-            pointer = f"/{field}/factory"
+            pointer = f"{place}/factory"
             faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
-        faults += written_out(used.args, f"/{field}/args")
+        faults += written_out(used.args, f"{place}/args")
     if spec.entrypoint is not None:
         faults += written_out(list(spec.entrypoint.args), "/entrypoint/args")
         if not allowed.allows_script_of(spec):

@@ -25,7 +25,7 @@ def _unknown(field: str, used: Factory) -> list[Fault]:
         return []
     choose = f"choose one of {', '.join(sorted(choices))}, or " if choices else ""
     why = f"there is no built-in {used.factory!r}; {choose}write package.module:callable"
-    return [_not_yet(f"/{field}/factory", why)]
+    return [_not_yet(f"/{field.replace('.', '/')}/factory", why)]
 
 
 def _not_yet(pointer: str, why: str) -> Fault:

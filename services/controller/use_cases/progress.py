@@ -45,7 +45,8 @@ def measure(
         step=step,
         of=steps,
         loss=None if newest is None else newest.loss,
-        tokens_per_s=None if newest is None else newest.tokens_per_s,
+        # A script need not say how many samples a step has: that is told as 0.
+        tokens_per_s=None if newest is None else newest.tokens_per_s or None,
         throughput_unit=job.throughput_unit,
         loss_unit=job.loss_unit,
         step_time_s=None if newest is None else newest.step_time_s,

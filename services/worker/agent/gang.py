@@ -487,6 +487,7 @@ def _progress(state: GangState) -> Tell:
             step=state.progressed or 0,
             throughput_unit=None if ready is None else ready.throughput_unit,
             loss_unit=None if ready is None else ready.loss_unit,
+            notices=() if ready is None else ready.notices,
         )
     )
 

@@ -114,24 +114,28 @@ class TemplateLink:
             OSError: It cannot be started.
         """
         ours, theirs = socket.socketpair()
-        with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:
-            process = subprocess.Popen(  # noqa: S603 our own module in our own interpreter
-                [
-                    *(sys.executable, "-P", "-m", "services.worker.rank.process.template"),
-                    *("--channel", str(theirs.fileno())),
-                    *("--listen", folder.template_socket),
-                    *("--linger-s", str(imported.linger_s)),
-                    *("--key", imported.key()),
-                    *("--trainer", imported.trainer),
-                    *imported.ranks_arguments,
-                ],
-                env=imported.template_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the agent's to handle
-            )
+        try:
+            with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:
+                process = subprocess.Popen(  # noqa: S603 our own module in our own interpreter
+                    [
+                        *(sys.executable, "-P", "-m", "services.worker.rank.process.template"),
+                        *("--channel", str(theirs.fileno())),
+                        *("--listen", folder.template_socket),
+                        *("--linger-s", str(imported.linger_s)),
+                        *("--key", imported.key()),
+                        *("--trainer", imported.trainer),
+                        *imported.ranks_arguments,
+                    ],
+                    env=imported.template_environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C is the agent's to handle
+                )
+        except OSError:
+            ours.close()
+            raise
         handle = ProcessHandle(process.pid, process)
         return cls(handle, WarmChannel(ours), folder.warm_log)
 

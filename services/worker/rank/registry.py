@@ -25,14 +25,17 @@ from services.worker.rank.models.hugging_face import (
 )
 from services.worker.rank.models.loss import (
     UserLoss,
+    UserMetrics,
+    accuracy,
     bce_with_logits,
     cross_entropy,
     mse,
     next_token,
+    next_token_accuracy,
 )
 from services.worker.rank.optim.optimizers import adamw, muon, sgd
 from services.worker.rank.optim.schedules import constant, linear, one_cycle, warmup_cosine, wsd
-from services.worker.rank.process.user_path import hidden_by_us
+from services.worker.rank.process.user_path import hidden_by_us, why_not_imported
 
 BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
@@ -56,6 +59,10 @@ BUILT_INS: Final[Mapping[str, Mapping[str, Callable[..., Any]]]] = MappingProxyT
             "one_cycle": one_cycle,
             "warmup_cosine": warmup_cosine,
             "wsd": wsd,
+        },
+        "evaluation.metrics": {
+            "accuracy": accuracy,
+            "next_token_accuracy": next_token_accuracy,
         },
     }
 )
@@ -136,7 +143,7 @@ def function(
     """What a field of the spec names, to be called as it is, with its keyword arguments.
 
     Args:
-        field: ``loss``.
+        field: ``loss`` or ``evaluation.metrics``.
         factory: The name, and the keyword arguments from the spec.
         called_with: How many arguments the trainer puts first at each call.
         grant: What the node lets the job have.
@@ -159,6 +166,18 @@ def chosen_loss(spec: JobSpec, grant: Grant = NOTHING_GRANTED) -> UserLoss | Non
         return None
     loss: UserLoss = function("loss", spec.loss, 2, grant)
     return loss
+
+
+def chosen_metrics(spec: JobSpec, grant: Grant = NOTHING_GRANTED) -> UserMetrics | None:
+    """What a spec measures in evaluations, to be called as its loss is; None: nothing.
+
+    Raises:
+        FactoryError: There is no such function, or it does not take its arguments.
+    """
+    if spec.evaluation is None:
+        return None
+    metrics: UserMetrics = function("evaluation.metrics", spec.evaluation.metrics, 2, grant)
+    return metrics
 
 
 def _arguments(
@@ -213,7 +232,8 @@ def find(field: str, name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, SyntaxError) as error:
-        raise FactoryError(f"{field}.factory: {name}: {error}{_hint(module_name)}") from error
+        hint = why_not_imported(error)
+        raise FactoryError(f"{field}.factory: {name}: {error}{hint}") from error
     except AttributeError as error:
         raise FactoryError(
             f"{field}.factory: module {module_name} has no {attribute!r}{_hint(module_name)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fsdp_core
@@ -32,6 +33,16 @@ OURS_PACKED_AS_REFERENCE = Engine(
     fsdp_core.MixedPrecisionPolicy,
     fsdp_core.CPUOffloadPolicy,
     packs_as_reference=True,
+)
+OURS_IN_SHARED_MEMORY = Engine(
+    partial(fsdp_core.fully_shard, shared_memory=fsdp_core.SharedMemoryPolicy()),
+    fsdp_core.MixedPrecisionPolicy,
+    fsdp_core.CPUOffloadPolicy,
+)
+OURS_IN_SHARED_STORAGE = Engine(
+    partial(fsdp_core.fully_shard, shared_memory=fsdp_core.SharedMemoryPolicy(share_storage=True)),
+    fsdp_core.MixedPrecisionPolicy,
+    fsdp_core.CPUOffloadPolicy,
 )
 
 

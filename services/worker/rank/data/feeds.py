@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_convert
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_convert,
+)
 
 from meshloom.data import DataSource, IterableSource, MapSource, Mixture
 from services.worker.rank.data import digests
@@ -14,13 +22,23 @@ from services.worker.rank.data.map_feed import MapData, MapFeed, ValidationBatch
 from services.worker.rank.data.order import SampleOrder, held_out
 from services.worker.rank.data.samples import Chosen, SampleReader, own_random_state
 from services.worker.rank.data.share import Share
-from services.worker.rank.data.source import AddressedFeed, DataError, Feed
+from services.worker.rank.data.source import (
+    AddressedFeed,
+    DataError,
+    Feed,
+    tokenizer_size_of,
+)
 from services.worker.rank.data.stream_feed import StreamFeed
 
 _TRAIN: Final = "train"
 _VALIDATION: Final = "validation"
 _PAIR: Final = 2
 _PREFETCH: Final = 2
+_NOT_USED: Final = (
+    "data.factory: the DataLoader's {chooser} is not used: each epoch has every sample of its data set "
+    "once, in an order that follows from seed and epoch. For a part of them give a "
+    "torch.utils.data.Subset, for odds a meshloom.Mixture, for any other order an IterableDataset"
+)
 
 
 def feed_of(made: object, share: Share, seed: int) -> Feed:
@@ -39,9 +57,10 @@ def feed_of(made: object, share: Share, seed: int) -> Feed:
     source = _source(made)
     if isinstance(source, Mixture):
         parts = [(_map_source(part), weight) for part, weight in source.parts]
-        return MapFeed(_map_data(parts, seed), share)
+        notices = [notice for part, _ in source.parts for notice in _unused(part)]
+        return MapFeed(_map_data(parts, seed, notices), share)
     if isinstance(source, MapSource):
-        return MapFeed(_map_data([(source, 1.0)], seed), share)
+        return MapFeed(_map_data([(source, 1.0)], seed, _unused(made)), share)
     if isinstance(source, IterableSource):
         given = () if source.validation is None else (source.validation,)
         return StreamFeed(source, share, seed, _validation(given, source))
@@ -110,6 +129,34 @@ def _of_loader(loader: DataLoader[Any]) -> object:
     )
 
 
+def _unused(made: object) -> Sequence[str]:
+    """What of the loaders in ``made`` has no effect, and what has one in its place."""
+    if isinstance(made, DataLoader):
+        chooser = _own_chooser(made)
+        return () if chooser is None else (_NOT_USED.format(chooser=chooser),)
+    if isinstance(made, Mapping):
+        return [notice for each in made.values() for notice in _unused(each)]
+    if isinstance(made, tuple):
+        return [notice for each in made for notice in _unused(each)]
+    if isinstance(made, MapSource):
+        return _unused(made.validation)
+    return ()
+
+
+def _own_chooser(loader: DataLoader[Any]) -> str | None:
+    """The class of a loader's sampler, if it chooses other samples than each once an epoch."""
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return type(batches).__name__
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is RandomSampler:
+        is_plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return None if is_plain else f"RandomSampler of {sampler.num_samples} samples"
+    # Sharing samples out over ranks is what the order does, too.
+    is_plain = type(sampler) in (SequentialSampler, DistributedSampler)
+    return None if is_plain else type(sampler).__name__
+
+
 def _map_source(made: object) -> MapSource:
     source = _source(made)
     if not isinstance(source, MapSource):
@@ -141,9 +188,12 @@ def _gives_samples(made: object) -> bool:
 # -- The feed of map-style sources
 
 
-def _map_data(parts: Sequence[tuple[MapSource, float]], seed: int) -> MapData:
+def _map_data(
+    parts: Sequence[tuple[MapSource, float]], seed: int, notices: Sequence[str]
+) -> MapData:
     first = parts[0][0]
     names, datasets, validation = [], [], []
+    sizes = [tokenizer_size_of(each) for part, _ in parts for each in _all_of(part)]
     for source, weight in parts:
         whole = _torch_format(source.dataset)
         names.append([_digest(source, whole), source.validation_fraction, source.shuffle, weight])
@@ -167,7 +217,13 @@ def _map_data(parts: Sequence[tuple[MapSource, float]], seed: int) -> MapData:
         digests.of_values("map-style", names),
         _validation(validation, first),
         Workers(first.workers, first.prefetch, first.worker_init_fn) if first.workers else None,
+        tuple(dict.fromkeys(notices)),
+        max((size for size in sizes if size is not None), default=None),
     )
+
+
+def _all_of(source: MapSource) -> Sequence[object]:
+    return [source.dataset, source.validation]
 
 
 def _validation(given: Sequence[Any], source: MapSource | IterableSource) -> Sequence[Any]:

@@ -36,10 +36,12 @@ class TokenRows(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         columns: int32 ``[rows, seq_len]`` by name.
+        tokenizer_size: How many tokens the tokenizer has.
     """
 
-    def __init__(self, columns: dict[str, _Tokens]) -> None:
+    def __init__(self, columns: dict[str, _Tokens], tokenizer_size: int) -> None:
         self._columns = columns
+        self.tokenizer_size = tokenizer_size
         self.digest = digests.of_values("rows", columns)
 
     def __len__(self) -> int:
@@ -187,7 +189,7 @@ def _tokenized(
 ) -> Callable[[Any], TokenRows]:
     if seq_len < 1:
         raise ValueError(f"data.args.seq_len: {seq_len} is below 1")
-    encode, end = _encoder(folder)
+    encode, end, size = _encoder(folder)
 
     def make(rows: Any) -> TokenRows:  # noqa: ANN401 (as above)
         _check_column(rows, "text", text)
@@ -202,14 +204,15 @@ def _tokenized(
                 before = encode([each or "" for each in block[prompt]])
             documents += [_document(*pair, end) for pair in zip(before, learnt, strict=True)]
         packed = _packed(documents, seq_len) if packing else _padded(documents, seq_len, end or 0)
-        return TokenRows(packed)
+        return TokenRows(packed, size)
 
     return make
 
 
-def _encoder(folder: str) -> tuple[_Encode, int | None]:
+def _encoder(folder: str) -> tuple[_Encode, int | None, int]:
+    """From texts to tokens; the one that ends a text; how many there are."""
     if folder == _BYTES:
-        return lambda texts: [text.encode() for text in texts], 0
+        return lambda texts: [text.encode() for text in texts], 0, 256
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
@@ -221,7 +224,8 @@ def _encoder(folder: str) -> tuple[_Encode, int | None]:
     def encode(texts: list[str]) -> Iterable[Sequence[int]]:
         return [each.ids for each in found.encode_batch(texts, add_special_tokens=False)]
 
-    return encode, None if ending is None else found.token_to_id(ending)
+    end = None if ending is None else found.token_to_id(ending)
+    return encode, end, max(found.get_vocab().values(), default=0) + 1
 
 
 def _document(

@@ -51,6 +51,8 @@ class MapData:
         digest: Names them.
         validation: What is never trained on.
         workers: Who reads ahead; None: the rank reads itself.
+        notices: What of the sources has no effect.
+        tokenizer_size: How many tokens there may be, in any of the sources.
     """
 
     reader: SampleReader
@@ -58,6 +60,8 @@ class MapData:
     digest: str
     validation: Sequence[Batch] = ()
     workers: Workers | None = None
+    notices: Sequence[str] = ()
+    tokenizer_size: int | None = None
 
 
 class MapFeed:
@@ -86,6 +90,16 @@ class MapFeed:
         """How many samples, in which order."""
         counts = " + ".join(f"{len(dataset):,}" for dataset in self._data.reader.datasets)
         return f"{counts} samples an epoch, in an order that follows from seed and epoch"
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What of the sources has no effect."""
+        return self._data.notices
+
+    @property
+    def tokenizer_size(self) -> int | None:
+        """The largest of the sources."""
+        return self._data.tokenizer_size
 
     def share(self, step: int) -> Batch:
         """The samples of this rank's places.
@@ -116,9 +130,9 @@ class MapFeed:
         """None."""
         return {}
 
-    def sample(self) -> Batch:
+    def sample(self, count: int = 1) -> Batch:
         """The first of the job."""
-        return self._data.reader.batch(self._data.order.refs(self._data.order.start, range(1)))
+        return self._data.reader.batch(self._data.order.refs(self._data.order.start, range(count)))
 
     def origin(self, step: int, place: int) -> str:
         """The sample at ``place`` of this rank's share of ``step``, in words."""

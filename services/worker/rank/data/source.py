@@ -52,6 +52,16 @@ class Feed(Protocol):
         """How much there is, in which order, and what of it is promised, in words."""
         ...
 
+    @property
+    def notices(self) -> Sequence[str]:
+        """What of the data factory's product has no effect, in sentences."""
+        ...
+
+    @property
+    def tokenizer_size(self) -> int | None:
+        """How many tokens there may be; None: it is not known before they are read."""
+        ...
+
     def share(self, step: int) -> Batch:
         """This rank's samples of the global batch of ``step`` (from 1), on the CPU."""
         ...
@@ -64,8 +74,12 @@ class Feed(Protocol):
         """Losses of simple models on the validation data, by name."""
         ...
 
-    def sample(self) -> Batch:
-        """One sample as a batch, as training will see it; takes nothing from the run."""
+    def sample(self, count: int = 1) -> Batch:
+        """The first samples as a batch, as training will see them; takes nothing from the run.
+
+        Args:
+            count: How many; a stream may give fewer.
+        """
         ...
 
     def origin(self, step: int, place: int) -> str:
@@ -99,6 +113,8 @@ class AddressedFeed:
         share: This rank's part of each step.
     """
 
+    notices: Sequence[str] = ()
+
     def __init__(self, source: DataSource, share: Share) -> None:
         self._source = source
         self._indices = share.places
@@ -117,6 +133,11 @@ class AddressedFeed:
     def description(self) -> str:
         """That the source decides."""
         return "samples that follow from the step"
+
+    @property
+    def tokenizer_size(self) -> int | None:
+        """The source's, if it says it."""
+        return tokenizer_size_of(self._source)
 
     def share(self, step: int) -> Batch:
         """The samples at this rank's places.
@@ -139,9 +160,9 @@ class AddressedFeed:
         """The source's, if it has any."""
         return getattr(self._source, "baselines", dict)()
 
-    def sample(self) -> Batch:
+    def sample(self, count: int = 1) -> Batch:
         """The first of the first step."""
-        return self._source.batch(1, [0])
+        return self._source.batch(1, range(count))
 
     def origin(self, step: int, place: int) -> str:
         """Its place in the step."""
@@ -156,6 +177,12 @@ class AddressedFeed:
 
     def close(self) -> None:
         """Does nothing."""
+
+
+def tokenizer_size_of(source: object) -> int | None:
+    """How many tokens the tokenizer of a source or data set has; None: it does not say."""
+    size = getattr(source, "tokenizer_size", None)
+    return size if isinstance(size, int) else None
 
 
 def sample_length(batch: Batch) -> int:

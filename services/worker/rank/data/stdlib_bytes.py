@@ -62,6 +62,8 @@ class StdlibBytes:
         starts = np.linspace(0, len(held_out) - seq_len - 1, validation_sequences).astype(np.int64)
         self._validation = _windows(held_out, starts, seq_len)
 
+    tokenizer_size = 256
+
     @property
     def digest(self) -> str:
         """SHA-256 of the manifest, and so of all names and contents."""

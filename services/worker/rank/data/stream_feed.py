@@ -24,7 +24,7 @@ from services.worker.rank.data.batches import BatchShapeError, joined, map_tenso
 from services.worker.rank.data.loading import Workers, begin_worker, begun, processes
 from services.worker.rank.data.samples import collated, own_random_state, seed_all
 from services.worker.rank.data.share import Share
-from services.worker.rank.data.source import DataError
+from services.worker.rank.data.source import DataError, tokenizer_size_of
 from services.worker.rank.seeds import derive
 
 _NAMED_BY: Final = 16
@@ -264,6 +264,7 @@ class StreamFeed:
     """
 
     manifest: str | None = None
+    notices: Sequence[str] = ()
 
     def __init__(
         self, source: IterableSource, share: Share, seed: int, validation: Sequence[Batch] = ()
@@ -278,6 +279,7 @@ class StreamFeed:
             raise DataError(
                 f"data.factory: the {type(source.dataset).__name__} is empty; it gave no sample"
             )
+        self._first = first
         self._sample = self._joined(first[:1], 1)
         self._digest = _digest(source, first)
 
@@ -294,6 +296,11 @@ class StreamFeed:
             "a stream that every rank reads, each for its own places; a run that goes on from a "
             f"checkpoint {finds}, and sees the same samples if it gives the same again"
         )
+
+    @property
+    def tokenizer_size(self) -> int | None:
+        """The data set's, if it says it."""
+        return tokenizer_size_of(self._source.dataset)
 
     def share(self, step: int) -> Batch:
         """The samples at this rank's places of the stream.
@@ -317,9 +324,9 @@ class StreamFeed:
         """None."""
         return {}
 
-    def sample(self) -> Batch:
-        """The first of the stream."""
-        return self._sample
+    def sample(self, count: int = 1) -> Batch:
+        """The first of the stream, as far as it was looked into."""
+        return self._sample if count == 1 else self._joined(self._first[:count], count)
 
     def origin(self, step: int, place: int) -> str:
         """Its place in the step; nothing more is known of a stream."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from meshloom import MapSource
-from services.contract.token_shards import TokenIndex, read_index
+from services.contract.token_shards import TOKEN_BYTES, TokenIndex, check_content, read_index
 from services.worker.rank.data.roots import inside
+
+_VERIFIED_BYTES: Final = 256 << 20
 
 
 class TokenWindows(Dataset[torch.Tensor]):
@@ -33,6 +35,7 @@ class TokenWindows(Dataset[torch.Tensor]):
                 f"{folder}, less one"
             )
         self.digest = index.digest
+        self.tokenizer_size = index.vocabulary
         self._seq_len = seq_len
         self._count = (index.tokens - 1) // seq_len
         shards = [shard for shard in index.shards if shard.tokens]
@@ -67,6 +70,7 @@ def tokens(  # noqa: PLR0913 (the fields of data.args)
     validation_batch: int = 16,
     workers: int = 0,
     *,
+    verify: bool | None = None,
     data_roots: Sequence[Path] | None = None,
 ) -> MapSource:
     """Trains on what ``meshloom data tokenize`` wrote.
@@ -80,26 +84,35 @@ def tokens(  # noqa: PLR0913 (the fields of data.args)
         validation_fraction: Without one, which part of the rows is only validated on.
         validation_batch: Sequences that a rank evaluates at a time.
         workers: Processes of each rank that read ahead.
+        verify: Whether each rank reads all files at its start, to hold them against the digests in the
+            index; None: up to 256 MiB of them.
         data_roots: Folders below which these must lie; None: anywhere.
 
     Raises:
-        TokenShardError: A folder is no whole set of shards.
+        TokenShardError: A folder is no whole set of shards, or a file was changed.
         PathOutsideRootsError: It lies elsewhere.
         ValueError: There are not enough tokens for one row.
     """
     return MapSource(
-        dataset=_windows(path, seq_len, data_roots),
-        validation=None if validation is None else _windows(validation, seq_len, data_roots),
+        dataset=_windows(path, seq_len, data_roots, verify=verify),
+        validation=None
+        if validation is None
+        else _windows(validation, seq_len, data_roots, verify=verify),
         validation_fraction=validation_fraction,
         validation_batch=validation_batch,
         workers=workers,
     )
 
 
-def _windows(path: str, seq_len: int, data_roots: Sequence[Path] | None) -> TokenWindows:
+def _windows(
+    path: str, seq_len: int, data_roots: Sequence[Path] | None, *, verify: bool | None
+) -> TokenWindows:
     folder = Path(path) if data_roots is None else inside(path, data_roots)
     index = read_index(folder)
     if data_roots is not None:
         for shard in index.shards:
             inside(folder / shard.file, data_roots)
+    nbytes = index.tokens * TOKEN_BYTES[index.dtype]
+    if nbytes <= _VERIFIED_BYTES if verify is None else verify:
+        check_content(folder, index)
     return TokenWindows(folder, index, seq_len)

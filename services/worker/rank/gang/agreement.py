@@ -1,17 +1,22 @@
-"""Step agreement: an order that reaches one rank takes effect at one step on all of them.
+"""What all ranks know at one step: what any of them was asked, and what one of them found.
 
-Each step starts a MAX all-reduce of three small integers while it computes, and reads the result at
-its end. All ranks read the same numbers at the same step boundary.
+An order that reaches one rank takes effect at one step on all of them. Each step starts a MAX
+all-reduce of three small integers while it computes, and reads the result at its end. All ranks read
+the same numbers at the same step boundary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from services.contract.messages.rank_pipe import RankOrder
 from services.worker.rank.gang.control import ControlChannel, PendingReduction
+from services.worker.rank.gang.groups import Gang
+
+_TOLD_BYTES: Final = 1_024
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,22 @@ def propose(orders: Sequence[RankOrder], control: ControlChannel, *, trace: bool
     checkpoint, stop = (any(o.checkpoint for o in orders), any(o.stop for o in orders))
     wishes = torch.tensor([checkpoint, stop, trace], dtype=torch.int32)
     return Proposal(control.all_reduce(wishes, dist.ReduceOp.MAX))
+
+
+def first_told(gang: Gang, found: str | None) -> str | None:
+    """What the lowest rank found that found anything; None: none did. All ranks call it.
+
+    Args:
+        gang: The ranks.
+        found: By this rank; of a long text the first 1024 bytes are told.
+    """
+    teller = torch.tensor([gang.world_size if found is None else gang.rank])
+    first = int(gang.control.all_reduce(teller, dist.ReduceOp.MIN).wait())
+    if first == gang.world_size:
+        return None
+    told = torch.zeros(_TOLD_BYTES, dtype=torch.int32)
+    if found is not None and first == gang.rank:
+        text = found.encode()[:_TOLD_BYTES]
+        told[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
+    heard = gang.control.all_reduce(told, dist.ReduceOp.MAX).wait()
+    return bytes(heard.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -35,6 +35,7 @@ class LoopContext:
         self._norms: list[float] = []
         self.step_number = step
         self.has_overflowed = False
+        self.has_called_loss = False
 
     @property
     def is_training(self) -> bool:
@@ -60,7 +61,8 @@ class LoopContext:
 
     def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """The loop's own loss of a batch, and metrics."""
-        computed = self._run.loss(batch)
+        self.has_called_loss = True
+        computed = (self._run.loss if self.is_training else self._run.evaluated_loss)(batch)
         return {**computed.metrics, "loss": computed.loss}
 
     def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:

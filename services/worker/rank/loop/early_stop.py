@@ -19,7 +19,7 @@ class MetricChoiceError(ValueError):
 
 
 def check_validation(spec: JobSpec, validation: Callable[[], Sequence[Batch]]) -> None:
-    """Before the first step: what is decided by evaluations needs data for them.
+    """Before the first step: what needs evaluations needs data for them.
 
     Raises:
         MetricChoiceError: There is none.
@@ -27,12 +27,13 @@ def check_validation(spec: JobSpec, validation: Callable[[], Sequence[Batch]]) -
     asking = {
         "train.early_stop": spec.train.early_stop,
         "checkpoint.keep_best": spec.checkpoint.keep_best,
+        "evaluation": spec.evaluation,
     }
     for field, asked in asking.items():
         if asked is not None and not validation():
             raise MetricChoiceError(
-                f"{field}: it is decided by evaluations, and the data has no validation part; give it "
-                "one, or leave the field out"
+                f"{field}: it needs evaluations, and the data has no validation part; give it one, or "
+                "leave the field out"
             )
 
 

@@ -11,7 +11,7 @@ from services.contract.states import RankPhase
 from services.worker.rank.data import batches
 from services.worker.rank.loop.context import LoopContext
 from services.worker.rank.loop.run import Run
-from services.worker.rank.models.loss import checked
+from services.worker.rank.models.loss import LossError, checked
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ def evaluate(run: Run, step: int) -> Evaluation | None:
 
     Every rank makes as many passes as the others, because each pass gathers parameters from all:
     where a rank has no batch left, it repeats the first with weight 0.
+
+    Raises:
+        LossError: The trainable leaves out what the spec has measured.
     """
     validation = run.data.validation()
     if not validation:
@@ -56,6 +59,11 @@ def evaluate(run: Run, step: int) -> Evaluation | None:
             found = _sums(run, validation[own if is_own else 0], context)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value * is_own
+    if run.spec.evaluation is not None and not context.has_called_loss:
+        raise LossError(
+            f"evaluation.metrics: {type(run.trainable).__name__}.eval_batch did not call context.loss, "
+            "which measures them; call it, or return the metrics beside the loss"
+        )
     names = sorted(sums)
     own_sums = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     totals = dict(zip(names, run.gang.control.all_reduce(own_sums).wait().tolist(), strict=True))

@@ -25,6 +25,9 @@ def ready(run: Run, resumed: int) -> None:
         )
     if run.scaler is not None:
         _say(f"fp16: losses are scaled, by {run.scaler.now.scale:g} at first")
+    if run.gang.rank == 0:
+        for notice in run.data.notices:
+            _say(f"notice: {notice}")
 
 
 def skipped(run: Run, step: int) -> None:

@@ -19,6 +19,7 @@ from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens
+from services.worker.rank.data.checks import check_tokenizer
 from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.samples import own_random_state, seed_all
 from services.worker.rank.data.share import Share
@@ -27,7 +28,14 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.early_stop import EarlyStop
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
-from services.worker.rank.models.loss import Computed, Loss, LossError, UserLoss, loss_of
+from services.worker.rank.models.loss import (
+    Computed,
+    Loss,
+    LossError,
+    UserLoss,
+    UserMetrics,
+    loss_of,
+)
 from services.worker.rank.models.materialise import sharded_models
 from services.worker.rank.models.protocol import HasFirstValues
 from services.worker.rank.models.several import Models
@@ -54,6 +62,7 @@ class Run:
         trainable: The user's, or one of the parts that the spec names.
         models: Sharded, with values.
         loss: Of a batch, where the trainable leaves it to the loop.
+        evaluated_loss: The same in evaluations, with what the spec has measured there.
         optimizers: Over the sharded parameters.
         schedule: Factor by step.
         data: This rank's share of each step.
@@ -71,6 +80,7 @@ class Run:
     trainable: Trainable
     models: Models
     loss: Loss
+    evaluated_loss: Loss
     optimizers: Optimizers
     schedule: Schedule
     data: Feed
@@ -128,6 +138,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         OptimizerError: What should make optimizers made something else.
         GroupError: A group of the optimizer's has no parameter.
         BatchError: The global batch does not divide by the number of ranks.
+        VocabularyError: The data may have tokens that the model does not embed.
         DataMismatchError: The ranks see different data.
     """
     spec = seat.spec
@@ -153,6 +164,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         made = made_data(spec, trainable, grant)
         share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
         data = feed_of(made, share, spec.train.seed)
+    check_tokenizer(data.tokenizer_size, models.whole)
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
             f"data: rank {gang.rank} has data of digest {data.digest}, another rank has other "
@@ -164,6 +176,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         ):  # ranks of a user of their own may not write there
             (Path(seat.log_folder) / "data.sha256").write_text(manifest)
     sample = data.sample()
+    chosen, measured = registry.chosen_loss(spec, grant), registry.chosen_metrics(spec, grant)
+    at_steps = spec.evaluation is not None and spec.evaluation.at_steps
     # From here on the ranks differ: dropout must not drop the same places on all of them. Those
     # of one tp group compute one thing together, so they must agree.
     torch.manual_seed(derive(spec.train.seed, "rank", gang.data_rank))
@@ -172,7 +186,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         gang=gang,
         trainable=trainable,
         models=models,
-        loss=_loss(models, registry.chosen_loss(spec, grant)),
+        loss=_loss(models, chosen, measured if at_steps else None),
+        evaluated_loss=_loss(models, chosen, measured),
         optimizers=optimizers,
         schedule=schedule,
         data=data,
@@ -202,9 +217,9 @@ def _with_mark(build: Callable[[], object], *, is_meta: bool) -> Callable[[], ob
     return make
 
 
-def _loss(models: Models, chosen: UserLoss | None) -> Loss:
+def _loss(models: Models, chosen: UserLoss | None, measured: UserMetrics | None) -> Loss:
     if models.is_one:
-        return loss_of(models.whole, chosen)
+        return loss_of(models.whole, chosen, measured)
 
     def refused(_: object) -> Computed:
         raise LossError(

@@ -13,6 +13,7 @@ from meshloom.data import Batch
 from services.contract.states import RankPhase
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import explain, not_finite
+from services.worker.rank.gang.agreement import first_told
 from services.worker.rank.loop.context import LoopContext, NonFiniteLossError
 from services.worker.rank.loop.run import Run
 from services.worker.rank.models.loss import Computed, checked
@@ -82,10 +83,13 @@ def train_step(run: Run, step: int, before_update: Callable[[], None]) -> StepFi
     try:
         return _trained(run, step, share, before_update)
     except NonFiniteLossError as error:
-        found = not_finite(share.batch, run.data, step)
+        # All ranks raise it at once, and the first of them that is heard speaks for all.
+        doubt = not_finite(share.batch)
+        own = None if doubt is None else doubt.told(run.data, step)
+        found = first_told(run.gang, own)
         if found is None:
             raise
-        raise NonFiniteLossError(f"{error}; its data has such numbers: first, {found}") from error
+        raise NonFiniteLossError(f"{error}; {found}") from error
     except Exception as error:
         explain(error, share.batch, run.model, run.data, step)
         raise

@@ -269,4 +269,5 @@ def _ready(run: Run, groups: tuple[str, ...]) -> RankReady:
         data_digest=run.data.digest,
         throughput_unit="tokens" if run.counts_tokens else "samples",
         loss_unit=run.loss_unit,
+        notices=tuple(run.data.notices),
     )

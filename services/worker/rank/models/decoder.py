@@ -185,6 +185,10 @@ class Decoder(nn.Module):
         # Small, so that the first loss is that of the uniform distribution, ln(vocab).
         self.head = Projection(dim, vocab, std=0.1 * dim**-0.5)
 
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The table of tokens, by the name that models of transformers have for it."""
+        return self.embedding
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of the token after each given one."""
         x = self.embedding(tokens)

@@ -6,7 +6,7 @@ takes, a tuple all but its last element (the target), anything else itself.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -18,6 +18,7 @@ from meshloom.data import Batch
 from services.worker.rank.data.batches import predicted_tokens
 from services.worker.rank.models.protocol import LossModel
 
+_MASKED: Final = -100
 _TARGETS: Final = ("labels", "label", "target", "targets", "y")
 
 
@@ -41,10 +42,20 @@ class UserLoss(Protocol):
         ...
 
 
+class UserMetrics(Protocol):
+    """What ``evaluation.metrics`` names: from the model's output and the batch to numbers by name."""
+
+    def __call__(self, output: Any, batch: Batch) -> Mapping[str, torch.Tensor | float]:  # noqa: ANN401 (whatever the model gives)
+        """Each the mean over the batch."""
+        ...
+
+
 Loss = Callable[[Batch], Computed]
 
 
-def loss_of(model: nn.Module, chosen: UserLoss | None = None) -> Loss:
+def loss_of(
+    model: nn.Module, chosen: UserLoss | None = None, measured: UserMetrics | None = None
+) -> Loss:
     """A function from a batch to its loss by ``model``.
 
     Args:
@@ -53,25 +64,63 @@ def loss_of(model: nn.Module, chosen: UserLoss | None = None) -> Loss:
             else the batch must be int64 tokens ``[samples, length + 1]``, and the mean cross entropy
             of the next token is taken.
         chosen: What the spec's ``loss`` makes.
+        measured: What is measured of the output, for metrics beside those of the loss.
+
+    Raises:
+        LossError: There is nothing to measure: the model computes its loss without an output.
     """
-    if chosen is not None:
-        by_forward = _caller(model, chosen)
-        return lambda batch: checked(by_forward(batch))
-    if isinstance(model, LossModel):
+    if chosen is None and isinstance(model, LossModel):
+        if measured is not None:
+            raise LossError(
+                f"evaluation.metrics: {type(model).__name__} computes its loss itself, by its method "
+                "loss, so there is no output to measure; return the metrics from it, beside the loss"
+            )
         register_fsdp_forward_method(model, "loss")
         own = cast("Callable[[Batch], Any]", model.loss)
         return lambda batch: checked(own(batch))
-    return _by_output(model)
-
-
-def _by_output(model: nn.Module) -> Loss:
-    takes = _parameters(model)
+    by_output = _by_output(model) if chosen is None else _by_choice(model, chosen)
 
     def computed(batch: Batch) -> Computed:
+        output, loss = by_output(batch)
+        found = checked(loss)
+        if measured is None:
+            return found
+        return replace(found, metrics={**found.metrics, **_measured(measured, output, batch)})
+
+    return computed
+
+
+def _measured(measured: UserMetrics, output: object, batch: Batch) -> Mapping[str, torch.Tensor]:
+    with torch.no_grad():
+        found: object = measured(output, batch)
+    if (
+        not isinstance(found, Mapping)
+        or "loss" in found
+        or any(torch.as_tensor(each).numel() != 1 for each in found.values())
+    ):
+        raise LossError(
+            "evaluation.metrics: it must return a dict of numbers by name, each the mean over the batch, "
+            f"and none of them called 'loss'; this is {_shown(found)}"
+        )
+    return {str(name): torch.as_tensor(value).reshape(()) for name, value in found.items()}
+
+
+def _shown(found: object) -> str:
+    if not isinstance(found, Mapping):
+        return f"a {type(found).__name__}"
+    shapes = {name: list(torch.as_tensor(value).shape) for name, value in found.items()}
+    return f"a dict of shapes {shapes}"
+
+
+def _by_output(model: nn.Module) -> Callable[[Batch], tuple[Any, Any]]:
+    """From a batch to the model's output and the loss in it."""
+    takes = _parameters(model)
+
+    def computed(batch: Batch) -> tuple[Any, Any]:
         if isinstance(batch, torch.Tensor) and predicted_tokens(batch) is not None:
             output = model(batch[:, :-1])
             loss = getattr(output, "loss", None)
-            return checked(next_token(output, batch) if loss is None else loss)
+            return output, next_token(output, batch) if loss is None else loss
         output = _called(model, batch, takes)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
@@ -80,20 +129,22 @@ def _by_output(model: nn.Module) -> Loss:
                 f"{type(output).__name__}) has no loss; name one in the spec: loss: {{factory: "
                 "cross_entropy}, next_token, mse, bce_with_logits, or package.module:callable"
             )
-        return checked(loss)
+        return output, loss
 
     return computed
 
 
-def _caller(model: nn.Module, chosen: UserLoss) -> Callable[[Batch], Any]:
+def _by_choice(model: nn.Module, chosen: UserLoss) -> Callable[[Batch], tuple[Any, Any]]:
+    """From a batch to the model's output and the chosen loss of it."""
     takes = _parameters(model)
+    predicts_tokens = getattr(chosen, "func", chosen) is next_token
 
-    def call(batch: Batch) -> object:
-        if getattr(chosen, "func", chosen) is next_token and isinstance(batch, torch.Tensor):
-            return chosen(model(batch[:, :-1]), batch)
-        return chosen(_called(model, batch, takes), batch)
+    def computed(batch: Batch) -> tuple[Any, Any]:
+        is_cut = predicts_tokens and isinstance(batch, torch.Tensor)
+        output = model(batch[:, :-1]) if is_cut else _called(model, batch, takes)
+        return output, chosen(output, batch)
 
-    return call
+    return computed
 
 
 def _called(model: nn.Module, batch: Batch, takes: frozenset[str] | None) -> Any:  # noqa: ANN401 (whatever the model gives)
@@ -140,7 +191,14 @@ def checked(result: object) -> Computed:
 
 
 def next_token(output: Any, batch: Batch) -> torch.Tensor:  # noqa: ANN401 (a tensor, or an object that has it)
-    """Mean cross entropy of the next token, in nats.
+    """Mean cross entropy of the next token, in nats: see ``_predictions``."""
+    logits, targets = _predictions(output, batch)
+    # In fp32 whatever the model's precision: the sum over a vocabulary is long.
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _predictions(output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401 (as above)
+    """Logits ``[samples, length, vocab]`` and the tokens that they should predict.
 
     Args:
         output: Logits ``[samples, length, vocab]``, or an object with them as ``logits``.
@@ -153,8 +211,7 @@ def next_token(output: Any, batch: Batch) -> torch.Tensor:  # noqa: ANN401 (a te
         logits, targets = logits[:, :-1], tokens[:, 1:]
     else:
         targets = batch[:, 1:]
-    # In fp32 whatever the model's precision: the sum over a vocabulary is long.
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return logits, targets
 
 
 def cross_entropy(output: Any, batch: Batch) -> dict[str, torch.Tensor]:  # noqa: ANN401 (as above)
@@ -176,6 +233,21 @@ def bce_with_logits(output: Any, batch: Batch) -> torch.Tensor:  # noqa: ANN401 
     return functional.binary_cross_entropy_with_logits(
         logits.float().reshape(target.shape), target.float()
     )
+
+
+# -- Built-in metrics: the same
+
+
+def accuracy(output: Any, batch: Batch) -> dict[str, torch.Tensor]:  # noqa: ANN401 (as above)
+    """``accuracy``: the part of samples whose class has the largest of the logits."""
+    return {"accuracy": (_logits(output).argmax(1) == _target(batch)).float().mean()}
+
+
+def next_token_accuracy(output: Any, batch: Batch) -> dict[str, torch.Tensor]:  # noqa: ANN401 (as above)
+    """``accuracy``: the part of tokens, of those that count, that have the largest of the logits."""
+    logits, targets = _predictions(output, batch)
+    counts = targets != _MASKED
+    return {"accuracy": (logits.argmax(2) == targets)[counts].float().mean()}
 
 
 def _logits(output: Any) -> torch.Tensor:  # noqa: ANN401 (whatever the model gives)

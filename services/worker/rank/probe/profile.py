@@ -5,8 +5,9 @@ the time, this module to the memory. No process group is made. Parameters get va
 that times passes of a model small enough.
 
 What goes wrong need not go wrong in a rank, where tensors have values. Only this is held against the
-spec: a factory that is not there or does not take its arguments, and one that raises the same when it
-makes data or model for real, with as many ranks (that do nothing) as the job has.
+spec: a factory that is not there or does not take its arguments; one that raises the same when it
+makes data or model for real, with as many ranks (that do nothing) as the job has; and first samples
+by which the loss is no number, or there is none.
 """
 
 import contextlib
@@ -39,14 +40,15 @@ from services.contract.plans import default_micro_batch
 from services.contract.specs import Factory
 from services.worker.rank import registry
 from services.worker.rank.data import batches
+from services.worker.rank.data.checks import VocabularyError, check_tokenizer
 from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.share import Share
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
-from services.worker.rank.models.loss import UserLoss, checked, loss_of
-from services.worker.rank.models.materialise import give_values
-from services.worker.rank.models.protocol import LossModel
+from services.worker.rank.models.loss import checked
 from services.worker.rank.models.several import ALONE, checked_module
 from services.worker.rank.optim.several import Optimizers
+from services.worker.rank.probe.first_samples import FirstSamples, SampleError, check
+from services.worker.rank.probe.passes import ProbeContext, pass_for_real
 from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
@@ -59,11 +61,16 @@ _REAL_BYTES: Final = 1 << 30
 
 @dataclass
 class _Course:
-    """What is looked at: which ``part`` of the spec, and how to make it for real while it is made."""
+    """What is looked at: which ``part`` of the spec, and how to make it for real while it is made.
+
+    ``model``: as it was built last, without values. ``tokenizer_size``: that of the data, if it says it.
+    """
 
     part: str = "spec"
     for_real: Callable[[], object] | None = None
     is_a_pass: bool = False
+    model: nn.Module | None = None
+    tokenizer_size: int | None = None
 
     @contextlib.contextmanager
     def making(self, for_real: Callable[[], object], *, is_a_pass: bool = False) -> Iterator[None]:
@@ -93,9 +100,11 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     course = _Course()
     try:
         _bind(seat, course)
-        sample = _sample(seat, course)
+        sample, first = _samples(seat, course)
         course.part = "model"
+        course.tokenizer_size = first.tokenizer_size
         profile = _profile(seat, sample, course)
+        _check(first, seat, course)
         course.part = "optimizer"
         optimizer = _optimizer(seat)
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
@@ -145,10 +154,11 @@ def _bind(seat: ProbeSeat, course: _Course) -> None:
             registry.bound(part, factory, *positional, offered=offered, grant=_grant(seat))
     course.part = "loss"
     registry.chosen_loss(spec, _grant(seat))
+    registry.chosen_metrics(spec, _grant(seat))
 
 
-def _sample(seat: ProbeSeat, course: _Course) -> Batch:
-    """One sample of the data, as a batch."""
+def _samples(seat: ProbeSeat, course: _Course) -> tuple[Batch, FirstSamples]:
+    """One sample of the data, as a batch, and the first ones."""
     spec = seat.question.spec
 
     def make() -> Any:  # noqa: ANN401 (whatever the factory makes)
@@ -156,11 +166,15 @@ def _sample(seat: ProbeSeat, course: _Course) -> Batch:
 
     course.part = "data"
 
-    def taken() -> Batch:
-        with contextlib.closing(feed_of(make(), Share(1, 0, 1), spec.train.seed)) as feed:
+    of_a_rank = spec.train.global_batch // spec.worlds[-1]
+    is_cast = any(each.param_dtype in {"bf16", "fp16"} for each in seat.question.conditions)
+
+    def taken() -> tuple[Batch, FirstSamples]:
+        share = Share(spec.train.global_batch, 0, 1)
+        with contextlib.closing(feed_of(make(), share, spec.train.seed)) as feed:
             sample = feed.sample()
-        batches.rows(sample)
-        return sample
+            batches.rows(sample)
+            return sample, FirstSamples.of(feed, of_a_rank, is_cast=is_cast)
 
     with course.making(taken):
         return taken()
@@ -221,9 +235,10 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     def make() -> nn.Module:
         with course.making(for_real):
             trainable = trainable_of(spec, _grant(seat))
-            model = built(trainable)
+            model = course.model = built(trainable)
         if model is None:
             raise NotFollowedError("the probe does not follow several models in one trainable")
+        check_tokenizer(course.tokenizer_size, model)
         if trainable.steps_itself:
             raise NotFollowedError("the probe does not follow a trainable that steps itself")
         builders[model] = trainable
@@ -232,9 +247,9 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     chosen = registry.chosen_loss(spec, _grant(seat))
 
     def loss(model: nn.Module, samples: int) -> torch.Tensor:
-        again = partial(_pass_for_real, sample, seat)
+        again = partial(_passes_for_real, sample, seat)
         with course.making(again, is_a_pass=True):
-            context = _ProbeContext(model, chosen)
+            context = ProbeContext(model, chosen)
             given = batches.zeros_like(sample, samples)
             return checked(builders[model].train_batch(given, context)).loss
 
@@ -247,76 +262,30 @@ def _study(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelUnderStudy:
     )
 
 
-def _pass_for_real(sample: Batch, seat: ProbeSeat) -> None:
-    """A forward pass with values, over as many samples as a rank has in a pass.
+def _check(first: FirstSamples, seat: ProbeSeat, course: _Course) -> None:
+    """Raises if a rank could not train on the first samples."""
+    if course.model is None:
+        return
 
-    A loss that cannot be followed without values is none that fails in a rank.
-    """
+    def train(batch: Batch) -> torch.Tensor:
+        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(seat.question.spec.worlds[0]):
+            return pass_for_real(batch, seat)
+
+    check(first, course.model, train)
+
+
+def _passes_for_real(sample: Batch, seat: ProbeSeat) -> None:
+    """A pass over as many samples as a rank has in one."""
     spec = seat.question.spec
     per_rank = max(1, spec.train.global_batch // spec.worlds[0])
     asked = spec.train.micro_batch
     length = batches.predicted_tokens(sample) or 1
     size = default_micro_batch(per_rank, length) if asked == "auto" else asked
-    trainable = trainable_of(spec, _grant(seat))
-    with torch.device("meta" if built_by_meta(spec, trainable) else "cpu"):
-        model = checked_module(trainable.build_model())
-    if any(each.is_meta for each in model.parameters()):
-        model.to_empty(device="cpu")
-        give_values(model, spec.train.seed)
-    context = _ProbeContext(model, registry.chosen_loss(spec, _grant(seat)))
-    with torch.no_grad():
-        checked(trainable.train_batch(batches.joined([sample] * size), context))
+    pass_for_real(batches.joined([sample] * size), seat)
 
 
 class NotFollowedError(Exception):
     """A trainable does what the probe cannot look at; its job runs by the default layout."""
-
-
-class _ProbeContext:
-    """What ``train_batch`` is given while its passes are looked at."""
-
-    step_number = 1
-    is_training = True
-
-    def __init__(self, model: nn.Module, chosen: UserLoss | None) -> None:
-        self._model = model
-        self._chosen = chosen
-        self.models = {ALONE: model}
-        self.device = torch.device("cpu")
-
-    def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """As the loop computes it."""
-        return {"loss": mean_loss(self._model, batch, self._chosen)}
-
-    def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
-        """Whoever calls it was refused before."""
-
-    def step(self, optimizer: str | None = None) -> None:
-        """As above."""
-
-
-def mean_loss(model: nn.Module, batch: Batch, chosen: UserLoss | None = None) -> torch.Tensor:
-    """The loss as a rank computes it, with the root's hooks around it as the engine has them.
-
-    Args:
-        model: Not sharded.
-        batch: As the data gives it.
-        chosen: What the spec's ``loss`` makes.
-    """
-    if chosen is not None or not isinstance(model, LossModel):
-        return loss_of(model, chosen)(batch).loss
-    loss, forward = model.loss, vars(model).get("forward")
-
-    def loss_as_forward(batch: Batch) -> torch.Tensor:
-        # From here on forward is itself again, which the loss may call.
-        del model.forward
-        if forward is not None:
-            model.forward = forward
-        return checked(loss(batch)).loss
-
-    model.forward = loss_as_forward
-    computed: torch.Tensor = model(batch)
-    return computed
 
 
 # -- What went wrong
@@ -334,7 +303,7 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
         return ProbeFailure(code="out_of_memory", reason=advice, traceback=traceback)
     if isinstance(error, PlanError):
         return ProbeFailure(code="refused", reason=str(error))
-    if isinstance(error, registry.FactoryError):
+    if isinstance(error, registry.FactoryError | SampleError | VocabularyError):
         return ProbeFailure(code="wrong_spec", reason=str(error))
     again = None
     if course.for_real is not None:

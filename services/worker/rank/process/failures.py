@@ -5,15 +5,16 @@ from types import TracebackType
 from typing import Final
 
 from services.contract.bounds import ERROR_CHARACTERS, shortened
+from services.worker.rank.process.user_path import why_not_imported
 
 _RUNPY: Final = "<frozen runpy>"
 
 
 def one_line(error: BaseException) -> str:
-    """Its class and the first line of what it says."""
+    """Its class and the first line of what it says, and what its user may not know of it."""
     first, *_ = str(error).splitlines() or [""]
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return shortened(said, ERROR_CHARACTERS)
+    return shortened(f"{said}{why_not_imported(error)}", ERROR_CHARACTERS)
 
 
 def traceback_of(error: BaseException) -> str:

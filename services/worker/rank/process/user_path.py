@@ -12,6 +12,10 @@ from typing import Final
 
 OUR_PACKAGES: Final = ("services", "fsdp_core", "meshloom")
 OUR_PLACE: Final = Path(__file__).resolve().parents[4]
+_RESERVED: Final = (
+    f"{', '.join(OUR_PACKAGES)} are Meshloom's own packages, so no module of yours can be in one of "
+    "that name; rename it"
+)
 _folders: list[Path] = []
 
 
@@ -61,7 +65,16 @@ def hidden_by_us(
         for there in (entry / name, entry / f"{name}.py")
     ]
     return tuple(
-        f"{there} in MESHLOOM_USER_PATH is hidden by Meshloom's own package {name}; rename it"
+        f"{there} is hidden by Meshloom's own package {name}; rename it"
         for name, there in places
         if there.exists() and there.resolve() != OUR_PLACE / name
     )
+
+
+def why_not_imported(error: BaseException) -> str:
+    """What to add to what ``error`` says: that it looked for a module of the user's in a package of ours."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if package not in OUR_PACKAGES:
+        return ""
+    said = "; ".join(hidden_by_us(sys.path, (package,)))
+    return f": {said or _RESERVED}"

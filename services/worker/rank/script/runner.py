@@ -69,7 +69,7 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
     session = Session(Ties(seat, pipe, watch, writer, metrics, traces, store.part("session")))
     meshloom.session.install(session)
     folders = (*(Path(f) for f in [seat.code_folder] if f is not None), *user_folders())
-    pipe.send(session.ready("samples"))
+    pipe.send(session.ready)
     watch.enter(RankPhase.SCRIPT)
     with metrics, writer, traces:
         entry.run(seat.spec.entrypoint, folders)

@@ -114,6 +114,8 @@ class Session:
         self._evaluated = 0
         self._has_told_stop = False
         self._unheeded: list[RankOrder] = []
+        self._unit: ThroughputUnit = "samples"
+        self._notices: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -125,16 +127,17 @@ class Session:
         """Whether the script was told to stop, and steps are left."""
         return self._has_told_stop and not 0 < self._of <= self.step
 
-    @staticmethod
-    def ready(unit: ThroughputUnit) -> RankReady:
-        """What the agent is told of a script; ``unit``: what it counts to tell its speed."""
+    @property
+    def ready(self) -> RankReady:
+        """What the agent is told of a script, as far as it is known now."""
         return RankReady(
             units=(),
             groups=(CONTROL_GROUP,),
             parameters=0,
             data_digest="",
-            throughput_unit=unit,
+            throughput_unit=self._unit,
             loss_unit="",
+            notices=self._notices,
         )
 
     def report(self, step: int, figures: Figures, metrics: Mapping[str, Any]) -> None:
@@ -151,6 +154,7 @@ class Session:
             )
         self._of = figures.of or self._of
         if step > self._reported:
+            self._notice_if_anew()
             values |= self._finish_step(step, loss, figures, values)
         elif self._reported:
             self._evaluated += 1
@@ -172,6 +176,7 @@ class Session:
             )
         if not self._writer.is_due(at):
             return False
+        self._notice_if_anew()
         self._watch.enter(RankPhase.CHECKPOINT)
         is_last = self._asked.stop or at == self._of
         self._writer.save(self._captured(state, at), is_last=is_last)
@@ -220,7 +225,8 @@ class Session:
         steps = max(step - max(self._reported, self._restored), 1)
         elapsed_s = (now - self._moved_at) / steps
         if figures.tokens is not None and not self._reported:
-            self._pipe.send(self.ready("tokens"))
+            self._unit = "tokens"
+            self._pipe.send(self.ready)
         units = figures.tokens if figures.tokens is not None else figures.samples
         self._loss = loss
         self._reported = step
@@ -243,6 +249,21 @@ class Session:
         speed = "tokens_per_s" if figures.tokens is not None else "samples_per_s"
         told = {"loss": loss, "step_time_s": elapsed_s, speed: done.tokens_per_s}
         return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
+
+    def _notice_if_anew(self) -> None:
+        """Tells once that the script makes steps again which a checkpoint holds."""
+        source = self._seat.resume_from
+        if source is None or self._restored or self._notices:
+            return
+        notice = (
+            f"the attempt resumes from checkpoint {source}, but the script has not called "
+            "session.restore, so it begins anew; call it before the first step: "
+            "state = session.restore(state) or state"
+        )
+        self._notices = (notice,)
+        if self._seat.rank == 0:
+            sys.stdout.write(f"notice: {notice}\n")
+        self._pipe.send(self.ready)
 
     def _is_due(self, step: int, every: int) -> bool:
         every = self._seat.spec.checkpoint.every_steps or every

@@ -220,6 +220,11 @@ export interface MetricsSpec {
   mlflow: MlflowSpec | null;
 }
 
+export interface EvaluationSpec {
+  metrics: Factory;
+  at_steps: boolean;
+}
+
 export interface JobSpec {
   name: string;
   entrypoint: EntryPoint | null;
@@ -231,6 +236,7 @@ export interface JobSpec {
   optimizer: OptimizerSpec;
   schedule: Factory;
   train: TrainSpec;
+  evaluation: EvaluationSpec | null;
   resources: ResourceSpec;
   mesh: MeshSpec | "auto";
   plan: Record<string, unknown> | "auto" | "default";

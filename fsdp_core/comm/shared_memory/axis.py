@@ -1,0 +1,300 @@
+"""Collectives of one mesh axis whose ranks share memory: who has started which, and who has ended.
+
+Every rank numbers its collectives in the order in which it starts them, and announces each in a
+segment that only it writes: number and name in a ring of entries, then the number in a counter. Before a
+rank reads what another has shared, it waits for the counter, and compares the names: ranks that went
+different ways are named at once, before data of one unit is taken for another's.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from time import monotonic
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.comm.shared_memory.futex import Counters
+from fsdp_core.comm.shared_memory.peers import Peers, meet
+from fsdp_core.errors import DesyncError, PeerError, StateError
+
+if TYPE_CHECKING:
+    import mmap
+
+
+_LOGGER = logging.getLogger("fsdp_core")
+
+_STARTED: Final = 0
+_REDUCED: Final = 1
+_COUNTERS: Final = 16
+"""Words of a rank; the two that are used lie in one cache line that no other rank writes."""
+_ENTRIES: Final = 1024
+_ENTRY: Final = struct.Struct("<QQQ224s")
+"""Number, digest of the name, place of what is shared, and the name."""
+_RING_START: Final = 4096
+_BOXES_START: Final = _RING_START + _ENTRIES * _ENTRY.size
+_SEGMENT_BYTES: Final = 1 << 40
+"""Address space, not memory: pages take memory when they are first written."""
+_PAGE: Final = 4096
+_LOOK_S: Final = 0.25
+_LOGGED_AFTER_S: Final = 20.0
+GIVEN_UP_AFTER_S: Final = 1800.0
+"""As long as a process group waits for a collective by default."""
+
+
+@dataclass
+class OutBox:
+    """Memory in which this rank leaves what others take in one reduction at a time.
+
+    Attributes:
+        place: In this rank's segment.
+        nbytes: Of it.
+        in_use: Whether this rank has yet to end the reduction.
+        ended_as: Which of its ended reductions the last one was; others may have yet to end it.
+    """
+
+    place: int
+    nbytes: int
+    in_use: bool = False
+    ended_as: int = 0
+
+
+class SharedMemoryAxis:
+    """The ranks of one process group, which share memory.
+
+    Args:
+        peers: The others.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.rank = peers.rank
+        self.size = peers.size
+        self._segments = peers.exchange(_SEGMENT_BYTES)
+        self._counters = [Counters(segment, 0, _COUNTERS) for segment in self._segments]
+        self._started = 0
+        self._compared = [0] * peers.size
+        self._open: set[int] = set()
+        self._reduced = 0
+        self._boxes: list[OutBox] = []
+        self._boxes_end = _BOXES_START
+
+    # -- Collectives in order
+
+    def start(self, what: str, place: int = 0) -> int:
+        """Announces this rank's next collective; returns its number, from 1.
+
+        Args:
+            what: The same words on all ranks that are in step.
+            place: Where in this rank's segment the others find what it shares.
+
+        Raises:
+            StateError: Too many collectives are open for others to keep track.
+        """
+        self._started += 1
+        number = self._started
+        self._open.add(number)
+        if number - min(self._open) >= _ENTRIES // 2:
+            raise StateError(
+                f"{_ENTRIES // 2} collectives of group {self.peers.name!r} are in flight: land some "
+                "(UnshardHandle.wait) before more are started."
+            )
+        digest, name = _named(what)
+        at = _RING_START + number % _ENTRIES * _ENTRY.size
+        _ENTRY.pack_into(self._segments[self.rank], at, number, digest, place, name)
+        self._counters[self.rank].publish(_STARTED, number)
+        return number
+
+    def abandon(self, number: int) -> None:
+        """This rank reads nothing of collective `number`: it does not wait for it."""
+        self._open.discard(number)
+
+    def await_started(self, number: int, what: str) -> tuple[int, ...]:
+        """Waits until all ranks have started collective `number`; each waits for it once.
+
+        Returns:
+            Where each rank's segment has what it shares.
+
+        Raises:
+            DesyncError: A rank has started another collective in its place.
+            PeerError: A rank has ended, or did not start it for half an hour.
+        """
+        self._open.discard(number)
+        places = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._await(rank, self._counters[rank], _STARTED, number, what)
+                self._compare(rank, number)
+            _, _, place, _ = self._entry(rank, number)
+            places.append(place)
+        return tuple(places)
+
+    def _compare(self, rank: int, last: int) -> None:
+        """Compares what both have started up to number `last` and was not compared yet.
+
+        A wrong guess of what comes next is started and never waited for, but counts.
+        """
+        for number in range(self._compared[rank] + 1, last + 1):
+            if not self._counters[rank].has_reached(_STARTED, number):
+                return
+            theirs, mine = self._entry(rank, number), self._entry(self.rank, number)
+            if theirs[:2] != mine[:2]:
+                names = [each[3].rstrip(b"\0").decode(errors="replace") for each in (mine, theirs)]
+                raise DesyncError(
+                    f"Ranks ran different units: collective number {number} is the {names[0]} on rank "
+                    f"{self.rank}, but the {names[1]} on rank {rank}. Run every unit on every rank, if "
+                    "need be on a part of the batch that counts nothing."
+                )
+            self._compared[rank] = number
+
+    def _entry(self, rank: int, number: int) -> tuple[int, int, int, bytes]:
+        at = _RING_START + number % _ENTRIES * _ENTRY.size
+        return cast("tuple[int, int, int, bytes]", _ENTRY.unpack_from(self._segments[rank], at))
+
+    def wait_for_others(self, words: list[Counters], index: int, value: int, what: str) -> None:
+        """Waits until a word of every other rank has reached `value`.
+
+        Args:
+            words: By rank.
+            index: Which of their words.
+            value: To reach.
+            what: For messages: what they have yet to do.
+
+        Raises:
+            PeerError: As `await_started`.
+        """
+        for rank, counters in enumerate(words):
+            if rank != self.rank:
+                self._await(rank, counters, index, value, what)
+
+    # -- Reductions
+
+    def take_box(self, nbytes: int) -> OutBox:
+        """Memory of `nbytes` or more that no other rank reads any more.
+
+        Raises:
+            PeerError: A rank has ended while this one waited for it to take its share.
+        """
+        suited = [box for box in self._boxes if box.nbytes >= nbytes and not box.in_use]
+        box = next((box for box in suited if self._all_reduced(box.ended_as)), None)
+        if box is None and len(suited) > 1:
+            # The others will end it, for all that they need of this rank was started before.
+            box = min(suited, key=lambda each: each.ended_as)
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._await(
+                        rank, self._counters[rank], _REDUCED, box.ended_as, "reduce-scatter"
+                    )
+        if box is None:
+            size = -(-nbytes // _PAGE) * _PAGE
+            box = OutBox(self._boxes_end, size)
+            self._boxes_end += size
+            self._boxes.append(box)
+        box.in_use = True
+        return box
+
+    def give_back(self, box: OutBox) -> None:
+        """This rank has ended the reduction, and so will the others, in the same order."""
+        self._reduced += 1
+        self._counters[self.rank].publish(_REDUCED, self._reduced)
+        box.in_use = False
+        box.ended_as = self._reduced
+
+    def view(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements of a rank's segment, 1D."""
+        return elements_of(self._segments[rank], place, numel, dtype)
+
+    def _all_reduced(self, count: int) -> bool:
+        others = (c for rank, c in enumerate(self._counters) if rank != self.rank)
+        return all(counters.has_reached(_REDUCED, count) for counters in others)
+
+    # -- Waiting
+
+    def _await(self, rank: int, counters: Counters, index: int, value: int, what: str) -> None:
+        if counters.has_reached(index, value) or counters.wait(index, value, _LOOK_S):
+            return
+        began, is_logged = monotonic(), False
+        peer = next(each for each in self.peers.others if each.rank == rank)
+        while not counters.wait(index, value, _LOOK_S):
+            waited = monotonic() - began
+            self._compare(rank, self._started)  # it may never start what is waited for
+            # What it did before it ended counts.
+            if peer.has_ended and not counters.has_reached(index, value):
+                raise PeerError(
+                    f"Rank {rank} of group {self.peers.name!r} ended while rank {self.rank} waited "
+                    f"for it in the {what}. Look at its log for why."
+                )
+            if waited > GIVEN_UP_AFTER_S:
+                raise PeerError(
+                    f"Rank {rank} of group {self.peers.name!r} has not taken part in the {what} for "
+                    f"{GIVEN_UP_AFTER_S:g} s. Look at its log and its stack."
+                )
+            if waited > _LOGGED_AFTER_S and not is_logged:
+                is_logged = True
+                _LOGGER.warning(
+                    "Rank %d waits for rank %d to take part in the %s. One that raised, or went "
+                    "another way, never will: look at its log.",
+                    self.rank,
+                    rank,
+                    what,
+                )
+
+
+def elements_of(segment: mmap.mmap, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a part of a segment, 1D, with a storage of its own."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)  # which no buffer can be the memory of
+    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=place)
+
+
+_axes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryAxis | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemoryAxis | None:
+    """The axis of a group whose ranks share memory, made at the first call, which is collective.
+
+    None where they cannot, for a group of one rank, which shares nothing, and for one that is not of
+    gloo: ranks of the fake backend, for example, are not there.
+    """
+    if group is None or group.size() == 1 or "gloo" not in dist.get_backend(group):
+        return None
+    if group not in _axes:
+        _axes[group] = _connected(group)
+    return _axes[group]
+
+
+def _connected(group: dist.ProcessGroup) -> SharedMemoryAxis | None:
+    peers = meet(group)
+    problem = peers if isinstance(peers, str) else ""
+    axis = None
+    if isinstance(peers, Peers):
+        try:
+            axis = SharedMemoryAxis(peers)
+        except (OSError, PeerError) as error:
+            problem = f"rank {peers.rank}: {error}"
+        problem = peers.agree(problem)
+        if problem:
+            peers.close()
+    if not problem:
+        return axis
+    if group.rank() == 0:
+        _LOGGER.warning(
+            "Ranks of group %r share no memory, and communicate by its process group: %s.",
+            group.group_name,
+            problem,
+        )
+    return None
+
+
+@lru_cache(maxsize=65_536)
+def _named(what: str) -> tuple[int, bytes]:
+    encoded = what.encode()
+    return int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big"), encoded[:224]

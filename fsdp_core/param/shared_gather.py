@@ -1,0 +1,336 @@
+"""Slices of a group's parameters in memory that the ranks of one host share, and gathers from it.
+
+Each rank has a segment for each group, which all ranks map. In it lie the rank's padded slices: those
+that modules compute with as they are lie there for good, and are what the optimizer updates; of those
+that are cast, a cast copy is made at each gather. A gather announces that the slices are ready, waits
+for the others, and copies all rows straight into the whole parameters.
+
+Where the policy shares storage, one more segment holds whole parameters, with which all ranks compute:
+a rank's slice is its part of them, and nothing is copied.
+
+Nobody may write a slice before all others have copied it, or have ended to compute with it. So each rank
+counts in its segment the gathers of the group that it has landed, and those that it has released, and
+whoever is about to write waits for the others' counts.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self, cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_core import torch_private
+from fsdp_core.comm import Counters, elements_of
+from fsdp_core.errors import StateError
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from fsdp_core.comm import CommLink, SharedMemoryAxis
+    from fsdp_core.param.fsdp_param import FSDPParam
+    from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.policy import SharedMemoryPolicy
+
+_WORDS: Final = 16
+_LANDED: Final = 0
+_RELEASED: Final = 1
+_ROWS_START: Final = 4096
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where a parameter's slice lies in every rank's segment.
+
+    Attributes:
+        dtype: In which it lies there.
+        numel: Padded.
+        place: Byte of the segment.
+        is_cast: Whether it is a copy of the slice in another dtype.
+        whole_place: Where the segment of all ranks has the whole parameter; None if it has not.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    place: int
+    is_cast: bool
+    whole_place: int | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a gather of the group does; valid while slices and whole parameters are the same objects.
+
+    Attributes:
+        casts: (own row, slice) of those that are cast.
+        targets: Views of whole parameters.
+        sources: Of as many rows, as they lie in the segments.
+        wholes: The parameters that are filled.
+        flats: Their memory.
+    """
+
+    casts: tuple[list[torch.Tensor], list[torch.Tensor]]
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    wholes: tuple[UnshardedParam, ...]
+    flats: list[torch.Tensor]
+
+
+class SharedSlices:
+    """The slices of one group on a shared-memory axis.
+
+    Args:
+        params: In packing order; plain ones that no smaller mesh shards.
+        axis: Over which they are sharded.
+        policy: Whether parameters are one copy for all ranks.
+        reshard: Ends this rank's use of the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        axis: SharedMemoryAxis,
+        policy: SharedMemoryPolicy,
+        reshard: Callable[[], None],
+    ) -> None:
+        self._params = tuple(params)
+        self._axis = axis
+        self._policy = policy
+        self._reshard = weakref.WeakMethod(reshard)
+        self._rows: tuple[_Row, ...] = ()
+        self._segments: tuple[mmap.mmap, ...] = ()
+        self._counters: list[Counters] = []
+        self._landed = 0
+        self._released = 0
+        self._own_rows: list[torch.Tensor] = []
+        self._plan: _Plan | None = None
+        self._planned_for: list[torch.Tensor] = []
+        self._what = ""
+        self._number = 0
+        self.place()
+
+    def place(self) -> None:
+        """Moves slices that do not lie in the segment into it; collective if their dtypes changed."""
+        rows = self._layout()
+        if rows != self._rows:
+            self._lay_out(rows)
+        for param, row, own in zip(self._params, rows, self._own_rows, strict=True):
+            if not row.is_cast and not param.is_meta and param.send_data is not own:
+                self.await_copied()
+                self.await_released()
+                param.move_slice(own)
+
+    def _lay_out(self, rows: tuple[_Row, ...]) -> None:
+        self._rows = rows
+        self._segments = self._axis.peers.exchange(_end(rows))
+        self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
+        self._landed = self._released = 0
+        rank = self._axis.rank
+        whole_bytes = sum(_padded_bytes(row, self._axis.size) for row in rows if _is_one_copy(row))
+        common = self._axis.peers.share(whole_bytes) if whole_bytes else None
+        self._own_rows = []
+        for param, row in zip(self._params, rows, strict=True):
+            if common is None or row.whole_place is None:
+                param.share_whole(None)
+                self._own_rows.append(self._row(rank, row))
+                continue
+            numel = row.numel * self._axis.size
+            param.share_whole(elements_of(common, row.whole_place, numel, row.dtype))
+            # A storage of its own, so that whoever saves the slice saves nothing else.
+            own_place = row.whole_place + rank * row.numel * row.dtype.itemsize
+            self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
+        if common is not None:
+            _guard_optimizers(self)
+
+    def issue(self, what: str) -> None:
+        """Announces that this rank's slices may be read.
+
+        Args:
+            what: Names the gather, alike on all ranks.
+        """
+        plan = self._current_plan()
+        if plan.casts[0]:
+            self.await_copied()
+            torch_private.foreach_copy(*plan.casts)
+        self._what = what
+        self._number = self._axis.start(what)
+
+    def land(self) -> None:
+        """Waits for the others' slices and copies all into the whole parameters."""
+        plan = self._plan_of_issue
+        self._axis.await_started(self._number, self._what)
+        try:
+            for whole in plan.wholes:
+                whole.allocate()
+            if plan.targets:
+                with torch_private.preserve_version(plan.flats):
+                    torch_private.foreach_copy(plan.targets, plan.sources)
+        finally:
+            self._note_landed()
+
+    def drop(self) -> None:
+        """Ends a gather that nobody used; there is nothing to wait for."""
+        self._axis.abandon(self._number)
+        self._note_landed()
+
+    def await_copied(self) -> None:
+        """Waits until the others have copied what this rank has."""
+        if self._landed:
+            self._axis.wait_for_others(self._counters, _LANDED, self._landed, self._what)
+
+    def release(self) -> None:
+        """This rank has ended to compute with the parameters."""
+        if self._policy.share_storage:
+            self._released += 1
+            self._counters[self._axis.rank].publish(_RELEASED, self._released)
+
+    def await_released(self) -> None:
+        """Waits until no rank computes with parameters that all share."""
+        if self._released:
+            what = f"computation after the {self._what}"
+            self._axis.wait_for_others(self._counters, _RELEASED, self._released, what)
+
+    def prepare_to_write(self) -> None:
+        """Ends this rank's use of the parameters and waits for the others'; then slices may change."""
+        reshard = self._reshard()
+        if reshard is not None and not torch_private.in_backward():
+            reshard()
+        self.await_released()
+
+    @property
+    def _plan_of_issue(self) -> _Plan:
+        if self._plan is None:
+            raise StateError(f"The {self._what} was not issued.")
+        return self._plan
+
+    def _note_landed(self) -> None:
+        self._landed += 1
+        self._counters[self._axis.rank].publish(_LANDED, self._landed)
+
+    def _layout(self) -> tuple[_Row, ...]:
+        rows, place, whole_place = [], _ROWS_START, 0
+        for param in self._params:
+            dtype, numel = param.compute_dtype, param.slicing.row
+            is_cast = dtype != param.orig_dtype
+            one_copy = self._policy.share_storage and param.slicing.leads and not is_cast
+            row = _Row(dtype, numel, place, is_cast, whole_place if one_copy else None)
+            rows.append(row)
+            if one_copy:
+                whole_place += _padded_bytes(row, self._axis.size)
+            else:
+                place += _padded_bytes(row, 1)
+        return tuple(rows)
+
+    def _row(self, rank: int, row: _Row) -> torch.Tensor:
+        return elements_of(self._segments[rank], row.place, row.numel, row.dtype)
+
+    def _current_plan(self) -> _Plan:
+        # What the user replaces, in another dtype for example, is taken over into another tensor.
+        current = [param.send_data for param in self._params]
+        if self._plan is None or any(map(operator.is_not, self._planned_for, current)):
+            self.place()
+            self._planned_for = [param.send_data for param in self._params]
+            self._plan = self._new_plan()
+        return self._plan
+
+    def _new_plan(self) -> _Plan:
+        wholes = tuple(cast("UnshardedParam", param.unsharded()) for param in self._params)
+        for whole in wholes:
+            whole.allocate()  # views of a tensor without memory cannot be made, but outlive it
+        casts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, (param, row) in enumerate(zip(self._params, self._rows, strict=True)):
+            if row.is_cast:
+                casts[0].append(self._own_rows[index])
+                casts[1].append(param.send_data)
+            if _is_one_copy(row):
+                continue
+            rows = [self._row(rank, row) for rank in range(self._axis.size)]
+            for target, source in param.pieces(rows):
+                targets.append(target)
+                sources.append(source)
+        for whole in wholes:
+            whole.free()
+        filled = tuple(whole for whole in wholes if not whole.is_shared)
+        return _Plan(casts, targets, sources, filled, [whole.flat for whole in filled])
+
+
+_guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
+
+
+def _guard_optimizers(slices: SharedSlices) -> None:
+    """Has every optimizer wait, before it steps, until no rank computes with `slices`."""
+    if not _guarded:
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+    _guarded.add(slices)
+
+
+_optimizer_hooks: list[RemovableHandle] = []
+
+
+def _before_step(*_: object) -> None:
+    for slices in list(_guarded):
+        slices.prepare_to_write()
+    if not _guarded:
+        while _optimizer_hooks:
+            _optimizer_hooks.pop().remove()
+
+
+def _is_one_copy(row: _Row) -> bool:
+    return row.whole_place is not None
+
+
+def _padded_bytes(row: _Row, parts: int) -> int:
+    return -(-row.numel * parts * row.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end(rows: Sequence[_Row]) -> int:
+    own = [row for row in rows if not _is_one_copy(row)]
+    return max((row.place + _padded_bytes(row, 1) for row in own), default=_ROWS_START)
+
+
+class SharedGather:
+    """A gather in flight; `land` fills the unsharded parameters from the others' memory."""
+
+    def __init__(self, slices: SharedSlices, link: CommLink, axis_name: str, sequence: int) -> None:
+        self._slices = slices
+        self._link = link
+        self._axis_name = axis_name
+        self._sequence = sequence
+
+    @classmethod
+    @torch.no_grad()
+    def issue(cls, slices: SharedSlices, link: CommLink, axis_name: str, *, label: str) -> Self:
+        """Announces the slices.
+
+        Args:
+            slices: Of the group.
+            link: Ledger, and the gathers that others have yet to copy.
+            axis_name: Under which the gather is counted.
+            label: Whose parameters they are; the same on all ranks.
+        """
+        slices.issue(f"all-gather of {label}")
+        return cls(slices, link, axis_name, link.ledger.issue(axis_name))
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Waits for all ranks' slices and makes the unsharded parameters of them."""
+        self._slices.land()
+        self._end()
+
+    def drop(self) -> None:
+        """Forgets it: the prefetch was a wrong guess."""
+        self._slices.drop()
+        self._end()
+
+    def _end(self) -> None:
+        self._link.ledger.complete(self._axis_name, self._sequence)
+        self._link.uncopied.append(self._slices)
