@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from services.cli import planning, tables
 from services.cli.access import audit, tokens
@@ -21,12 +20,14 @@ from services.cli.follow import follow as follow_job
 from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
 from services.cli.metrics import show_metrics
 from services.cli.moments import Since, Until
+from services.cli.naming import Job
+from services.cli.naming import resolve as _resolve
 from services.cli.nodes import nodes
+from services.cli.profiling import profile
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
 from services.cli.tokenizing import data
-from services.contract.ids import JobId
 from services.contract.queue import DrainRequest
 from services.contract.requests import CloneRequest, JobPatch
 from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
@@ -46,8 +47,6 @@ _LIVE_STATES: Final = frozenset(
     }
 )
 
-_JOB_ID: Final = TypeAdapter(JobId)
-
 app = typer.Typer(
     help="Launch sharded training, watch every rank, never lose a committed step.",
     no_args_is_help=True,
@@ -62,11 +61,10 @@ app.command()(audit)
 app.command()(nodes)
 app.command()(planning.plan)
 app.command()(planning.plans)
-for command in (verify, export, pin, unpin):
+for command in (profile, verify, export, pin, unpin):
     app.command()(command)
 app.command("rm-checkpoint")(remove_checkpoint)
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or 'last' for the newest.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
 Keep = Annotated[
     str,
@@ -487,18 +485,6 @@ def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
     planning.leave_unless_feasible(made)
     console.print(f"{made.id}: {made.reason}", soft_wrap=True)
     return {"plan_id": made.id}
-
-
-def _resolve(client: Client, job: str) -> str:
-    if job != "last":
-        try:
-            return _JOB_ID.validate_python(job)
-        except ValidationError:
-            raise CliError(f"{job!r} is no job id; `meshloom ls` lists them") from None
-    newest = client.jobs(limit=1).items
-    if not newest:
-        raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
-    return newest[0].id
 
 
 def _unfinished(client: Client, spec: dict[str, Any]) -> JobView | None:

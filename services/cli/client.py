@@ -30,6 +30,7 @@ from services.contract.planning import PlanList, PlanView
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch
+from services.contract.traces import TraceList, TraceRequest, TraceView
 from services.contract.views import (
     AttemptList,
     CheckpointList,
@@ -228,6 +229,21 @@ class Client:
         """Those of these names."""
         asked = {"name": list(names), "max_points": max_points}
         return self._get(f"/v1/jobs/{job_id}/metrics", MetricsPart, asked)
+
+    def record_trace(self, job_id: str, wanted: TraceRequest) -> TraceView:
+        """Have ranks record their next steps."""
+        response = self._request(
+            "POST", f"/v1/jobs/{job_id}/traces", json=wanted.model_dump(mode="json")
+        )
+        return TraceView.model_validate_json(response.content)
+
+    def trace(self, job_id: str, trace_id: str) -> TraceView:
+        """One trace."""
+        return self._get(f"/v1/jobs/{job_id}/traces/{trace_id}", TraceView)
+
+    def traces(self, job_id: str) -> TraceList:
+        """Its newest traces, newest first."""
+        return self._get(f"/v1/jobs/{job_id}/traces", TraceList)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """Its checkpoints, newest first."""

@@ -222,9 +222,6 @@ class CommitChain:
     def share_with(self, user: RankUser) -> None:
         """Let ``user`` read the chain, and write shards.
 
-        Only what was there before ``user`` could write here is handed over: later it might be a link
-        that leads elsewhere.
-
         Raises:
             OSError: The storage refuses.
         """
@@ -234,11 +231,7 @@ class CommitChain:
             record.chmod(_ALL_READ)
         shards = self._job / "shards"
         make_folders(shards, self._job.parent)
-        if shards.stat().st_uid != user.uid:
-            for place, folders, files in os.walk(shards, topdown=False):
-                for name in (*folders, *files):
-                    os.chown(Path(place, name), user.uid, user.gid, follow_symlinks=False)
-            os.chown(shards, user.uid, user.gid)
+        user.take_over(shards)
 
     def _last_number(self) -> int:
         if not self._folder.is_dir():

@@ -19,6 +19,7 @@ CheckpointId = Annotated[
 ]
 TokenId = Annotated[str, StringConstraints(pattern=rf"^tok_{_ULID}$")]
 PlanId = Annotated[str, StringConstraints(pattern=rf"^plan_{_ULID}$")]
+TraceId = Annotated[str, StringConstraints(pattern=rf"^trace_{_ULID}$")]
 ProbeId = Annotated[str, StringConstraints(pattern=r"^probe_[0-9a-f]{32}$")]
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
 
@@ -36,6 +37,11 @@ def new_plan_id(now_ms: int, randomness: bytes) -> str:
 def new_token_id(now_ms: int, randomness: bytes) -> str:
     """A token id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
     return f"tok_{_ulid(now_ms, randomness)}"
+
+
+def new_trace_id(now_ms: int, randomness: bytes) -> str:
+    """A trace id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
+    return f"trace_{_ulid(now_ms, randomness)}"
 
 
 def checkpoint_id(job_id: str, step: int, fence: int) -> str:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import pwd
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Self
 
 _PR_SET_DUMPABLE: Final = 4
@@ -44,6 +45,22 @@ class RankUser:
         if entry.pw_uid == 0:
             raise NoSuchUserError(f"{name!r} is root; name a user that owns nothing else")
         return cls(name, entry.pw_uid, entry.pw_gid, entry.pw_dir)
+
+    def take_over(self, folder: Path) -> None:
+        """Make this user the owner of a folder and of all in it, unless it is the folder's already.
+
+        Only what was there before the user could write there is handed over: later it might be a link
+        that leads elsewhere.
+
+        Raises:
+            OSError: The disk refuses, or this process may not.
+        """
+        if folder.stat().st_uid == self.uid:
+            return
+        for place, folders, files in os.walk(folder, topdown=False):
+            for name in (*folders, *files):
+                os.chown(Path(place, name), self.uid, self.gid, follow_symlinks=False)
+        os.chown(folder, self.uid, self.gid)
 
     def become(self) -> None:
         """Make this process, with all of its threads, one of this user's for good.

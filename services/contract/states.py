@@ -1,4 +1,4 @@
-"""The words for where a job, a rank, a checkpoint and a node stand."""
+"""The words for where a job, a rank, a checkpoint, a trace and a node stand."""
 
 from enum import IntEnum, StrEnum
 
@@ -81,6 +81,7 @@ class RankPhase(IntEnum):
     FINISHED = 13
     FAILED = 14
     SCRIPT = 15
+    TRACE = 16
 
 
 class CheckpointState(StrEnum):
@@ -92,6 +93,15 @@ class CheckpointState(StrEnum):
     ABORTED = "ABORTED"
     CORRUPT = "CORRUPT"
     DELETING = "DELETING"
+
+
+class TraceState(StrEnum):
+    """Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why."""
+
+    REQUESTED = "REQUESTED"
+    RECORDING = "RECORDING"
+    DONE = "DONE"
+    FAILED = "FAILED"
 
 
 class PlanState(StrEnum):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,10 +89,11 @@ def test_what_the_spec_says_overrides_both() -> None:
     assert standing_still(gang(asked_s=60), 59)[1] == []
 
 
-def test_before_the_first_step_and_in_slow_phases_they_have_five_minutes() -> None:
+@pytest.mark.parametrize("phase", [RankPhase.CHECKPOINT, RankPhase.EVAL, RankPhase.TRACE])
+def test_before_the_first_step_and_in_slow_phases_they_have_five_minutes(phase: RankPhase) -> None:
     assert standing_still(gang(stepped=False), SLOW_PHASE_S - 1, usual_step_s=None)[1] == []
-    assert standing_still(gang(), SLOW_PHASE_S - 1, phase=RankPhase.CHECKPOINT)[1] == []
-    _, seen = standing_still(gang(), SLOW_PHASE_S + 1, phase=RankPhase.CHECKPOINT)
+    assert standing_still(gang(), SLOW_PHASE_S - 1, phase=phase)[1] == []
+    _, seen = standing_still(gang(), SLOW_PHASE_S + 1, phase=phase)
     assert SLOW_PHASE_S < first_look_into(seen) < SLOW_PHASE_S + 0.3
 
 

@@ -9,11 +9,13 @@ import redis
 
 from services.contract import redis_keys
 from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id
+from services.contract.ids import checkpoint_id, new_trace_id
 from services.contract.job_cards import read_card
 from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.commands import CommitCheckpoint
 from services.contract.messages.facts import Fact, GangEnded, JobFound, RunningGang
+from services.contract.traces import draft as unfinished_trace
+from services.contract.traces import raw_draft, trace_file
 from services.worker.agent.folders import ATTEMPTS_KEPT, NodeFolder
 from services.worker.agent.redis_clients import writing_client
 from services.worker.agent.storage import Storage
@@ -135,10 +137,15 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
     make_deep(overtaken)
     draft = rounds.storage.root / JOB / "chain" / ".draft-of-the-dead"
     draft.write_bytes(b"half")
+    traced = trace_file(rounds.storage.root, JOB, new_trace_id(1, bytes(10)), 0)
+    traced.parent.mkdir(parents=True)
+    for path in (traced, unfinished_trace(traced), raw_draft(traced)):
+        path.write_bytes(b"{")
     client.hset(redis_keys.job(JOB), "state", "RUNNING")
     rounds.go(grace_s=900, times=2)
-    assert all(path.exists() for path in (overtaken, own, draft))
+    assert all(path.exists() for path in (overtaken, own, draft, raw_draft(traced)))
     rounds.go()
+    assert list(traced.parent.iterdir()) == [traced]
     assert not overtaken.exists()
     assert not draft.exists()
     assert own.exists(), "its attempt may still commit it"

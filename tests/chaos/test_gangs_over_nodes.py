@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from services.contract.queue import DrainRequest
-from services.contract.states import ExitReason, JobState, NodeState
+from services.contract.states import ExitReason, JobState, NodeState, TraceState
+from services.contract.traces import TraceRequest
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from tests.chaos.conftest import LONG, check, eventually, finish, paced, set_pace
 from tests.chaos.invariants import Losses
@@ -74,6 +75,21 @@ def test_a_rank_that_is_frozen_or_killed_is_named_whichever_node_told_first(
     assert (killed.failure.rank, killed.failure.node_id) == (2, OTHER)
     assert killed.failure.signal == "SIGKILL"
     assert last.resumed_from is not None
+
+
+def test_ranks_of_both_nodes_are_recorded_and_those_that_wait_for_a_slow_one_do_not_hang(
+    cluster: Cluster, over_two: JobView, undisturbed: Losses, tmp_path: Path
+) -> None:
+    job_id = over_two.id
+    (tmp_path / "rank-0").write_text("take long over traces")
+    wanted = TraceRequest(steps=2, ranks=(3, 0))
+    asked = cluster.client.record_trace(job_id, wanted)
+    eventually(lambda: cluster.client.trace(job_id, asked.id).ended_at)
+    trace = cluster.client.trace(job_id, asked.id)
+    assert trace.state is TraceState.DONE, trace.reason
+    assert [(file.rank, file.node_id) for file in trace.files] == [(0, HEAD), (3, OTHER)]
+    assert all(Path(file.path).stat().st_size == file.bytes for file in trace.files)
+    assert finish(cluster, job_id, undisturbed).attempt == 1
 
 
 @pytest.mark.parametrize("victim", [OTHER, HEAD])

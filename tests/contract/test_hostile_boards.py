@@ -70,7 +70,7 @@ def board(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("offset", "content", "words"),
     [
-        (SLOT_A, snapshot(phase=99), "wrote phase 99 to its board, which is none of 0 to 15"),
+        (SLOT_A, snapshot(phase=99), "wrote phase 99 to its board, which is none of 0 to 16"),
         (SLOT_A, snapshot(unit=-7), "wrote unit -7 to its board"),
         (SLOT_A, snapshot(step=-1), "wrote step -1 to its board"),
         (SLOT_A, snapshot(step=2**60), f"wrote step {2**60} to its board"),

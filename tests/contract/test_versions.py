@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.ids import checkpoint_id, new_job_id, new_trace_id
 from services.contract.messages.base import Message
 from services.contract.messages.commands import Command, LaunchGang
 from services.contract.messages.facts import Fact
@@ -44,6 +44,7 @@ MANIFEST = {
     "world_size": 1,
     "shards": [SHARD],
 }
+TRACE = new_trace_id(1, bytes(10))
 NUMBERS = (
     "step",
     "number",
@@ -65,6 +66,8 @@ REQUIRED: Final[Mapping[str, object]] = {
     "node_id": NODE,
     "fence": 1,
     "checkpoint_id": CHECKPOINT,
+    "trace_id": TRACE,
+    "trace_ids": [TRACE],
     "probe_id": "probe_" + "0" * 32,
     "spec": SPEC,
     "plan": PLAN,
@@ -83,6 +86,10 @@ REQUIRED: Final[Mapping[str, object]] = {
     "records": [{"number": 1, "name": "1.json", "reason": "torn"}],
     "findings": {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": [SEEN]},
     "exits": [SEEN | {"exit_code": 1, "order": 0, "step": 3}],
+    "ranks": [0],
+    "steps": 3,
+    "path": "/checkpoints/rank-0",
+    "first_step": 1,
     "files": ["model.safetensors"],
     "conditions": [{}],
     "pids": {0: 1},

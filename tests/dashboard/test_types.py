@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from services.contract import planning, views
+from services.contract import planning, traces, views
 from services.contract.problems import Problem
 
 _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
@@ -19,6 +19,7 @@ _READ: Final[tuple[type[BaseModel], ...]] = (
     views.LogPage,
     views.MetricsView,
     views.CheckpointList,
+    traces.TraceList,
     views.AttemptList,
     views.NodeList,
     planning.PlanList,

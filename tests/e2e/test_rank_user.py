@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from services.cli.errors import CliError
-from services.contract.states import JobState
+from services.contract.states import JobState, TraceState
+from services.contract.traces import TraceRequest
 from services.local.settings import child_environment
 from tests.agent.conftest import is_gone
 from tests.e2e.conftest import Stack, running_stack
@@ -107,6 +108,8 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         written = [file for file in home.glob("**/attempt-1/**/*") if file.name in of_rank_0]
         assert all(file.stat().st_size for file in written)
         assert len(written) == 2
+        trace = stack.client.record_trace(job_id, TraceRequest(steps=1))
+        until(lambda: stack.client.trace(job_id, trace.id).state is TraceState.DONE)
         stack.client.diagnose(job_id)
         until(lambda: diagnosed(stack, job_id))
         os.kill(ranks[0].ppid(), signal.SIGSTOP)  # so that the kernel alone can end its ranks

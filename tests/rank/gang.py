@@ -28,6 +28,7 @@ from services.contract.messages.rank_pipe import (
     RankOrder,
     RankSeat,
     RankVote,
+    TraceOrder,
 )
 from services.contract.pipe_end import PipeEnd
 from services.contract.plans import GangPlan, RankPlacement
@@ -102,10 +103,17 @@ class Attempt:
             assert self._selector.get_map(), f"all ranks ended first:\n{self.account()}"
             self._read_some()
 
-    def order(self, rank: int, *, checkpoint: bool = False, stop: bool = False) -> None:
+    def order(
+        self,
+        rank: int,
+        *,
+        checkpoint: bool = False,
+        stop: bool = False,
+        trace: TraceOrder | None = None,
+    ) -> None:
         """Tells one rank, as its agent would."""
-        line = RankOrder(checkpoint=checkpoint, stop=stop).model_dump_json().encode() + b"\n"
-        os.write(self.pipes[rank].writing, line)
+        order = RankOrder(checkpoint=checkpoint, stop=stop, trace=trace)
+        os.write(self.pipes[rank].writing, order.model_dump_json().encode() + b"\n")
 
     def ended(self) -> list[int | None]:
         """Reads until every rank has ended; their exit codes."""

@@ -4,13 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from services.contract.ids import CheckpointId
+from services.contract.bounds import AtMostOnePerRank
+from services.contract.ids import CheckpointId, TraceId
 from services.contract.manifests import Manifest
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.plans import GangPlan
 from services.contract.specs import CarriedSpec
 from services.contract.states import ExitReason, JobState
+from services.contract.traces import MOST_STEPS, TracedRanks
 
 
 class LaunchGang(OfAttempt):
@@ -53,6 +55,25 @@ class DiagnoseGang(OfAttempt):
     """Look into all ranks of the attempt on this node and tell; they go on."""
 
     kind: Literal["diagnose_gang"] = "diagnose_gang"
+
+
+class RecordTrace(OfAttempt):
+    """Have those of ``ranks`` that live on this node record their next ``steps`` whole steps.
+
+    The agent says that it has told them; of each of them it tells what came of it.
+    """
+
+    kind: Literal["record_trace"] = "record_trace"
+    trace_id: TraceId
+    steps: int = Field(ge=1, le=MOST_STEPS)
+    ranks: TracedRanks
+
+
+class RemoveTraces(OfAttempt):
+    """Remove the files of these traces, which their job no longer lists. It is not answered."""
+
+    kind: Literal["remove_traces"] = "remove_traces"
+    trace_ids: Annotated[tuple[TraceId, ...], AtMostOnePerRank]
 
 
 class CommitCheckpoint(OfAttempt):
@@ -112,6 +133,8 @@ Command = Annotated[
     | StopGang
     | TakeCheckpoint
     | DiagnoseGang
+    | RecordTrace
+    | RemoveTraces
     | CommitCheckpoint
     | RetireCheckpoint
     | VerifyCheckpoint

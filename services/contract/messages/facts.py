@@ -18,7 +18,7 @@ from services.contract.bounds import (
     Traceback,
     Versions,
 )
-from services.contract.ids import CheckpointId, NodeId
+from services.contract.ids import CheckpointId, NodeId, TraceId
 from services.contract.job_cards import JobCard
 from services.contract.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.messages.base import Address, Message, OfAttempt
@@ -229,6 +229,34 @@ class ExportFailed(_GangFact):
     reason: Text
 
 
+class TraceOrdered(_GangFact):
+    """The ranks of a trace that live on this node are told to record."""
+
+    kind: Literal["trace_ordered"] = "trace_ordered"
+    trace_id: TraceId
+
+
+class TraceRecorded(_GangFact):
+    """One rank's file of a trace is written: ``path`` on this node, of the steps first to last."""
+
+    kind: Literal["trace_recorded"] = "trace_recorded"
+    trace_id: TraceId
+    rank: int = Field(ge=0)
+    path: Text
+    bytes: int = Field(ge=0)
+    first_step: int = Field(ge=0)
+    last_step: int = Field(ge=0)
+
+
+class TraceFailed(_GangFact):
+    """One rank, or without its number all ranks on this node, did not record; nothing is left."""
+
+    kind: Literal["trace_failed"] = "trace_failed"
+    trace_id: TraceId
+    rank: int | None = Field(default=None, ge=0)
+    reason: Text
+
+
 class ChainDamaged(_GangFact):
     """Records of the job's commit chain cannot be read; the others hold."""
 
@@ -355,6 +383,9 @@ Fact = Annotated[
     | CheckpointUnread
     | CheckpointExported
     | ExportFailed
+    | TraceOrdered
+    | TraceRecorded
+    | TraceFailed
     | ChainDamaged
     | JobFound
     | JobPurged

@@ -20,12 +20,13 @@ from services.contract.bounds import (
     Text,
     Traceback,
 )
-from services.contract.ids import CheckpointId, JobId
+from services.contract.ids import CheckpointId, JobId, TraceId
 from services.contract.manifests import ShardFile
 from services.contract.messages.base import Message
 from services.contract.plans import GangPlan
 from services.contract.rank_channel import MAX_GROUPS, MAX_STEP
 from services.contract.specs import CarriedSpec
+from services.contract.traces import MOST_STEPS
 
 LINE_BYTES: Final = 1 << 20
 """No message is longer."""
@@ -172,6 +173,24 @@ class RankMetrics(Message):
     )
 
 
+class RankTraced(Message):
+    """Rank to agent: its file of a trace is written, of the steps first to last."""
+
+    kind: Literal["rank_traced"] = "rank_traced"
+    trace_id: TraceId
+    bytes: int = Field(ge=0, le=_MOST)
+    first_step: _Step
+    last_step: _Step
+
+
+class RankTraceFailed(Message):
+    """Rank to agent: it did not record, and left no file. Training goes on."""
+
+    kind: Literal["rank_trace_failed"] = "rank_trace_failed"
+    trace_id: TraceId
+    reason: Text
+
+
 class RankFailed(Message):
     """Rank to agent: an exception ends this rank.
 
@@ -206,6 +225,8 @@ RankMessage = Annotated[
     | RankFoundCorrupt
     | RankEvaluated
     | RankMetrics
+    | RankTraced
+    | RankTraceFailed
     | RankFailed
     | RankFinished,
     Field(discriminator="kind"),
@@ -215,8 +236,19 @@ RankMessage = Annotated[
 RANK_MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
 
 
-class RankOrder(Message):
-    """Agent to rank: checkpoint at the next agreed step; ``stop``: and then exit."""
+class TraceOrder(Message):
+    """Record the next ``steps`` whole steps."""
 
-    checkpoint: bool
-    stop: bool
+    trace_id: TraceId
+    steps: int = Field(ge=1, le=MOST_STEPS)
+
+
+class RankOrder(Message):
+    """Agent to rank: checkpoint at the next agreed step; ``stop``: and then exit.
+
+    ``trace``: this rank alone, from its own next step on.
+    """
+
+    checkpoint: bool = False
+    stop: bool = False
+    trace: TraceOrder | None = None

@@ -21,6 +21,7 @@ from services.controller.api.routes import (
     queue,
     system,
     tokens,
+    traces,
     watch,
 )
 from services.controller.api.scopes import unscoped
@@ -28,7 +29,8 @@ from services.controller.api.turns import Shares
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
-    *(plans.router, checkpoints.router, code.router, tokens.router, audit.router),
+    *(plans.router, checkpoints.router, traces.router, code.router),
+    *(tokens.router, audit.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

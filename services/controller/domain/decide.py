@@ -24,6 +24,9 @@ from services.contract.messages.facts import (
     GangProgressed,
     JobPurged,
     LaunchRefused,
+    TraceFailed,
+    TraceOrdered,
+    TraceRecorded,
 )
 from services.controller.domain import (
     commits,
@@ -35,6 +38,7 @@ from services.controller.domain import (
     patching,
     planning,
     purging,
+    tracing,
     wishes,
 )
 from services.controller.domain.effects import Decision, Draft
@@ -67,6 +71,8 @@ from services.controller.domain.events import (
     RemovalAsked,
     ResumeAsked,
     SpecFaulted,
+    TraceAsked,
+    TraceOverdue,
     VerifyAsked,
 )
 from services.controller.domain.job import Job
@@ -80,6 +86,8 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     ResumeAsked: wishes.on_resume,
     CheckpointAsked: wishes.on_checkpoint,
     DiagnosisAsked: wishes.on_diagnosis,
+    TraceAsked: tracing.on_asked,
+    TraceOverdue: tracing.on_overdue,
     PinAsked: keeping.on_pin,
     VerifyAsked: keeping.on_verify,
     ExportAsked: keeping.on_export,
@@ -119,6 +127,9 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     CheckpointUnread: commits.on_unread,
     CheckpointExported: keeping.on_exported,
     ExportFailed: keeping.on_export_failed,
+    TraceOrdered: tracing.on_ordered,
+    TraceRecorded: tracing.on_recorded,
+    TraceFailed: tracing.on_failed,
     ChainDamaged: commits.on_damaged,
 }
 

@@ -26,6 +26,9 @@ from services.contract.messages.facts import (
     JobFound,
     JobPurged,
     LaunchRefused,
+    TraceFailed,
+    TraceOrdered,
+    TraceRecorded,
 )
 from services.contract.planning import JobEstimate
 from services.contract.plans import GangPlan
@@ -67,6 +70,20 @@ class CheckpointAsked:
 @dataclass(frozen=True)
 class DiagnosisAsked:
     """Look into the ranks and say what they are doing."""
+
+
+@dataclass(frozen=True)
+class TraceAsked:
+    """Record the next whole ``steps`` of these ranks; None: of all."""
+
+    trace_id: str
+    steps: int
+    ranks: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class TraceOverdue:
+    """An agent has not said for long that it told its ranks to record."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +281,9 @@ GangFact = (
     | CheckpointUnread
     | CheckpointExported
     | ExportFailed
+    | TraceOrdered
+    | TraceRecorded
+    | TraceFailed
     | ChainDamaged
     | JobPurged
     | Evaluated
@@ -277,6 +297,8 @@ JobEvent = (
     | ResumeAsked
     | CheckpointAsked
     | DiagnosisAsked
+    | TraceAsked
+    | TraceOverdue
     | PinAsked
     | VerifyAsked
     | ExportAsked

@@ -15,6 +15,7 @@ from services.contract.views import Evaluation
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint, best_of
 from services.controller.domain.record import Record, is_ahead
+from services.controller.domain.trace import Trace
 
 RESUMABLE_STATES: Final = frozenset({JobState.PAUSED, JobState.FAILED, JobState.CANCELLED})
 WAITING_STATES: Final = frozenset({JobState.QUEUED, JobState.RESTARTING})
@@ -73,7 +74,7 @@ class Job(Record):
     the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
     the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
     train. ``throughput_unit`` and ``loss_unit``: as its ranks told. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
-    before that.
+    before that. ``traces``: the newest ones, oldest first.
     """
 
     id: JobId
@@ -111,6 +112,7 @@ class Job(Record):
     found: bool = False
     purge_node: str | None = None
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
+    traces: tuple[Trace, ...] = ()
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
 
     @property
@@ -140,6 +142,7 @@ class Job(Record):
             "not_before_ms": max(self.not_before_ms - back_ms, 0),
             "commanded_ms": max(self.commanded_ms - back_ms, 0),
             "stop": stop,
+            "traces": tuple(trace.set_back(back_ms) for trace in self.traces),
         }
         return self.model_copy(update=moments)
 

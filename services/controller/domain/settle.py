@@ -8,7 +8,7 @@ from typing import Final
 
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.controller.domain import checkpoint as checkpoints
-from services.controller.domain import diagnose, retry
+from services.controller.domain import diagnose, retry, tracing
 from services.controller.domain.attempt import Attempt, Failure
 from services.controller.domain.checkpoint import Checkpoint
 from services.controller.domain.effects import Draft
@@ -261,6 +261,7 @@ def _end_attempt(draft: Draft, reason: ExitReason, failure: Failure | None = Non
         # Only the exits of a finished gang are asked for again (by succeed_late).
         exits=attempt.exits if attempt.has_trained(draft.job.spec.train.steps) else (),
     )
+    tracing.end_with_attempt(draft, reason)
     draft.note(
         "attempt.ended",
         f"attempt {attempt.fence} ended after step {last_step}: {reason}",

@@ -8,7 +8,7 @@ import structlog
 
 from services.contract.states import CheckpointState, NodeState
 from services.controller.domain import node as nodes
-from services.controller.domain import planner
+from services.controller.domain import planner, tracing
 from services.controller.domain.errors import (
     DeposedError,
     InvalidRequestError,
@@ -25,6 +25,7 @@ from services.controller.domain.events import (
     MoveAsked,
     NodeLost,
     PlacementDelayed,
+    TraceOverdue,
 )
 from services.controller.domain.gang import is_overdue
 from services.controller.domain.history import Occurrence
@@ -157,7 +158,9 @@ class Reconciler:
             return await self._apply(job, lost, now_ms)
         if is_overdue(job, now_ms):
             _log.warning("answer_overdue", job_id=job.id, state=job.state)
-            return await self._apply(job, AnswerOverdue(), now_ms)
+            job = await self._apply(job, AnswerOverdue(), now_ms)
+        elif tracing.is_overdue(job, now_ms):
+            job = await self._apply(job, TraceOverdue(), now_ms)
         return job
 
     async def _leave_draining(self, job: Job, known: dict[str, Node], now_ms: int) -> Job:

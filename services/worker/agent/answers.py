@@ -13,6 +13,7 @@ from services.contract.messages.commands import (
     ExportCheckpoint,
     KeepStanding,
     PurgeJob,
+    RemoveTraces,
     RetireCheckpoint,
     VerifyCheckpoint,
 )
@@ -23,6 +24,7 @@ from services.contract.messages.facts import (
     Fact,
     JobPurged,
     LaunchRefused,
+    TraceFailed,
 )
 from services.contract.messages.probing import MeasureNode, ModelProbed, ProbeModel
 from services.worker.agent.exporter import Exporter
@@ -33,6 +35,7 @@ from services.worker.agent.storage import Storage, purge
 Question = (
     CommitCheckpoint
     | RetireCheckpoint
+    | RemoveTraces
     | VerifyCheckpoint
     | ExportCheckpoint
     | KeepStanding
@@ -45,6 +48,7 @@ _REFUSALS: Final[Mapping[str, type[Fact]]] = {
     "commit_checkpoint": CheckpointLost,
     "verify_checkpoint": CheckpointUnread,
     "export_checkpoint": ExportFailed,
+    "record_trace": TraceFailed,
     "purge_job": JobPurged,
     "probe_model": ModelProbed,
 }
@@ -84,6 +88,9 @@ class Answers:
                 facts = (await asyncio.to_thread(self._storage.commit, command),)
             case RetireCheckpoint():
                 facts = await self._retire(command)
+            case RemoveTraces():
+                await asyncio.to_thread(self._storage.remove_traces, command)
+                facts = ()
             case ExportCheckpoint():
                 facts = await self._exporter.export(command)
             case VerifyCheckpoint():

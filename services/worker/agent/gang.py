@@ -11,9 +11,10 @@ import re
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, Literal
 
-from services.contract.messages.commands import StopGang
+from services.contract.messages.commands import RecordTrace, StopGang
 from services.contract.messages.facts import Fact, GangDiagnosed, GangProgressed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
@@ -25,10 +26,13 @@ from services.contract.messages.rank_pipe import (
     RankMetrics,
     RankOrder,
     RankReady,
+    RankTraced,
+    RankTraceFailed,
     RankVote,
+    TraceOrder,
 )
 from services.worker.agent.hang import Mark, Progress, Stall, allowance_s, look
-from services.worker.agent.hearing import fact_of, not_its_own, vote_fact
+from services.worker.agent.hearing import fact_of, no_trace, not_its_own, trace_ordered, vote_fact
 
 WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
@@ -83,18 +87,21 @@ class RankState:
 class GangState:
     """All ranks of one attempt on this node, by number.
 
-    ``progressed`` is the first step that all have made. ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    ``progressed`` is the first step that all have made. ``storage_root``: below which they write.
+    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
     any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
     the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
     said that it waits for room on the disk: it makes no progress then, and those that have finished
     wait for it. ``is_script``: its ranks run a script: they make steps only as far as it reports them,
-    and an exit with code 0 is its end, however it left.
+    and an exit with code 0 is its end, however it left. ``tracing``: by rank, the trace that it was told
+    to record and has said nothing of yet; ``traces``: all that ranks here were told to record.
     """
 
     job_id: str
     fence: int
     node_id: str
     ranks: Mapping[int, RankState]
+    storage_root: Path = Path()
     resume_from: str | None = None
     words: int = 0
     progressed: int | None = None
@@ -108,6 +115,8 @@ class GangState:
     hung_at: float | None = None
     hang: Findings | None = None
     waited_at: float = 0.0
+    tracing: Mapping[int, str] = field(default_factory=dict)
+    traces: frozenset[str] = frozenset()
 
     @property
     def is_looking(self) -> bool:
@@ -183,6 +192,13 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True)
+class TraceAsked:
+    """The controller wants ranks to record their next steps."""
+
+    command: RecordTrace
+
+
+@dataclass(frozen=True)
 class Condemned:
     """The gang must not live on: its attempt is fenced, or the agent stops."""
 
@@ -222,6 +238,7 @@ Event = (
     | Stepped
     | StopAsked
     | CheckpointAsked
+    | TraceAsked
     | Condemned
     | DiagnosisAsked
     | LookedAt
@@ -257,6 +274,15 @@ class Instruct:
 
 
 @dataclass(frozen=True)
+class DropTrace:
+    """Remove what a rank that is dead had not finished of a trace, then append the fact."""
+
+    rank: int
+    trace_id: str
+    fact: Fact
+
+
+@dataclass(frozen=True)
 class Kill:
     """SIGKILL the process groups of ``ranks``."""
 
@@ -271,7 +297,7 @@ class LookInto:
     stall: Stall
 
 
-Effect = Tell | CheckVote | Instruct | Kill | LookInto
+Effect = Tell | CheckVote | Instruct | DropTrace | Kill | LookInto
 Decision = tuple[GangState, tuple[Effect, ...]]
 
 
@@ -284,6 +310,23 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             decided = _exited(state, state.ranks[event.rank], event, now)
         case Stepped(rank=rank, step=step):
             decided = _stepped(state, state.ranks[rank], step)
+        case LookedAt():
+            decided = _looked_at(state, event, now)
+        case LookedInto(findings=findings):
+            decided = _looked_into(state, findings)
+        case Ticked():
+            decided = _ticked(state, now)
+        case _:
+            decided = _asked(state, event, now)
+    return decided
+
+
+def _asked(
+    state: GangState,
+    event: StopAsked | CheckpointAsked | TraceAsked | Condemned | DiagnosisAsked,
+    now: float,
+) -> Decision:
+    match event:
         case StopAsked(command=command):
             decided = _stop(state, command, now)
         case CheckpointAsked():
@@ -291,16 +334,12 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             # One is enough: the ranks agree on the step. Several would hear it at different steps,
             # and agree on a checkpoint at each.
             decided = state, (Instruct(_living(state)[:1], order),)
+        case TraceAsked(command=command):
+            decided = _trace(state, command)
         case Condemned(reason=reason):
             decided = _kill_all(replace(state, stopped=state.stopped or reason))
-        case DiagnosisAsked():
+        case _:  # DiagnosisAsked
             decided = state, (LookInto("asked", _stall(state, now)),)
-        case LookedAt():
-            decided = _looked_at(state, event, now)
-        case LookedInto(findings=findings):
-            decided = _looked_into(state, findings)
-        case _:  # Ticked
-            decided = _ticked(state, now)
     return decided
 
 
@@ -327,6 +366,8 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
             return _ready(_with(state, replace(rank, ready=message)))
         case RankMetrics():
             return state, ()  # telemetry takes them: nothing is decided upon them
+        case RankTraced() | RankTraceFailed():
+            state = _without_trace(state, rank.rank)
         case RankFinished():
             return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
         case RankFailed():
@@ -341,7 +382,7 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
             state = replace(state, progress=progress, waited_at=now)
         case _:
             pass
-    return state, (Tell(fact_of(state, message)),)
+    return state, (Tell(fact_of(state, rank.rank, message)),)
 
 
 def _ready(state: GangState) -> Decision:
@@ -371,7 +412,54 @@ def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Dec
     if state.is_script and left_well and rank.finished is None:
         rank = replace(rank, finished=RankFinished(step=0, drained=False))
     state = _with_word(state, rank)
-    return (state, ()) if rank.finished is not None else _failed(state, rank, now)
+    state, dropped = _untraced(state, rank, event)
+    if rank.finished is not None:
+        return state, dropped
+    state, effects = _failed(state, rank, now)
+    return state, (*dropped, *effects)
+
+
+def _untraced(state: GangState, rank: RankState, event: Exited) -> Decision:
+    """A rank that is dead records no more."""
+    trace_id = state.tracing.get(rank.rank)
+    if trace_id is None:
+        return state, ()
+    how = f"code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
+    fact = no_trace(state, trace_id, rank.rank, f"its process ended by {how} before it was done")
+    return _without_trace(state, rank.rank), (DropTrace(rank.rank, trace_id, fact),)
+
+
+def _without_trace(state: GangState, number: int) -> GangState:
+    left = {rank: trace_id for rank, trace_id in state.tracing.items() if rank != number}
+    return replace(state, tracing=left)
+
+
+def _trace(state: GangState, command: RecordTrace) -> Decision:
+    told: list[Effect] = [Tell(trace_ordered(state, command.trace_id))]
+    if command.trace_id in state.traces:
+        return state, tuple(told)  # it was sent again
+    here = [rank for rank in command.ranks if rank in state.ranks]
+    refused = {rank: _refusal(state, rank) for rank in here}
+    told += [
+        Tell(no_trace(state, command.trace_id, rank, why))
+        for rank, why in refused.items()
+        if why is not None
+    ]
+    chosen = tuple(rank for rank in here if refused[rank] is None)
+    if chosen:
+        order = TraceOrder(trace_id=command.trace_id, steps=command.steps)
+        told.append(Instruct(chosen, RankOrder(trace=order)))
+    tracing = {**state.tracing, **dict.fromkeys(chosen, command.trace_id)}
+    traces = state.traces | {command.trace_id}
+    return replace(state, tracing=tracing, traces=traces), tuple(told)
+
+
+def _refusal(state: GangState, number: int) -> str | None:
+    rank = state.ranks[number]
+    if rank.ended or rank.finished is not None or rank.failed is not None:
+        return "it has ended"
+    other = state.tracing.get(number)
+    return None if other is None else f"it still records {other}"
 
 
 def _failed(state: GangState, rank: RankState, now: float) -> Decision:

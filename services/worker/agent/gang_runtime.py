@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,10 +21,12 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.messages.telemetry import RankSample
+from services.contract.traces import remove_drafts, trace_file
 from services.worker.agent.folders import AttemptFolder
 from services.worker.agent.gang import (
     CheckVote,
     Condemned,
+    DropTrace,
     Event,
     Exited,
     GangState,
@@ -93,6 +95,7 @@ class GangRuntime:
             fence=seat.fence,
             node_id=node_id,
             ranks={rank: RankState(rank, pid) for rank, pid in crew.pids.items()},
+            storage_root=Path(seat.storage_root),
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
             is_script=seat.spec.entrypoint is not None,
@@ -107,6 +110,7 @@ class GangRuntime:
         self._forker_gone = False
         self._ended_at: float | None = None
         self._looking: set[asyncio.Task[None]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
         self._looked_for_dead_at = time.monotonic()
@@ -173,9 +177,9 @@ class GangRuntime:
                     for rank in ranks:
                         self._kill(rank)
                 case LookInto():
-                    task = asyncio.create_task(self._look_into(effect))
-                    self._looking.add(task)
-                    task.add_done_callback(self._looking.discard)
+                    _run(self._look_into(effect), self._looking)
+                case _:
+                    _run(self._drop_trace(effect), self._dropping)
 
     def tick(self, *, pauses: bool = False) -> None:
         """Look at the boards and the clock; to be called about ten times a second.
@@ -202,8 +206,8 @@ class GangRuntime:
     def silent(self) -> bool:
         """Whether all ranks are reaped, all that they said is heard, and their votes are checked.
 
-        A process that a rank left behind can hold its pipe open: that is waited for briefly only,
-        and so are the votes of a gang that was killed.
+        What they had not finished of a trace is removed then, too. A process that a rank left behind can
+        hold its pipe open: that is waited for briefly only, and so is the rest of a gang that was killed.
         """
         if not self._state.ended:
             return False
@@ -214,7 +218,8 @@ class GangRuntime:
         waits = time.monotonic() <= self._ended_at + _PIPE_END_S
         if waits and not all(link.closed for link in self._links.values()):
             return False
-        return self._votes.is_idle or (self._state.stopped is not None and not waits)
+        is_idle = self._votes.is_idle and not self._dropping
+        return is_idle or (self._state.stopped is not None and not waits)
 
     async def sweep(self, mark: str) -> None:
         """Kill what the ranks left behind, then read their boards to the end."""
@@ -316,6 +321,16 @@ class GangRuntime:
         )
         self.happen(LookedInto(findings))
 
+    async def _drop_trace(self, effect: DropTrace) -> None:
+        root = self._state.storage_root
+        file = trace_file(root, self.job_id, effect.trace_id, effect.rank)
+        try:
+            await asyncio.to_thread(remove_drafts, file)
+        except OSError as error:  # a round through the storage removes them later
+            _log.warning("trace_not_removed", trace=effect.trace_id, why=str(error))
+        if not self.fenced:
+            self._tell(effect.fact)
+
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
 
@@ -338,3 +353,10 @@ class GangRuntime:
         if is_dying(pid):
             self._died_alone.add(rank)
         kill_group(pid)
+
+
+def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> None:
+    """Begins it, and keeps its task among those that are under way."""
+    task = asyncio.create_task(work)
+    among.add(task)
+    task.add_done_callback(among.discard)

@@ -4,7 +4,7 @@ Ranks wait for each other in collectives, so one that stands still soon stops al
 when no rank's board has moved (its step, its phase, the numbers of its collectives) for longer
 than it is allowed to. It is allowed ``max(5 s, 3 x usual step)``, or what the spec says. Where a
 usual step says nothing (before the first step is done, while a checkpoint is loaded or written,
-during an evaluation) it is allowed five minutes at least.
+during an evaluation, while the profiler gives out a trace) it is allowed five minutes at least.
 
 Of a script only its reports are seen, and not whether it evaluates between two of them: it is allowed
 a minute where our loop is allowed 5 s. Before its first report it is allowed any time, for it may
@@ -38,6 +38,7 @@ _SLOW_PHASES: Final = frozenset(
         RankPhase.LOAD,
         RankPhase.EVAL,
         RankPhase.CHECKPOINT,
+        RankPhase.TRACE,
     }
 )
 

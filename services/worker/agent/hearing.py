@@ -1,10 +1,13 @@
 """What a rank may say, and what its agent then tells the controller: pure functions.
 
-A rank speaks of the checkpoints of its own attempt, votes for its own shard, and finds corrupt only
-what its attempt was to load: else one job could spoil another's checkpoints.
+A rank speaks of the checkpoints of its own attempt, votes for its own shard, finds corrupt only
+what its attempt was to load, and speaks only of the trace that it was told to record: else one job could
+spoil another's checkpoints.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Protocol
 
 from services.contract.ids import attempt_of_checkpoint, checkpoint_id
 from services.contract.messages.facts import (
@@ -15,6 +18,9 @@ from services.contract.messages.facts import (
     CheckpointWaits,
     Evaluated,
     Fact,
+    TraceFailed,
+    TraceOrdered,
+    TraceRecorded,
 )
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
@@ -23,8 +29,11 @@ from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFoundCorrupt,
     RankMessage,
+    RankTraced,
+    RankTraceFailed,
     RankVote,
 )
+from services.contract.traces import trace_file
 
 _Told = (
     RankCheckpointBegan
@@ -33,11 +42,23 @@ _Told = (
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated
+    | RankTraced
+    | RankTraceFailed
 )
+_FACTS: Final[Mapping[type[_Told], type[Fact]]] = {
+    RankCheckpointBegan: CheckpointBegan,
+    RankVote: CheckpointVoted,
+    RankCheckpointWaits: CheckpointWaits,
+    RankCheckpointFailed: CheckpointLost,
+    RankFoundCorrupt: CheckpointCorrupt,
+    RankEvaluated: Evaluated,
+    RankTraced: TraceRecorded,
+    RankTraceFailed: TraceFailed,
+}
 
 
 class Attempt(Protocol):
-    """Of which attempt ranks are, on which node, and which checkpoint they load."""
+    """Of which attempt ranks are, on which node, which checkpoint they load, what they record."""
 
     @property
     def job_id(self) -> str: ...  # noqa: D102 the class says it
@@ -47,6 +68,10 @@ class Attempt(Protocol):
     def node_id(self) -> str: ...  # noqa: D102 the class says it
     @property
     def resume_from(self) -> str | None: ...  # noqa: D102 the class says it
+    @property
+    def tracing(self) -> Mapping[int, str]: ...  # noqa: D102 the class says it
+    @property
+    def storage_root(self) -> Path: ...  # noqa: D102 the class says it
 
 
 def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None:
@@ -65,6 +90,10 @@ def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None
             is_own = attempt_of_checkpoint(named) == (attempt.job_id, attempt.fence)
         case RankFoundCorrupt(checkpoint_id=named):
             is_own = named == attempt.resume_from
+        case RankTraced(trace_id=named) | RankTraceFailed(trace_id=named):
+            if attempt.tracing.get(rank) == named:
+                return None
+            return f"spoke of trace {named}, which it was not told to record ({message.kind})"
         case _:
             return None
     if not is_own:
@@ -77,25 +106,38 @@ def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None
 def vote_fact(attempt: Attempt, rank: int, vote: RankVote, fault: str | None) -> Fact:
     """A vote of ``rank`` whose shard was read; with a ``fault`` its checkpoint is lost."""
     if fault is None:
-        return fact_of(attempt, vote)
+        return fact_of(attempt, rank, vote)
     reason = f"shard {vote.shard.name} of rank {rank}: {fault}"
-    return fact_of(attempt, RankCheckpointFailed(checkpoint_id=vote.checkpoint_id, reason=reason))
+    failed = RankCheckpointFailed(checkpoint_id=vote.checkpoint_id, reason=reason)
+    return fact_of(attempt, rank, failed)
 
 
-def fact_of(attempt: Attempt, said: _Told) -> Fact:
-    """What a rank said, as its agent tells it to the controller."""
-    job_id, fence, node_id = attempt.job_id, attempt.fence, attempt.node_id
-    fields = said.model_dump(exclude={"kind"})
-    match said:
-        case RankCheckpointBegan():
-            return CheckpointBegan(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankVote():
-            return CheckpointVoted(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointWaits():
-            return CheckpointWaits(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankCheckpointFailed():
-            return CheckpointLost(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankFoundCorrupt():
-            return CheckpointCorrupt(job_id=job_id, fence=fence, node_id=node_id, **fields)
-        case RankEvaluated():
-            return Evaluated(job_id=job_id, fence=fence, node_id=node_id, **fields)
+def fact_of(attempt: Attempt, rank: int, said: _Told) -> Fact:
+    """What ``rank`` said, as its agent tells it to the controller."""
+    about = {"job_id": attempt.job_id, "fence": attempt.fence, "node_id": attempt.node_id}
+    fields = {**about, **said.model_dump(exclude={"kind"})}
+    if isinstance(said, RankTraced | RankTraceFailed):
+        fields["rank"] = rank
+    if isinstance(said, RankTraced):
+        path = trace_file(attempt.storage_root, attempt.job_id, said.trace_id, rank)
+        fields["path"] = str(path)
+    return _FACTS[type(said)].model_validate(fields)
+
+
+def trace_ordered(attempt: Attempt, trace_id: str) -> TraceOrdered:
+    """The ranks of a trace are told to record."""
+    return TraceOrdered(
+        job_id=attempt.job_id, fence=attempt.fence, node_id=attempt.node_id, trace_id=trace_id
+    )
+
+
+def no_trace(attempt: Attempt, trace_id: str, rank: int, reason: str) -> TraceFailed:
+    """A rank that cannot say so itself records nothing."""
+    return TraceFailed(
+        job_id=attempt.job_id,
+        fence=attempt.fence,
+        node_id=attempt.node_id,
+        trace_id=trace_id,
+        rank=rank,
+        reason=reason,
+    )

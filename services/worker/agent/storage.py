@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.durable import node_condition, open_plain, sync_folder
+from services.contract.durable import make_folders, node_condition, open_plain, sync_folder
 from services.contract.ids import job_of_checkpoint
 from services.contract.job_cards import JobCard, read_card, write_card
 from services.contract.manifests import (
@@ -27,6 +27,7 @@ from services.contract.messages.commands import (
     KeepStanding,
     LaunchGang,
     PurgeJob,
+    RemoveTraces,
     RetireCheckpoint,
     VerifyCheckpoint,
 )
@@ -44,6 +45,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.rank_user import RankUser
 from services.contract.states import JobState
+from services.contract.traces import traces_folder
 from services.worker.agent.removal import remove_tree
 
 _READ_BYTES: Final = 1 << 20
@@ -109,6 +111,9 @@ class Storage:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
         if self._ranks_are is not None:
             chain.share_with(self._ranks_are)
+            traces = traces_folder(self.root, command.job_id)
+            make_folders(traces, self.root)
+            self._ranks_are.take_over(traces)
             if source is not None:
                 CommitChain(self.root, job_of_checkpoint(source)).share_with(self._ranks_are)
         damaged = chain.read().damaged
@@ -202,6 +207,17 @@ class Storage:
             node_id=self._node_id,
             checkpoint_id=command.checkpoint_id,
         )
+
+    def remove_traces(self, command: RemoveTraces) -> None:
+        """Remove all files of traces; what cannot be removed stays until the job's folder goes."""
+        for trace_id in command.trace_ids:
+            folder = traces_folder(self.root, command.job_id) / trace_id
+            try:
+                remove_tree(folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                _log.warning("not_removed", folder=str(folder), why=str(error))
 
     def verify(
         self, command: VerifyCheckpoint

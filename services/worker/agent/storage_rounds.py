@@ -17,6 +17,7 @@ from services.contract.commit_chain import CommitChain
 from services.contract.job_cards import jobs_in, put_card_away
 from services.contract.messages.facts import Fact, RunningGang
 from services.contract.states import TERMINAL_STATES, JobState
+from services.contract.traces import drafts as trace_drafts
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.redis_clients import REDIS_AWAY
 from services.worker.agent.removal import remove_tree
@@ -155,12 +156,13 @@ class StorageRounds:
             _log.info("card_put_away", job=job_id)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Iterable[str]) -> None:
-        """Shards that no manifest names, and drafts; each only after it was so for long."""
+        """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long."""
         useless: list[Path] = []
         for job_id in jobs:
             chain = CommitChain(self._storage.root, job_id)
             useless += chain.drafts()
             useless += chain.abandoned()
+            useless += trace_drafts(self._storage.root, job_id)
         for job_id in over:
             useless += CommitChain(self._storage.root, job_id).uncommitted()
         now = time.monotonic()

@@ -18,6 +18,8 @@ from services.contract.messages.commands import (
     KeepStanding,
     LaunchGang,
     PurgeJob,
+    RecordTrace,
+    RemoveTraces,
     RetireCheckpoint,
     StopGang,
     TakeCheckpoint,
@@ -29,6 +31,7 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
     RunningGang,
+    TraceFailed,
 )
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
@@ -41,6 +44,7 @@ from services.worker.agent.gang import (
     DiagnosisAsked,
     Event,
     StopAsked,
+    TraceAsked,
 )
 from services.worker.agent.gang_runtime import GangRuntime
 from services.worker.agent.launch import Launcher, LaunchError
@@ -110,6 +114,8 @@ class Supervisor:
                     self._happen(command, CheckpointAsked())
                 case DiagnoseGang():
                     self._happen(command, DiagnosisAsked())
+                case RecordTrace():
+                    self._happen(command, TraceAsked(command))
                 case _:
                     for fact in await self._answers.to(command, self._has_ranks):
                         self._tell(fact)
@@ -281,7 +287,9 @@ class Supervisor:
     def _has_ranks(self) -> bool:
         return bool(self._gangs or self._coming)
 
-    def _happen(self, command: StopGang | TakeCheckpoint | DiagnoseGang, event: Event) -> None:
+    def _happen(
+        self, command: StopGang | TakeCheckpoint | DiagnoseGang | RecordTrace, event: Event
+    ) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)
         if gang is not None:
@@ -290,6 +298,16 @@ class Supervisor:
         if isinstance(command, StopGang):
             # Its launch would have come before: it was stopped too early, and must not come later.
             self._tell(self._ended(key) or self._refuse(key, "it was stopped before its launch"))
+        elif isinstance(command, RecordTrace):
+            self._tell(
+                TraceFailed(
+                    job_id=command.job_id,
+                    fence=command.fence,
+                    node_id=self._node_id,
+                    trace_id=command.trace_id,
+                    reason="no rank of this attempt lives here any more",
+                )
+            )
 
     def _refuse(self, key: GangKey, reason: str, condition: str | None = None) -> LaunchRefused:
         job_id, fence = key
@@ -342,7 +360,7 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case CommitCheckpoint() | RetireCheckpoint() | KeepStanding() | PurgeJob():
+        case CommitCheckpoint() | RetireCheckpoint() | RemoveTraces() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
         case ProbeModel() | MeasureNode():
             return "", "asking"

@@ -12,10 +12,12 @@ import threading
 from pathlib import Path
 
 import torch
+from torch.profiler import profile
 
 from services.worker.rank.models.decoder import Decoder
 
 _FOR_EVER_S = 1 << 30
+_LONGER_THAN_A_HANG_S = 9.0
 _ROOM_BYTES = 64 << 20
 
 
@@ -67,9 +69,20 @@ def _hold_the_gil() -> None:
     ctypes.PyDLL(None).sleep(_FOR_EVER_S)  # unlike CDLL, it keeps the lock while C runs
 
 
+def _take_long_over_traces() -> None:
+    export = profile.export_chrome_trace
+
+    def slow(self: profile, path: str, use_python_export: bool = False) -> None:  # noqa: FBT001, FBT002 as PyTorch's
+        threading.Event().wait(_LONGER_THAN_A_HANG_S)
+        export(self, path, use_python_export)
+
+    profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]  # in this process
+
+
 FAULTS = {
     "raise": _raise,
     "exit": _exit,
     "run out of memory": _run_out_of_memory,
     "hold the GIL": _hold_the_gil,
+    "take long over traces": _take_long_over_traces,
 }

@@ -1,12 +1,13 @@
 """What all ranks know at one step: what any of them was asked, and what one of them found.
 
 An order that reaches one rank takes effect at one step on all of them. Each step starts a MAX
-all-reduce of two small integers while it computes, and reads the result at its end. All ranks read
+all-reduce of three small integers while it computes, and reads the result at its end. All ranks read
 the same numbers at the same step boundary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -18,27 +19,23 @@ from services.worker.rank.gang.groups import Gang
 _TOLD_BYTES: Final = 1_024
 
 
-class OrderSource(Protocol):
-    """Where orders come from."""
-
-    def poll_orders(self) -> list[RankOrder]:
-        """Those that came since the last call; never blocks."""
-        ...
-
-
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do at this step's end: checkpoint, or stop, or one after the other."""
+    """What all ranks do at this step's end: checkpoint, or stop, or one after the other.
+
+    ``trace``: some rank begins or ends to record, and the others wait for it.
+    """
 
     checkpoint: bool
     stop: bool
+    trace: bool = False
 
 
 class Proposal:
     """An agreement in flight.
 
     Args:
-        wishes: The reduction of two integers: checkpoint, stop.
+        wishes: The reduction of three integers: checkpoint, stop, trace.
     """
 
     def __init__(self, wishes: PendingReduction) -> None:
@@ -46,17 +43,20 @@ class Proposal:
 
     def outcome(self) -> Agreed:
         """Waits for all ranks' wishes."""
-        checkpoint, stop = self._wishes.wait().tolist()
-        return Agreed(checkpoint=bool(checkpoint), stop=bool(stop))
+        checkpoint, stop, trace = self._wishes.wait().tolist()
+        return Agreed(checkpoint=bool(checkpoint), stop=bool(stop), trace=bool(trace))
 
 
-def propose(orders: OrderSource, control: ControlChannel) -> Proposal:
-    """Starts the agreement on whatever any rank's agent has asked for since the last one."""
-    received = orders.poll_orders()
-    wishes = torch.tensor(
-        [any(order.checkpoint for order in received), any(order.stop for order in received)],
-        dtype=torch.int32,
-    )
+def propose(orders: Sequence[RankOrder], control: ControlChannel, *, trace: bool) -> Proposal:
+    """Starts the agreement on whatever any rank's agent has asked for since the last one.
+
+    Args:
+        orders: What this rank's own has.
+        control: Among all ranks.
+        trace: Whether this rank begins or ends to record at the step's end.
+    """
+    checkpoint, stop = (any(o.checkpoint for o in orders), any(o.stop for o in orders))
+    wishes = torch.tensor([checkpoint, stop, trace], dtype=torch.int32)
     return Proposal(control.all_reduce(wishes, dist.ReduceOp.MAX))
 
 

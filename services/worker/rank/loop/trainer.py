@@ -35,6 +35,7 @@ from services.worker.rank.loop.early_stop import check_validation, chosen_figure
 from services.worker.rank.loop.evaluation import evaluate
 from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
+from services.worker.rank.loop.trace import TraceRecorder
 from services.worker.rank.metrics.reporter import MetricsReporter
 
 
@@ -87,8 +88,9 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         pipe.send(_ready(run, groups))
         narration.ready(run, resumed)
         with MetricsReporter(seat, pipe.send) as metrics:
-            with writer:
-                end = _loop(run, pipe, writer, metrics, resumed)
+            with writer, TraceRecorder(seat, pipe.send, watch, gang.device) as traces:
+                end = _loop(run, pipe, _Beside(writer, metrics, traces), resumed)
+                traces.heed(pipe.poll_orders())  # what came too late is answered as the block ends
                 run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
                 writer.finish(end.step)
@@ -113,6 +115,15 @@ class _End:
 
 
 @dataclass(frozen=True)
+class _Beside:
+    """What goes on beside the steps."""
+
+    writer: CheckpointWriter
+    metrics: MetricsReporter
+    traces: TraceRecorder
+
+
+@dataclass(frozen=True)
 class _After:
     """What is known after a step."""
 
@@ -121,23 +132,29 @@ class _After:
     evaluation: Mapping[str, float]
 
 
-def _loop(
-    run: Run, pipe: Pipe, writer: CheckpointWriter, metrics: MetricsReporter, resumed: int
-) -> _End:
+def _loop(run: Run, pipe: Pipe, beside: _Beside, resumed: int) -> _End:
     """Steps until the last one, an agreed stop, or until evaluations get no better."""
+    writer, metrics, traces = beside.writer, beside.metrics, beside.traces
     steps, wanted = run.spec.train.steps, run.spec.checkpoint
     if resumed < steps and (early := _early(run)) is not None:
         return _End(resumed, early=early)
     for step in range(resumed + 1, steps + 1):
-        agreement = propose(pipe, run.gang.control)
+        orders = pipe.poll_orders()
+        traces.heed(orders)
+        agreement = propose(orders, run.gang.control, trace=traces.is_due)
+        traces.begin_step(step)
         loss = _timed_step(run, writer, metrics, step)
+        traces.end_step()
         agreed = agreement.outcome()
+        if agreed.trace:
+            _turn(run, traces, step)
         is_regular = _is_due(step, wanted.every_steps, steps)
         evaluation: Mapping[str, float] = {}
         # Not before a checkpoint that somebody waits for: it would be no step's of another attempt.
         is_judged = is_regular and wanted.keep_best is not None
         if is_judged or _is_due(step, run.spec.train.eval_every, steps):
-            evaluation = _report_evaluation(run, pipe, metrics, step)
+            with traces.paused():
+                evaluation = _report_evaluation(run, pipe, metrics, step)
         early = None if step == steps else _early(run)
         if agreed.checkpoint or is_regular or early is not None:
             is_last = step == steps or early is not None or (agreed.checkpoint and agreed.stop)
@@ -147,6 +164,13 @@ def _loop(
         if agreed.stop and step < steps:
             return _End(step, drained=True)
     return _End(max(steps, resumed))
+
+
+def _turn(run: Run, traces: TraceRecorder, step: int) -> None:
+    """Recordings begin and end; all ranks say so and wait, for else those of other nodes seem to hang."""
+    run.watch.enter(RankPhase.TRACE)
+    traces.turn(step)
+    run.gang.control.meet()
 
 
 def _early(run: Run) -> str | None:

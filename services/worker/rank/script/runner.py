@@ -18,6 +18,7 @@ from services.contract.states import RankPhase
 from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.trace import TraceRecorder
 from services.worker.rank.metrics.reporter import MetricsReporter
 from services.worker.rank.process.user_path import user_folders
 from services.worker.rank.script import entry
@@ -54,7 +55,8 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
     if seat.spec.entrypoint is None:
         raise ValueError("the job has no entrypoint")
     torch.set_num_threads(seat.threads)
-    watch = BoardWatch(board, (CONTROL_GROUP,), _device(seat))
+    device = _device(seat)
+    watch = BoardWatch(board, (CONTROL_GROUP,), device)
     watch.enter(RankPhase.RENDEZVOUS)
     store = ScriptStore(seat, listen_fd)
     environment = os.environ  # noqa: TID251 a script reads it, as under torchrun
@@ -63,13 +65,15 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
         seat, pipe.send, seat.spec.checkpoint.mode, data_digest="", resumed_step=0
     )
     metrics = MetricsReporter(seat, pipe.send)
-    session = Session(Ties(seat, pipe, watch, writer, metrics, store.part("session")))
+    traces = TraceRecorder(seat, pipe.send, watch, device)
+    session = Session(Ties(seat, pipe, watch, writer, metrics, traces, store.part("session")))
     meshloom.session.install(session)
     folders = (*(Path(f) for f in [seat.code_folder] if f is not None), *user_folders())
     pipe.send(session.ready)
     watch.enter(RankPhase.SCRIPT)
-    with metrics, writer:
+    with metrics, writer, traces:
         entry.run(seat.spec.entrypoint, folders)
+        traces.heed(pipe.poll_orders())  # what came too late is answered as the block ends
         watch.enter(RankPhase.CHECKPOINT)
         writer.finish(session.step)
     watch.enter(RankPhase.FINISHED)

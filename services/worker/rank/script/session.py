@@ -42,6 +42,7 @@ from services.worker.rank.checkpoints.state import (
 from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.control import CONTROL_GROUP, ControlChannel
 from services.worker.rank.loop.board_watch import BoardWatch
+from services.worker.rank.loop.trace import TraceRecorder
 from services.worker.rank.metrics.reporter import MetricsReporter
 from services.worker.rank.script import nested
 
@@ -72,6 +73,7 @@ class Ties:
         watch: Told of steps and phases.
         writer: Writes the checkpoints.
         metrics: Told of the metrics.
+        traces: Records steps, which are what lies between two reports.
         store: For keys of the session's own.
     """
 
@@ -80,6 +82,7 @@ class Ties:
     watch: BoardWatch
     writer: CheckpointWriter
     metrics: MetricsReporter
+    traces: TraceRecorder
     store: dist.PrefixStore  # type: ignore[name-defined]  # PyTorch exports it implicitly
 
 
@@ -97,6 +100,7 @@ class Session:
         self._watch = ties.watch
         self._writer = ties.writer
         self._metrics = ties.metrics
+        self._traces = ties.traces
         self._store = ties.store
         self._process = os.getpid()
         self._channel: ControlChannel | None = None
@@ -109,6 +113,7 @@ class Session:
         self._moved_at = time.perf_counter()
         self._evaluated = 0
         self._has_told_stop = False
+        self._unheeded: list[RankOrder] = []
         self._unit: ThroughputUnit = "samples"
         self._notices: tuple[str, ...] = ()
 
@@ -224,7 +229,7 @@ class Session:
             self._pipe.send(self.ready)
         units = figures.tokens if figures.tokens is not None else figures.samples
         self._loss = loss
-        self._reported, self._moved_at = step, now
+        self._reported = step
         done = BoardStep(
             step=step,
             loss=math.nan if loss is None else loss,
@@ -235,7 +240,12 @@ class Session:
             of=min(self._of, MAX_STEP),
         )
         self._watch.finish_step(done, self._writer.copied_bytes)
+        self._traces.end_step()
+        self._poll_orders()
+        self._traces.turn(step)
+        self._traces.begin_step(step + 1)
         self._watch.enter(RankPhase.SCRIPT)
+        self._moved_at = time.perf_counter()
         speed = "tokens_per_s" if figures.tokens is not None else "samples_per_s"
         told = {"loss": loss, "step_time_s": elapsed_s, speed: done.tokens_per_s}
         return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
@@ -267,10 +277,17 @@ class Session:
         """
         if self._asked.is_news_to(asker):
             return
-        orders = self._pipe.poll_orders()
+        self._poll_orders()
+        orders, self._unheeded = self._unheeded, []
         wishes = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
         agreed = self._control().all_reduce(torch.tensor(wishes), dist.ReduceOp.MAX).wait()
         self._asked.take(agreed.tolist(), asker)
+
+    def _poll_orders(self) -> None:
+        """Takes what this rank's agent asks for; on all but traces the ranks agree later."""
+        orders = self._pipe.poll_orders()
+        self._traces.heed(orders)
+        self._unheeded += orders
 
     def _control(self) -> ControlChannel:
         if self._channel is None:

@@ -19,6 +19,7 @@ import type {
   PlanState,
   PlanView,
   RankList,
+  TraceList,
 } from "./types";
 
 const LIVE_MS = 1_000;
@@ -126,6 +127,10 @@ export function useMetrics(job: JobView): Polled<MetricsView> {
 
 export function useCheckpoints(job: JobView): Polled<CheckpointList> {
   return usePolled(`v1/jobs/${job.id}/checkpoints`, isTerminal(job.state) ? ENDED_MS : CALM_MS);
+}
+
+export function useTraces(job: JobView): Polled<TraceList> {
+  return usePolled(`v1/jobs/${job.id}/traces`, isAtRest(job.state) ? ENDED_MS : CALM_MS);
 }
 
 export function useAttempts(job: JobView): Polled<AttemptList> {

@@ -50,6 +50,8 @@ export type FailureClass =
 
 export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
 
+export type TraceState = "REQUESTED" | "RECORDING" | "DONE" | "FAILED";
+
 export type NodeState = "READY" | "DRAINING" | "LOST";
 
 export interface Progress {
@@ -520,6 +522,34 @@ export interface CheckpointView {
 
 export interface CheckpointList {
   items: CheckpointView[];
+}
+
+export interface TraceFileView {
+  rank: number;
+  node_id: string;
+  path: string;
+  bytes: number;
+  first_step: number;
+  last_step: number;
+}
+
+export interface TraceView {
+  id: string;
+  job_id: string;
+  state: TraceState;
+  attempt: number;
+  steps: number;
+  ranks: number[];
+  folder: string;
+  files: TraceFileView[];
+  bytes: number;
+  reason: string | null;
+  created_at: string;
+  ended_at: string | null;
+}
+
+export interface TraceList {
+  items: TraceView[];
 }
 
 export interface Device {

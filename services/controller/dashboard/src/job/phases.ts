@@ -23,6 +23,7 @@ const PHASES: Record<string, Phase> = {
   OPTIMIZER: { word: "optimizer", letters: "OP", family: "optimizer" },
   EVAL: { word: "eval", letters: "EV", family: "eval" },
   CHECKPOINT: { word: "checkpoint", letters: "CK", family: "checkpoint" },
+  TRACE: { word: "trace", letters: "TR", family: "eval" },
   SCRIPT: { word: "script", letters: "SC", family: "forward" },
   FINISHED: { word: "finished", letters: "✓", family: "done" },
   FAILED: { word: "failed", letters: "✕", family: "failed" },

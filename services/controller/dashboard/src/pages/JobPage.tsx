@@ -12,6 +12,7 @@ import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
 import { MeshGrid } from "../job/MeshGrid";
 import { Ranks } from "../job/Ranks";
+import { Traces } from "../job/Traces";
 import { planHref } from "../router";
 import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, perSecond, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
@@ -49,6 +50,7 @@ export function JobPage({ id }: { id: string }) {
       <div className="columns">
         <Checkpoints job={job} />
         <Attempts job={job} />
+        <Traces job={job} />
         <Events job={job} />
         <Logs job={job} />
       </div>

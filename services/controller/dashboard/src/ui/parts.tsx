@@ -1,13 +1,13 @@
 // Small pieces that every page is made of.
 
 import type { ReactNode } from "react";
-import type { CheckpointState, JobState, NodeState } from "../api/types";
+import type { CheckpointState, JobState, NodeState, TraceState } from "../api/types";
 import { percent } from "./format";
 
 type Tone = "good" | "live" | "turning" | "waiting" | "still" | "bad";
 
 // Each state has its own sign beside its colour, and its word: colour alone tells nothing.
-const TONES: Record<JobState | CheckpointState | NodeState, [Tone, string]> = {
+const TONES: Record<JobState | CheckpointState | NodeState | TraceState, [Tone, string]> = {
   QUEUED: ["waiting", "○"],
   PLACING: ["turning", "◔"],
   STARTING: ["turning", "◑"],
@@ -25,12 +25,15 @@ const TONES: Record<JobState | CheckpointState | NodeState, [Tone, string]> = {
   ABORTED: ["still", "⊘"],
   CORRUPT: ["bad", "✕"],
   DELETING: ["still", "◗"],
+  REQUESTED: ["waiting", "○"],
+  RECORDING: ["live", "●"],
+  DONE: ["good", "✓"],
   READY: ["good", "✓"],
   DRAINING: ["turning", "◗"],
   LOST: ["bad", "✕"],
 };
 
-export function StateChip({ state }: { state: JobState | CheckpointState | NodeState }) {
+export function StateChip({ state }: { state: JobState | CheckpointState | NodeState | TraceState }) {
   const [tone, sign] = TONES[state] ?? (["still", "?"] as const);
   return (
     <span className={`chip tone-${tone}`}>
