@@ -9,7 +9,10 @@ from __future__ import annotations
 from functools import cache
 from itertools import combinations, product
 
+from fsdp_core.policy import SharedMemoryPolicy
 from tests.engine.grid.cell import FACTORS, Cell, cell_of
+
+WAYS_TO_SHARE = (SharedMemoryPolicy(), SharedMemoryPolicy(share_storage=True))
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
@@ -30,6 +33,30 @@ def pairwise_cells() -> tuple[Cell, ...]:
         chosen.append(cells[best])
         missing &= ~masks[best]
     return tuple(chosen)
+
+
+@cache
+def memory_of(cell: Cell) -> tuple[SharedMemoryPolicy, ...]:
+    """By which ways of sharing memory the cell is trained, too.
+
+    A cell of the cover has one of them, such that each meets every value; any other cell has both.
+    """
+    return _memories().get(cell, WAYS_TO_SHARE)
+
+
+@cache
+def _memories() -> dict[Cell, tuple[SharedMemoryPolicy, ...]]:
+    met: set[object] = set()
+    chosen = {}
+    for cell in pairwise_cells():
+        new = {
+            way: {(way, name, str(getattr(cell, name))) for name in FACTORS} - met
+            for way in WAYS_TO_SHARE
+        }
+        way = max(WAYS_TO_SHARE, key=lambda each: len(new[each]))
+        met |= new[way]
+        chosen[cell] = (way,)
+    return chosen
 
 
 def pairs_of(cell: Cell) -> list[Pair]:

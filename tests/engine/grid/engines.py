@@ -34,16 +34,15 @@ OURS_PACKED_AS_REFERENCE = Engine(
     fsdp_core.CPUOffloadPolicy,
     packs_as_reference=True,
 )
-OURS_IN_SHARED_MEMORY = Engine(
-    partial(fsdp_core.fully_shard, shared_memory=fsdp_core.SharedMemoryPolicy()),
-    fsdp_core.MixedPrecisionPolicy,
-    fsdp_core.CPUOffloadPolicy,
-)
-OURS_IN_SHARED_STORAGE = Engine(
-    partial(fsdp_core.fully_shard, shared_memory=fsdp_core.SharedMemoryPolicy(share_storage=True)),
-    fsdp_core.MixedPrecisionPolicy,
-    fsdp_core.CPUOffloadPolicy,
-)
+
+
+def ours_in(memory: fsdp_core.SharedMemoryPolicy) -> Engine:
+    """Ours between ranks that share memory."""
+    return Engine(
+        partial(fsdp_core.fully_shard, shared_memory=memory),
+        fsdp_core.MixedPrecisionPolicy,
+        fsdp_core.CPUOffloadPolicy,
+    )
 
 
 def reference() -> Engine:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from tests.engine.grid.cell import FACTORS, single_feature_cells
-from tests.engine.grid.cover import pairs_of, pairwise_cells, possible_cells
+from tests.engine.grid.cover import (
+    WAYS_TO_SHARE,
+    memory_of,
+    pairs_of,
+    pairwise_cells,
+    possible_cells,
+)
 
 
 def test_every_two_values_that_can_meet_do_meet() -> None:
@@ -11,6 +17,13 @@ def test_every_two_values_that_can_meet_do_meet() -> None:
     covered = {pair for cell in pairwise_cells() for pair in pairs_of(cell)}
     assert covered == wanted
     assert len(pairwise_cells()) < 40
+
+
+def test_each_way_to_share_memory_meets_every_value() -> None:
+    for way in WAYS_TO_SHARE:
+        cells = [cell for cell in pairwise_cells() if way in memory_of(cell)]
+        for name, values in FACTORS.items():
+            assert {str(getattr(cell, name)) for cell in cells} == set(map(str, values)), name
 
 
 def test_no_cell_of_the_cover_is_superfluous() -> None:
