@@ -61,7 +61,10 @@ def test_gangs_that_end_at_one_moment_are_all_told_of_and_the_agent_goes_on(
         controller.client.hset(redis_keys.job(job), "fence", "1")
         endless = launch(ranks=1, steps=FOREVER, pause_s=0.01)
         controller.send(endless.model_copy(update={"job_id": job}))
-    until(lambda: len(controller.all_of(GangProgressed)) == len(jobs), timeout_s=60)
+    until(
+        lambda: {fact.job_id for fact in controller.all_of(GangProgressed)} == set(jobs),
+        timeout_s=60,
+    )
     controller.send(*(StopGang(job_id=job, fence=1, mode="kill") for job in jobs))
     until(lambda: {end.job_id for end in controller.all_of(GangEnded)} == set(jobs), timeout_s=60)
     assert len(controller.all_of(GangEnded)) == len(jobs)

@@ -52,7 +52,7 @@ class Census:
         storages = {
             storage._cdata: storage.nbytes()
             for tensor in found
-            if not tensor.is_meta
+            if not tensor.is_meta and tensor.layout is torch.strided
             for storage in [tensor.untyped_storage()]
         }
         return cls(len(found), sum(storages.values()))
