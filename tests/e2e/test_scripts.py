@@ -12,11 +12,11 @@ from tests.e2e.conftest import Stack
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
-STEPS = 1200
+STEPS = 200
 
 
 def example(stack: Stack) -> JobView:
-    args = ["--steps", str(STEPS), "--every", "200", "--dim", "16"]
+    args = ["--steps", str(STEPS), "--every", "50", "--dim", "16"]
     return stack.client.submit(
         {
             "name": "script",
@@ -38,7 +38,7 @@ def test_a_script_that_is_paused_resumed_and_killed_has_the_losses_of_one_left_a
     assert (alone.progress.step, alone.progress.of) == (STEPS, STEPS)
 
     job = example(stack).id
-    stack.at_step(job, 50)
+    stack.at_step(job, 20)
     stack.client.pause(job, StopRequest())
     paused = stack.rested(job)
     assert (paused.state, paused.exit_reason) == (JobState.PAUSED, None), paused.reason

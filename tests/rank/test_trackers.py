@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow in their offline modes; skipped where the packages are not there."""
+"""Weights & Biases and MLflow in their offline modes."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.specs import JobSpec
@@ -38,12 +39,13 @@ def written(outlets: Sequence[Outlet]) -> None:
 def test_mlflow_has_a_run_of_the_attempt_with_each_value_at_its_step(
     tmp_path: Path, spec: Spec
 ) -> None:
-    tracking = pytest.importorskip("mlflow.tracking")
     (outlet,) = found = trackers(seat_with(tmp_path, spec, {"mlflow": {}}))
     assert isinstance(outlet, Mlflow)
     written(found)
-    client = tracking.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("pictures").experiment_id])
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("pictures")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("pictures-attempt-1", "FINISHED")
     assert run.data.tags["meshloom.job"] == JOB
     history = client.get_metric_history(run.info.run_id, "validation/hits ___")
@@ -51,7 +53,6 @@ def test_mlflow_has_a_run_of_the_attempt_with_each_value_at_its_step(
 
 
 def test_wandb_writes_a_run_of_the_attempt_for_a_later_sync(tmp_path: Path, spec: Spec) -> None:
-    pytest.importorskip("wandb")
     wanted = {"project": "p", "mode": "offline", "api_key": {"secret": "WB"}}
     (outlet,) = found = trackers(seat_with(tmp_path, spec, {"wandb": wanted}))
     assert isinstance(outlet, Wandb)

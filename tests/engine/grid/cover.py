@@ -47,7 +47,7 @@ def memory_of(cell: Cell) -> tuple[SharedMemoryPolicy, ...]:
 @cache
 def _memories() -> dict[Cell, tuple[SharedMemoryPolicy, ...]]:
     met: set[object] = set()
-    chosen = {}
+    chosen: dict[Cell, tuple[SharedMemoryPolicy, ...]] = {}
     for cell in pairwise_cells():
         new = {
             way: {(way, name, str(getattr(cell, name))) for name in FACTORS} - met
