@@ -166,7 +166,7 @@ class LooksAtValuesWhenBuilt(OwnLoss):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+        self.rates = [rate.item() for rate in torch.arange(4) / 30]
 
 
 class LooksAtValuesInItsLoss(OwnLoss):
