@@ -268,7 +268,7 @@ _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
 
 def _guard_optimizers(slices: SharedSlices) -> None:
     """Has every optimizer wait, before it steps, until no rank computes with `slices`."""
-    if not _guarded:
+    if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
     _guarded.add(slices)
 

@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import cast
@@ -36,6 +37,7 @@ from fsdp_core.runtime.fsdp_state import state_of
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_desync import Choosing, train_out_of_step
 from tests.engine.test_desync import train as train_choosing
+from tests.waiting import until
 
 pytestmark = pytest.mark.ranks
 
@@ -402,17 +404,11 @@ def check_counters(ctx: RankContext) -> None:
     # Past the largest number that a word holds, too.
     for value in (1, 2, 2**31, 2**32 - 1, 2**32, 2**32 + 5):
         mine.publish(0, value)
-        until(lambda value=value: theirs.wait(0, value, 0.1))
+        until(partial(theirs.wait, 0, value, 0.1))
         assert theirs.has_reached(0, value)
         assert not theirs.has_reached(0, value + 1)
         dist.barrier(group)
     peers.close()
-
-
-def until(is_so: object) -> None:
-    deadline = monotonic() + 30
-    while not is_so():  # type: ignore[operator]
-        assert monotonic() < deadline
 
 
 def test_a_stranger_that_knows_the_address_is_not_taken_for_a_rank() -> None:
