@@ -16,6 +16,7 @@ from fsdp_core.param.pending_gather import PendingGather
 from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer
+from fsdp_core.param.unsharded_param import UnshardedParam
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class FSDPParamGroup:
         if shared_memory is not None and (axis := self._find_shared_axis()) is not None:
             self._shared_reducer = SharedReducer(axis)
             if all(not isinstance(param, OwnedParam) and param.is_plain for param in params):
-                self._shared_slices = SharedSlices(params, axis, shared_memory, self.reshard)
+                self._shared_slices = SharedSlices(params, axis, shared_memory, self._end_use)
         self._partial = PartialReduce()
         self._awaits_reduce = False
         self._resharded: Mark | None = None
@@ -166,6 +167,12 @@ class FSDPParamGroup:
             self._resharded = None
             if self._shared_slices is not None:
                 self._shared_slices.release()
+
+    def _end_use(self) -> None:
+        # Others would read, or have announced, slices that are about to be written.
+        self.drop_gather()
+        if any(isinstance(w := p.unsharded(), UnshardedParam) and w.is_shared for p in self.params):
+            self.reshard()
 
     def hold(self, unit: Hashable) -> None:
         """Has the parameters stay whole until `unit` lets go."""

@@ -90,7 +90,7 @@ class SharedSlices:
         params: In packing order; plain ones that no smaller mesh shards.
         axis: Over which they are sharded.
         policy: Whether parameters are one copy for all ranks.
-        reshard: Ends this rank's use of the parameters.
+        end_use: Drops a gather in flight, and ends the use of parameters that all ranks share.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class SharedSlices:
         params: Sequence[FSDPParam],
         axis: SharedMemoryAxis,
         policy: SharedMemoryPolicy,
-        reshard: Callable[[], None],
+        end_use: Callable[[], None],
     ) -> None:
         self._params = tuple(params)
         self._axis = axis
         self._policy = policy
-        self._reshard = weakref.WeakMethod(reshard)
+        self._end_use = weakref.WeakMethod(end_use)
         self._rows: tuple[_Row, ...] = ()
         self._segments: tuple[mmap.mmap, ...] = ()
         self._counters: list[Counters] = []
@@ -146,8 +146,7 @@ class SharedSlices:
             # A storage of its own, so that whoever saves the slice saves nothing else.
             own_place = row.whole_place + rank * row.numel * row.dtype.itemsize
             self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
-        if common is not None:
-            _guard_optimizers(self)
+        _guard_optimizers(self)
 
     def issue(self, what: str) -> None:
         """Announces that this rank's slices may be read.
@@ -199,9 +198,10 @@ class SharedSlices:
 
     def prepare_to_write(self) -> None:
         """Ends this rank's use of the parameters and waits for the others'; then slices may change."""
-        reshard = self._reshard()
-        if reshard is not None and not torch_private.in_backward():
-            reshard()
+        end_use = self._end_use()
+        if end_use is not None and not torch_private.in_backward():
+            end_use()
+        self.await_copied()
         self.await_released()
 
     @property
@@ -267,7 +267,7 @@ _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
 
 
 def _guard_optimizers(slices: SharedSlices) -> None:
-    """Has every optimizer wait, before it steps, until no rank computes with `slices`."""
+    """Has every optimizer wait, before it steps, until no rank reads `slices` or computes with them."""
     if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
     _guarded.add(slices)

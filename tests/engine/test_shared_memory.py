@@ -366,6 +366,27 @@ def check_guarded(ctx: RankContext, way: str) -> None:
         assert model(torch.ones(())).item() == 0
 
 
+@POLICIES
+def test_a_gather_in_flight_does_not_outlive_an_update(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    """What it announced are the values from before; a rank that lands it late would mix both."""
+    gangs(2).run(check_early_gather, policy)
+
+
+def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    model, plain = sharded(ctx, policy), sharded(ctx, None)
+    for each in (model, plain):
+        torch.autograd.backward(each(ctx.batch(0, 3, 7)).square().mean())
+    handle = cast("FSDPModule", model[0]).unshard(async_op=True)
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+    assert handle is not None
+    handle.wait()
+    with torch.no_grad():
+        assert torch.equal(model(ctx.batch(1, 3, 7)), plain(ctx.batch(1, 3, 7)))
+
+
 def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:
     """Or an optimizer that is fast could change a slice that another rank is copying."""
     gangs(2).run(check_copied)
