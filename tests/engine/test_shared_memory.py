@@ -379,8 +379,12 @@ def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     for each in (model, plain):
         torch.autograd.backward(each(ctx.batch(0, 3, 7)).square().mean())
     handle = cast("FSDPModule", model[0]).unshard(async_op=True)
+    state = state_of(model[0])
+    assert state is not None
+    assert state.groups[0].is_gathering
     for each in (model, plain):
         torch.optim.SGD(each.parameters(), lr=0.5).step()
+    assert not state.groups[0].is_gathering
     assert handle is not None
     handle.wait()
     with torch.no_grad():
