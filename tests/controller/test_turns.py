@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.contract.access import Scope as TokenScope
-from services.contract.slices import in_slices
+from services.contract.long_work import in_turns
 from services.contract.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
@@ -105,7 +105,7 @@ async def _nowhere(_: Message) -> None: ...
 
 async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(100))
-    monkeypatch.setattr("services.contract.slices.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("services.contract.long_work.time.monotonic", lambda: next(moments))
     rounds, seen = 0, list[int]()
 
     async def go_round() -> None:
@@ -115,7 +115,7 @@ async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(0)
 
     going = asyncio.create_task(go_round())
-    async for _ in in_slices(range(5)):
+    async for _ in in_turns(range(5)):
         seen.append(rounds)
     await going
     assert seen == sorted(set(seen))

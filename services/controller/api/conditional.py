@@ -12,7 +12,7 @@ from typing import Final
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from services.contract.slices import in_slices
+from services.contract.long_work import in_turns
 from services.contract.views import JobPage, JobView
 from services.controller.domain.errors import PreconditionRequiredError
 
@@ -53,7 +53,7 @@ async def answer_page(
     request: Request, page: JobPage, *, headers: dict[str, str] | None = None
 ) -> Response:
     """As ``answer``, of a list with items of up to 64 KiB each: others have their turn between them."""
-    items = [item.model_dump_json() async for item in in_slices(page.items)]
+    items = [item.model_dump_json() async for item in in_turns(page.items)]
     rest = page.model_dump_json(exclude={"items"})
     body = f'{{"items":[{",".join(items)}],{rest[1:]}'.encode()
     return _answer(request, body, headers=headers)

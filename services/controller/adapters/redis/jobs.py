@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from services.contract import redis_keys as keys
+from services.contract.long_work import in_turns
 from services.contract.messages.commands import COMMAND
-from services.contract.slices import in_slices
 from services.contract.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
@@ -276,7 +276,7 @@ class RedisJobs:
 
     async def _load(self, job_ids: list[str]) -> list[Stored]:
         found: list[Stored] = []
-        async for row in in_slices(await self._rows(job_ids)):
+        async for row in in_turns(await self._rows(job_ids)):
             with contextlib.suppress(RecordUnreadableError):
                 found.append(self._read(row))
         return found

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
+from services.contract.long_work import in_turns
 from services.contract.planning import Submitted
 from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem, first_faults
 from services.contract.requests import CloneRequest, JobPatch
-from services.contract.slices import in_slices
 from services.contract.states import JobState
 from services.contract.views import (
     AttemptList,
@@ -122,7 +122,7 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
         headers = next_link(request, page.next_cursor)
         if names is None:
             return await answer_page(request, page, headers=headers)
-        items = [job.model_dump(mode="json", include=names) async for job in in_slices(page.items)]
+        items = [job.model_dump(mode="json", include=names) async for job in in_turns(page.items)]
     sparse = SparseJobPage(items=tuple(items), next_cursor=page.next_cursor)
     return answer(request, sparse, headers=headers)
 
