@@ -36,6 +36,7 @@ class Wandb:
     def __init__(self, seat: RankSeat, spec: WandbSpec) -> None:
         self._seat = seat
         self._spec = spec
+        self._wandb: Any = None
         self._run: Any = None
 
     def write(self, points: Sequence[Point]) -> None:
@@ -46,12 +47,14 @@ class Wandb:
             self._run.log(dict(point.values), step=point.step)
 
     def close(self) -> None:
-        """Ends the run."""
+        """Ends the run, and waits for the package's own process to have written it."""
         if self._run is not None:
             self._run.finish()
+            # In offline mode ``finish`` only asks that process, which would end with the rank.
+            self._wandb.teardown()
 
     def _begun(self) -> Any:  # noqa: ANN401 the package has no types here
-        wandb = _imported("wandb", "wandb")
+        self._wandb = wandb = _imported("wandb", "wandb")
         seat, spec = self._seat, self._spec
         wished = {"base_url": spec.base_url, "api_key": _value(spec.api_key, seat.secrets)}
         settings = wandb.Settings(
