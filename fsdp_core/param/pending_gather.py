@@ -115,7 +115,7 @@ class PendingGather:
         keep_step(axis.group, device, f"all-gather of {label}")
         with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
-            work = axis.all_gather(buffer, own_row)
+            work = axis.all_gather(buffer, own_row, on_stream=lanes.are_streams)
         ticket = Ticket(
             work,
             buffer,

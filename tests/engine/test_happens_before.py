@@ -245,6 +245,39 @@ def check_order(ctx: RankContext, scenario: Scenario) -> None:
     assert simulation.edges <= {*NEEDED, *SPARE}
 
 
+@pytest.mark.parametrize(
+    ("scenario", "streams"),
+    [
+        (sharded, {"GATHER", "REDUCE"}),
+        (quantized_gradients, {"GATHER", "REDUCE"}),
+        (replicated, {"GATHER", "REDUCE", "ALL_REDUCE"}),
+    ],
+    ids=["sharded", "quantized", "replicated"],
+)
+def test_collectives_are_work_of_their_lanes(
+    gangs: Gangs, scenario: Scenario, streams: set[str]
+) -> None:
+    gangs(4).run(check_streams, scenario, streams)
+
+
+def check_streams(ctx: RankContext, scenario: Scenario, streams: set[str]) -> None:
+    assert {each.stream for each in run(ctx, scenario).device.collectives} == streams
+
+
+@pytest.mark.parametrize("scenario", [sharded, mixed_precision, replicated], ids=NAME)
+def test_rows_of_a_reduction_are_aligned_whatever_the_flags_add(
+    gangs: Gangs, scenario: Scenario
+) -> None:
+    gangs(4).run(check_aligned, scenario)
+
+
+def check_aligned(ctx: RankContext, scenario: Scenario) -> None:
+    collectives = run(ctx, scenario).device.collectives
+    rows = {each.result_bytes for each in collectives if each.name.startswith("reduce_scatter")}
+    assert rows
+    assert {row % 128 for row in rows} == {0}
+
+
 @pytest.mark.parametrize("edge", NEEDED)
 def test_without_one_ordering_memory_is_used_too_early(gangs: Gangs, edge: str) -> None:
     scenario, world = NEEDED[edge]
