@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Final
 
@@ -137,7 +137,12 @@ class PendingReduce:
         wholes = list(batch.grads)
         batch.grads.clear()
         if batch.is_agreed:
-            wholes.append(_flags(batch.present, batch.reduce_dtype, route.device))
+            is_full = batch.plain is not None
+            wholes.append(
+                _ones(len(batch.present), batch.reduce_dtype)
+                if is_full
+                else _flags(batch.present, batch.reduce_dtype, route.device)
+            )
         sequence = link.ledger.issue(route.shards.name)
         started = shared.start(
             wholes,
@@ -315,6 +320,12 @@ def _slicings(batch: GradBatch, parts: int) -> tuple[Slicing, ...]:
     if batch.is_agreed:
         slicings.append(Slicing.of((len(batch.present),), None, parts))
     return tuple(slicings)
+
+
+@lru_cache(maxsize=1024)
+def _ones(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Flags on the host where all gradients are there; nobody writes them."""
+    return torch.ones(count, dtype=dtype)
 
 
 def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

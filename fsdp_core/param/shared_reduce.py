@@ -1,15 +1,19 @@
 """Reduce-scatters through memory that the ranks of one host share.
 
-Each rank has a box in its segment in which whole gradients would lie one after another. It leaves there
-what the others need of its gradients. Once all have announced theirs, each adds the parts that are its
-slices, in the order of ranks, straight into new slices. So every element is written once for another
-rank and read once, and the sum of three or more does not depend on where an element lies.
+Each rank leaves in a box of its segment what the others need of its gradients. Once all have announced
+theirs, each adds the parts that are its slices, in the order of ranks. So every element is written once for
+another rank and read once, and the sum of three or more does not depend on where an element lies.
 
-Of small gradients a rank leaves its own part as well: to cut it off takes longer than to copy it.
+How a box is laid out depends on what the gradients are:
+
+- `_Tensors`: each whole tensor has a place, of which a rank fills the parts that are not its own;
+- `_Rows`: there is a row for each rank, in which its slices of all tensors lie end to end, its own row too. Then
+  all of them are added at once. For small tensors, to cut off a part takes longer than to copy it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -29,17 +33,21 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 64
 _SMALL_BYTES: Final = 1 << 18
 """Of whole gradients: so many are copied in about the time that cutting them takes."""
+_AT_ONCE: Final = 1 << 16
+"""Elements that are added, and then divided, while they are in the processor's cache."""
 
 
-class _Plan:
+class _Plan(ABC):
     """What a reduction of certain tensors needs at each step; made once.
 
     Attributes:
         slicings: How each tensor is cut.
         packing: How their slices lie in one row.
         dtype: In which they are added.
-        is_small: Whether a rank leaves whole tensors in its box, its own parts included.
+        box_bytes: Of what a rank leaves.
     """
+
+    box_bytes: int
 
     def __init__(
         self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
@@ -48,47 +56,158 @@ class _Plan:
         self.packing = Packing.of([each.row for each in slicings], axis.size)
         self.dtype = dtype
         self._axis = axis
+
+    @staticmethod
+    def of(slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis) -> _Plan:
+        """The one that suits the tensors."""
+        nbytes = sum(each.total for each in slicings) * dtype.itemsize
+        kind = _Rows if nbytes <= _SMALL_BYTES and all(map(_is_even, slicings)) else _Tensors
+        return kind(slicings, dtype, axis)
+
+    @abstractmethod
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        """Fills this rank's box, and divides by `divisor`.
+
+        Returns:
+            This rank's own part, as `total` takes it.
+        """
+
+    @abstractmethod
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        """Adds all ranks' parts and divides the sums.
+
+        Args:
+            own: From `leave`.
+            places: Of all ranks' boxes.
+            divisor: 1 for the sum.
+
+        Returns:
+            This rank's slice of each tensor, without padding.
+        """
+
+
+class _Rows(_Plan):
+    """Rows of small tensors."""
+
+    def __init__(
+        self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
+    ) -> None:
+        super().__init__(slicings, dtype, axis)
+        self.box_bytes = self.packing.total * dtype.itemsize
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._forms = [
+            (shape, torch.empty(shape, device="meta").stride(), offset)
+            for shape, offset in zip(
+                (each.shape_of(axis.rank) for each in slicings), self.packing.offsets, strict=True
+            )
+        ]
+
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        if (targets := self._targets.get(box.place)) is None:
+            rows = self._rows(self._axis.rank, box.place)
+            starts, sizes = self.packing.offsets, self.packing.sizes
+            targets = self._targets[box.place] = [
+                rows.narrow(1, start, size) for start, size in zip(starts, sizes, strict=True)
+            ]
+        ranks = self._axis.size
+        sources = [
+            whole.reshape(ranks, -1) if slicing.dim == 0 else whole.expand(ranks, -1)
+            for whole, slicing in zip(wholes, self.slicings, strict=True)
+        ]
+        torch_private.foreach_copy(targets, sources)
+        if divisor != 1:
+            self._rows(self._axis.rank, box.place).div_(divisor)
+        return []
+
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        del own
+        first, second, *more = (self._row_for_us(*left) for left in enumerate(places))
+        total = first + second
+        for row in more:
+            total += row
+        if divisor != 1:
+            total.div_(divisor)
+        return [total.as_strided(*form) for form in self._forms]
+
+    def _row_for_us(self, rank: int, place: int) -> torch.Tensor:
+        if (known := self._own_rows.get((rank, place))) is None:
+            known = self._own_rows[rank, place] = self._rows(rank, place)[self._axis.rank]
+        return known
+
+    def _rows(self, rank: int, place: int) -> torch.Tensor:
+        flat = self._axis.view(rank, place, self.packing.total, self.dtype)
+        return flat.view(self.packing.parts, self.packing.row)
+
+
+class _Tensors(_Plan):
+    """Places for whole tensors."""
+
+    def __init__(
+        self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
+    ) -> None:
+        super().__init__(slicings, dtype, axis)
         sizes = [_aligned(each.total * dtype.itemsize) for each in slicings]
         *self._places, self.box_bytes = accumulate(sizes, initial=0)
-        self.is_small = self.box_bytes <= _SMALL_BYTES
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def targets(self, box: OutBox) -> list[torch.Tensor]:
-        """Where each of what `left` gives is left."""
-        if (known := self._targets.get(box.place)) is None:
-            known = self._targets[box.place] = self.left(self._wholes(self._axis.rank, box.place))
-        return known
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        if (targets := self._targets.get(box.place)) is None:
+            targets = self._for_others(self._wholes(self._axis.rank, box.place))
+            self._targets[box.place] = targets
+        own = [
+            part if part.dtype == self.dtype else part.to(self.dtype) for part in self._own(wholes)
+        ]
+        if targets:
+            torch_private.foreach_copy(targets, self._for_others(wholes))
+        if divisor != 1:
+            torch_private.foreach_div(targets, divisor)
+            own = [part.div(divisor) for part in own]
+        return own
 
-    def left(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of what this rank leaves of the tensors: all, or what is not its own part."""
-        if self.is_small:
-            return list(wholes)
-        rank, left = self._axis.rank, []
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        rank = self._axis.rank
+        parts = [own if each == rank else self._left_by(each, at) for each, at in enumerate(places)]
+        return [_mean(tensors, divisor) for tensors in zip(*parts, strict=True)]
+
+    def _for_others(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of what is not this rank's slice, and of what every rank needs."""
+        views = []
         for whole, slicing in zip(wholes, self.slicings, strict=True):
             if slicing.dim is None:
-                left.append(whole)
+                views.append(whole)
                 continue
-            start, length = slicing.bounds(rank)
+            start, length = slicing.bounds(self._axis.rank)
             end = start + length
             if start > 0:
-                left.append(whole.narrow(slicing.dim, 0, start))
+                views.append(whole.narrow(slicing.dim, 0, start))
             if end < slicing.shape[slicing.dim]:
-                left.append(whole.narrow(slicing.dim, end, slicing.shape[slicing.dim] - end))
-        return left
+                views.append(whole.narrow(slicing.dim, end, slicing.shape[slicing.dim] - end))
+        return views
 
-    def own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of this rank's slices of the tensors."""
+    def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rank = self._axis.rank
         return [
             whole if slicing.dim is None else whole.narrow(slicing.dim, *slicing.bounds(rank))
-            for rank in [self._axis.rank]
             for whole, slicing in zip(wholes, self.slicings, strict=True)
         ]
 
-    def left_by(self, rank: int, place: int) -> list[torch.Tensor]:
-        """This rank's slices of what `rank` has in its box at `place`."""
+    def _left_by(self, rank: int, place: int) -> list[torch.Tensor]:
         if (known := self._parts.get((rank, place))) is None:
-            known = self._parts[rank, place] = self.own(self._wholes(rank, place))
+            known = self._parts[rank, place] = self._own(self._wholes(rank, place))
         return known
 
     def _wholes(self, rank: int, place: int) -> list[torch.Tensor]:
@@ -96,6 +215,22 @@ class _Plan:
             self._axis.view(rank, place + start, slicing.total, self.dtype).view(slicing.shape)
             for start, slicing in zip(self._places, self.slicings, strict=True)
         ]
+
+
+def _mean(parts: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+    """The sum of `parts` in their order, divided; contiguous."""
+    total = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+    is_flat = all(part.is_contiguous() for part in parts)
+    flats = [each.view(-1) if is_flat else each for each in (total, *parts)]
+    length = _AT_ONCE if is_flat else max(len(flats[0]), 1)
+    for start in range(0, len(flats[0]), length):
+        sums, first, second, *more = (each[start : start + length] for each in flats)
+        torch.add(first, second, out=sums)
+        for part in more:
+            sums += part
+        if divisor != 1:
+            sums.div_(divisor)
+    return total
 
 
 class SharedReducer:
@@ -136,16 +271,7 @@ class SharedReducer:
         """
         plan = self._plan_of(slicings, dtype)
         box = self.axis.take_box(plan.box_bytes)
-        targets = plan.targets(box)
-        if targets:
-            torch_private.foreach_copy(targets, plan.left(wholes))
-        own = plan.left_by(self.axis.rank, box.place) if plan.is_small else plan.own(wholes)
-        if reduction.pre_divide != 1:
-            torch_private.foreach_div(targets, reduction.pre_divide)
-        if not plan.is_small:
-            own = [part if part.dtype == dtype else part.to(dtype) for part in own]
-            if reduction.pre_divide != 1:
-                own = [part.div(reduction.pre_divide) for part in own]
+        own = plan.leave(wholes, box, reduction.pre_divide)
         name = what(plan.packing)
         number = self.axis.start(name, box.place)
         return SharedReduction(self.axis, plan, box, own, reduction, number, name, on_complete)
@@ -155,7 +281,7 @@ class SharedReducer:
         last = self._last
         if last is None or last.slicings is not slicings or last.dtype != dtype:
             if (last := self._plans.get((slicings, dtype))) is None:
-                last = self._plans[slicings, dtype] = _Plan(slicings, dtype, self.axis)
+                last = self._plans[slicings, dtype] = _Plan.of(slicings, dtype, self.axis)
             self._last = last
         return last
 
@@ -168,7 +294,7 @@ class SharedReduction:
         axis: Whose ranks share memory.
         plan: Of the tensors that are reduced.
         box: Where the others find their parts.
-        own: This rank's part of each tensor.
+        own: This rank's part, unless it lies in the box.
         reduction: How parts become a sum or a mean.
         number: Among the axis's collectives.
         what: Its name.
@@ -220,26 +346,23 @@ class SharedReduction:
             DesyncError: A rank has started another collective in its place.
             PeerError: A rank has ended.
         """
-        axis, plan = self.axis, self.plan
-        places = axis.await_started(self.number, self.what)
-        parts = [
-            self.own if rank == axis.rank else plan.left_by(rank, place)
-            for rank, place in enumerate(places)
-        ]
-        # What lies in a box is contiguous, and the first summand decides how the sum lies.
-        first, second = (parts[1], parts[0]) if axis.rank == 0 else (parts[0], parts[1])
-        totals = torch_private.foreach_sum(first, second)
-        for more in parts[2:]:
-            torch_private.foreach_add(totals, more)
+        places = self.axis.await_started(self.number, self.what)
+        is_mean = self.reduction.scatter_op == ReduceOp.AVG
+        slices = self.plan.total(self.own, places, self.axis.size if is_mean else 1)
         self._end()
-        if self.reduction.scatter_op == ReduceOp.AVG:
-            torch_private.foreach_div(totals, axis.size)
-        return totals
+        return slices
 
     def _end(self) -> None:
         self.axis.give_back(self.box)
         self.own = []
         self.on_complete()
+
+
+def _is_even(slicing: Slicing) -> bool:
+    """Whether the slices of all ranks, end to end, are the tensor; or each has the whole, 1D."""
+    if slicing.dim is None:
+        return len(slicing.shape) == 1
+    return slicing.dim == 0 and slicing.row * slicing.parts == slicing.total
 
 
 def _aligned(nbytes: int) -> int:
