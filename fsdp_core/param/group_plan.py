@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from fsdp_core.param.unsharded_param import UnshardedParam
 
 
+Where = TypeVar("Where")
+_Registration: TypeAlias = "tuple[Where, str, nn.Parameter, nn.Parameter]"
+"""Where, under which name, and what is registered while the parameter is sharded and while it is whole."""
+
+
 @dataclass(frozen=True)
 class _Forms:
     """The objects of one parameter."""
@@ -37,7 +42,6 @@ class _Forms:
     param: FSDPParam
     sharded: nn.Parameter
     whole: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,18 @@ class GroupPlan:
         self._rank = rank
         self._unsharded = [cast("UnshardedParam", param.unsharded()) for param in params]
         self._forms = [
-            _Forms(param, param.sharded_param, whole.parameter, param.slot.places)
+            _Forms(param, param.sharded_param, whole.parameter)
             for param, whole in zip(params, self._unsharded, strict=True)
         ]
+        self._tables: list[_Registration[dict[str, nn.Parameter | None]]] = []
+        self._attributes: list[_Registration[nn.Module]] = []
+        for forms in self._forms:
+            for module, name in forms.param.slot.places:
+                table = torch_private.parameter_table(module)
+                if table is None:
+                    self._attributes.append((module, name, forms.sharded, forms.whole))
+                else:
+                    self._tables.append((table, name, forms.sharded, forms.whole))
         self._memory = WholeMemory(self._unsharded)
         self.slices = _SlicesToSend.of(params, self._unsharded)
         self._known_grads: dict[tuple[int, ...], PlainGrads] = {}
@@ -121,15 +134,17 @@ class GroupPlan:
         for forms in self._forms:
             if forms.whole.requires_grad != forms.sharded.requires_grad:
                 forms.param.to_unsharded()  # frozen, or trainable again, since
-                continue
-            for module, name in forms.places:
-                torch_private.set_parameter(module, name, forms.whole)
+        for table, name, _, whole in self._tables:
+            table[name] = whole
+        for module, name, _, whole in self._attributes:
+            torch_private.set_parameter(module, name, whole)
 
     def register_slices(self) -> None:
         """Registers the slices and frees the whole parameters."""
-        for forms in self._forms:
-            for module, name in forms.places:
-                torch_private.set_parameter(module, name, forms.sharded)
+        for table, name, sharded, _ in self._tables:
+            table[name] = sharded
+        for module, name, sharded, _ in self._attributes:
+            torch_private.set_parameter(module, name, sharded)
         self._memory.free()
 
     def fill(self, rows: torch.Tensor) -> None:
