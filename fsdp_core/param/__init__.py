@@ -9,7 +9,7 @@ from fsdp_core.param.owned_param import OwnedParam, owned_over
 from fsdp_core.param.ownership import Charge, charge_of, claim
 from fsdp_core.param.param_group import FSDPParamGroup
 from fsdp_core.param.param_options import ParamOptions
-from fsdp_core.param.pending_reduce import PendingReduce
+from fsdp_core.param.reduce import PendingReduce
 from fsdp_core.param.slot import ParamSlot, find_slots
 
 __all__ = [

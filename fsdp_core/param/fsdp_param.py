@@ -33,15 +33,13 @@ from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.attachment import inherit
-from fsdp_core.param.grad_batch import Contribution
+from fsdp_core.param.grads import Contribution, UnreducedGrad
 from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place, whole_local
-from fsdp_core.param.replacement import check_replacement
-from fsdp_core.param.sharded_grad import add_to_grad
+from fsdp_core.param.replacement import check_grad, check_replacement
 from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
-from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
@@ -391,26 +389,38 @@ class FSDPParam:
     ) -> None:
         """Adds a reduced slice if `present`, of one flag, says that some rank had a gradient."""
         if all(present):
-            self.add_sharded_grad(row, link, lane)
+            self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), link, lane)
 
-    def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
         Args:
-            row: 1D, `slicing.row` elements in the original dtype; kept, not copied.
+            own: Without padding, its dims in the order in which they lie in memory; kept, not copied,
+                where it has the original dtype.
             link: Whose lane a copy to the host is placed on.
             lane: On which the caller is.
+
+        Raises:
+            TensorKindError: The user has set a gradient that is no DTensor, or that lies otherwise.
         """
-        self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), link, lane)
+        local = self._order.seen(own if own.dtype == self.orig_dtype else own.to(self.orig_dtype))
+        self._accumulate(local, link, lane)
 
-    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        """The same with the slice in the order in which it lies in memory, without padding."""
-        own = own if own.dtype == self.orig_dtype else own.to(self.orig_dtype)
-        self._add_local_grad(self._order.seen(own), link, lane)
-
-    def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        sharded, placing = self.sharded_param, self._placing
-        add_to_grad(self.fqn, sharded, local, placing, self._memory, link, lane)
+    def _accumulate(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        sharded = self.sharded_param
+        hooks = torch_private.post_accumulate_hooks(sharded)
+        total = sharded.grad
+        if total is not None:
+            check_grad(self.fqn, total, local)
+        # With hooks, nobody on the host may look at it before the copy has arrived.
+        local = self._memory.take_grad(local, link, lane, may_overlap=total is None and not hooks)
+        if total is None:
+            sharded.grad = self._placing.sharded(local)
+        else:
+            summed = torch_private.local_tensor(cast("DTensor", total))
+            summed += local
+        for hook in hooks:
+            hook(sharded)
 
     # -- Inside
 

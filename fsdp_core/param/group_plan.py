@@ -15,7 +15,7 @@ import torch
 
 from fsdp_core import torch_private
 from fsdp_core.layout import Slicing
-from fsdp_core.param.grad_batch import GradBatch, PlainGrads
+from fsdp_core.param.grads import GradBatch, PlainGrads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,11 +15,11 @@ from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.attachment import Attachment, attach, attached
 from fsdp_core.param.fsdp_param import FSDPParam
+from fsdp_core.param.grads import UnreducedGrad
 from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place, whole_local
 from fsdp_core.param.tensor_extension import is_extended
-from fsdp_core.param.unreduced_grad import UnreducedGrad
 from fsdp_core.param.unsharded_param import Unsharded
 
 if TYPE_CHECKING:
@@ -142,12 +142,12 @@ class OwnedParam(FSDPParam):
         if kept is not local:
             torch_private.replace_local(registered, kept)
 
-    def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        """As FSDPParam's; elsewhere than on the owner `row` is empty."""
+    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        """As FSDPParam's with a 1D slice; elsewhere than on the owner it is empty."""
         if self.is_mine:
-            super().add_sharded_grad(row, link, lane)
+            super().add_own_grad(own.view(self.slicing.shape), link, lane)
         else:
-            self._add_local_grad(row, link, lane)
+            self._accumulate(own, link, lane)
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:

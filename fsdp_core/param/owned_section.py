@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import OwnedPacking, Slicing
-from fsdp_core.param.grad_batch import Contribution
+from fsdp_core.param.grads import Contribution
 from fsdp_core.param.unsharded_param import allocate_as_saved, free_for_autograd
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class OwnedGrads:
         ):
             if has_grad:
                 own = row.narrow(0, start, size) if member.is_mine else row.new_empty(0)
-                member.add_sharded_grad(own, link, lane)
+                member.add_own_grad(own, link, lane)
 
 
 class _SharedWhole:

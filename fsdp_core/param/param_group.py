@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
-from fsdp_core.param.grad_batch import GradBatch, batches_of
+from fsdp_core.param.gather import PendingGather
+from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
 from fsdp_core.param.group_options import GroupOptions
 from fsdp_core.param.group_plan import GroupPlan
 from fsdp_core.param.owned_param import OwnedParam
 from fsdp_core.param.owned_section import OwnedSection, sections_of
-from fsdp_core.param.partial_reduce import PartialReduce
-from fsdp_core.param.pending_gather import PendingGather
-from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
+from fsdp_core.param.reduce import PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer
 from fsdp_core.param.unsharded_param import UnshardedParam

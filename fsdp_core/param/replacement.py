@@ -1,4 +1,4 @@
-"""What may take a sharded parameter's place on its module."""
+"""What users may put in the place of a sharded parameter, and of its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentError, ArgumentTypeError
+from fsdp_core.errors import ArgumentError, ArgumentTypeError, TensorKindError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,3 +48,22 @@ def check_replacement(
             f"with placements {spec.placements} on {spec.mesh}; redistribute brings it there."
         )
     return torch_private.spec_of(registered)
+
+
+def check_grad(fqn: str, total: torch.Tensor, local: torch.Tensor) -> None:
+    """Checks that a reduced slice can be added to a gradient.
+
+    Args:
+        fqn: The parameter's name.
+        total: Its gradient.
+        local: The slice, of the shape of the parameter's local tensor.
+
+    Raises:
+        TensorKindError: The gradient is no DTensor, or lies otherwise.
+    """
+    if not isinstance(total, DTensor) or torch_private.local_tensor(total).shape != local.shape:
+        raise TensorKindError(
+            f"The gradient of parameter {fqn!r} was set to a {type(total).__name__} of which this "
+            "rank does not hold the same slice as of the parameter. Set a DTensor of the "
+            "parameter's placements, or None."
+        )

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import Collectives, CommLink
-    from fsdp_core.param.grad_batch import GradBatch
-    from fsdp_core.param.partial_reduce import PartialReduce
+    from fsdp_core.param.grads import GradBatch, PartialReduce
     from fsdp_core.param.shared_reduce import SharedReducer
 
 
