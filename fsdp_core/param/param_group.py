@@ -152,7 +152,12 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self._travellers, axis, self.info.device, link, label=self._label
+            self._travellers,
+            axis,
+            self.info.device,
+            link,
+            label=self._label,
+            may_overlap=all(param.is_plain for param in self.params),
         )
 
     def finish_unshard(self) -> None:

@@ -109,11 +109,13 @@ class Collective(NamedTuple):
         name: Of the function.
         stream: On which it runs.
         result_bytes: Of what it writes.
+        after: How many kernels of COMPUTE it runs after.
     """
 
     name: str
     stream: str
     result_bytes: int
+    after: int
 
 
 class SimulatedDevice:
@@ -124,12 +126,14 @@ class SimulatedDevice:
 
     Attributes:
         collectives: In the order in which they were started.
+        copies_out: Of gathers: which kernels of COMPUTE they were.
     """
 
     def __init__(self, deaf_to: str | None = None) -> None:
         self.stack: list[Timeline] = [Timeline(self, "COMPUTE")]
         self.edges: dict[str, None] = {}
         self.collectives: list[Collective] = []
+        self.copies_out: list[int] = []
         self._deaf_to = deaf_to
         self._names = iter(_LANE_NAMES)
         self._of_groups: dict[str, Timeline] = {}
@@ -224,6 +228,8 @@ class Watch(TorchDispatchMode):
         """One kernel on `stream`."""
         self._collect()
         now = stream.tick()
+        if name.startswith("aten.split_with_sizes_copy"):
+            self._device.copies_out.append(now)
         for tensor in reads:
             if (block := self._block(tensor.untyped_storage(), None, made_by="earlier")) is None:
                 continue
@@ -376,7 +382,8 @@ def simulated(deaf_to: str | None = None) -> Iterator[Simulation]:
                 real(*tensors, **kwargs)
             watch.use(stream, tensors[1:operands], tensors[:1], real.__name__)
             row_bytes = tensors[0].numel() * tensors[0].itemsize
-            device.collectives.append(Collective(real.__name__, stream.name, row_bytes))
+            after = stream.clock.get("COMPUTE", 0)
+            device.collectives.append(Collective(real.__name__, stream.name, row_bytes, after))
             return Work(device, stream.record_event()) if async_op else None
 
         return call
