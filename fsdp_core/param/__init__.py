@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from fsdp_core.param.fsdp_param import FSDPParam
-from fsdp_core.param.group_options import GroupOptions
 from fsdp_core.param.naming import name_from_root
 from fsdp_core.param.owned_param import OwnedParam, owned_over
 from fsdp_core.param.ownership import Charge, charge_of, claim
 from fsdp_core.param.param_group import FSDPParamGroup
-from fsdp_core.param.param_options import ParamOptions
 from fsdp_core.param.reduce import PendingReduce
 from fsdp_core.param.slot import ParamSlot, find_slots
 
@@ -16,9 +14,7 @@ __all__ = [
     "Charge",
     "FSDPParam",
     "FSDPParamGroup",
-    "GroupOptions",
     "OwnedParam",
-    "ParamOptions",
     "ParamSlot",
     "PendingReduce",
     "charge_of",

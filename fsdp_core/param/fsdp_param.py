@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
-    from fsdp_core.param.param_options import ParamOptions
+    from fsdp_core.options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
-    from fsdp_core.param.param_options import ParamOptions
+    from fsdp_core.options import ParamOptions
     from fsdp_core.param.slot import ParamSlot
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
+from fsdp_core.options import GroupOptions
 from fsdp_core.param.gather import PendingGather
 from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
-from fsdp_core.param.group_options import GroupOptions
 from fsdp_core.param.group_plan import GroupPlan
 from fsdp_core.param.owned_param import OwnedParam
 from fsdp_core.param.owned_section import OwnedSection, sections_of
@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     )
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.policy import SharedMemoryPolicy
-
-
-_REDUCE_OPTIONS = attrgetter(
-    "reduce_scatter",
-    "reduce_group",
-    "all_reduce_grads",
-    "all_reduce_hook",
-    "all_reduce_hook_stream",
-    "divide_factor",
-    "force_sum",
-)
-"""What of `GroupOptions` decides where gradients go."""
 
 
 class FSDPParamGroup:
@@ -99,7 +87,6 @@ class FSDPParamGroup:
         self._plan: GroupPlan | None = None
         self._partial = PartialReduce()
         self._route: ReduceRoute | None = None
-        self._route_key: tuple[object, ...] = ()
         self._keeps_grads = False
         self._awaits_reduce = False
         self._resharded: Mark | None = None
@@ -327,36 +314,21 @@ class FSDPParamGroup:
 
     def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""
-        key = (self._label, *_REDUCE_OPTIONS(self.options))
-        if self._route is None or key != self._route_key:
-            self._route, self._route_key = self._new_route(), key
-        return PendingReduce.issue(batch, self._route, link)
+        label, route = self._label, self._route
+        if route is None or route.options != self.options or route.label != label:
+            route = self._route = self._new_route(label)
+        return PendingReduce.issue(batch, route, link)
 
-    def _new_route(self) -> ReduceRoute:
-        options = self.options
+    def _new_route(self, label: str) -> ReduceRoute:
+        custom, group = self.options.reduce_scatter, self.options.reduce_group
         return ReduceRoute(
-            label=self._label,
-            shards=collectives_on(
-                self.info.shard,
-                reduce_scatter=options.reduce_scatter,
-                reduce_group=options.reduce_group,
-            ),
+            label=label,
+            options=replace(self.options),  # setters do not change what is in flight
+            shards=collectives_on(self.info.shard, reduce_scatter=custom, reduce_group=group),
             replicas=collectives_on(self.info.replicate),
             device=self.info.device,
             partial=self._partial,
-            all_reduces=options.all_reduce_grads,
-            hook=options.all_reduce_hook,
-            hook_stream=options.all_reduce_hook_stream,
-            divide_factor=options.divide_factor,
-            force_sum=options.force_sum,
-            # A class written for the reference does not have it.
-            granularity=getattr(options.reduce_scatter, "granularity", 1),
-            lends=options.reduce_scatter is not None,
-            shared=(
-                self._shared_reducer
-                if options.reduce_scatter is None and options.reduce_group is None
-                else None
-            ),
+            shared=self._shared_reducer if custom is None and group is None else None,
         )
 
     @property

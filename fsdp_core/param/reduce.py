@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import Collectives, CommLink
+    from fsdp_core.options import GroupOptions
     from fsdp_core.param.grads import GradBatch, PartialReduce
     from fsdp_core.param.shared_reduce import SharedReducer
 
@@ -33,34 +34,33 @@ class ReduceRoute:
 
     Attributes:
         label: Whose gradients they are; the same on all ranks.
+        options: Of the group.
         shards: Axis of the reduce-scatter.
         replicas: Axis of the all-reduce; one rank where there is none.
         device: On which gradients arise.
         partial: Where sums wait that are not all-reduced yet.
-        all_reduces: Whether replicas average now.
-        hook: The user's, called with the result before it is divided and cast.
-        hook_stream: On which; None: the lane of all-reduces.
-        divide_factor: See `Reduction.of`.
-        force_sum: See `Reduction.of`.
-        granularity: See `ReduceScatter.granularity`.
         shared: Reduces over the shard axis through memory that its ranks share; None: by `shards`.
-        lends: Whether buffers are lent by the user's strategy, which may lend them again.
     """
 
     label: str
+    options: GroupOptions
     shards: Collectives
     replicas: Collectives
     device: torch.device
     partial: PartialReduce
-    all_reduces: bool = True
-    hook: Callable[[torch.Tensor], None] | None = None
-    hook_stream: torch.Stream | None = None
-    divide_factor: float | None = None
-    force_sum: bool = False
-    granularity: int = 1
-    shared: SharedReducer | None = None
-    lends: bool = False
+    shared: SharedReducer | None
     _reductions: dict[torch.dtype, Reduction] = field(default_factory=dict, init=False)
+
+    @property
+    def granularity(self) -> int:
+        """See `ReduceScatter.granularity`."""
+        # A class written for the reference does not have it.
+        return getattr(self.options.reduce_scatter, "granularity", 1)
+
+    @property
+    def lends(self) -> bool:
+        """Whether buffers are lent by the user's strategy, which may lend them again."""
+        return self.options.reduce_scatter is not None
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
@@ -73,8 +73,8 @@ class ReduceRoute:
             dtype,
             shards=self.shards.size,
             replicas=self.replicas.size,
-            divide_factor=self.divide_factor,
-            force_sum=self.force_sum,
+            divide_factor=self.options.divide_factor,
+            force_sum=self.options.force_sum,
         )
 
 
@@ -170,7 +170,7 @@ class PendingReduce:
                 # Gradients are views of the result, and outlive the loan.
                 result = result.clone()
             arrived = lanes.mark(Lane.REDUCE)
-            is_complete = self._route.all_reduces or self._route.replicas.size == 1
+            is_complete = self._route.options.all_reduce_grads or self._route.replicas.size == 1
             if is_complete:
                 self._route.partial.add_to(result, self._batch)
             else:
@@ -193,7 +193,9 @@ class PendingReduce:
     def _gives_slices(self) -> bool:
         """Whether nothing else is done with the result than to give each parameter its slice."""
         route = self._route
-        return self._batch.plain is not None and route.replicas.size == 1 and route.hook is None
+        return self._batch.plain is not None and (
+            route.replicas.size == 1 and route.options.all_reduce_hook is None
+        )
 
     def _give_slices(self, slices_: list[torch.Tensor], link: CommLink) -> None:
         if self._reduction.post_divide != 1:
@@ -214,10 +216,10 @@ class PendingReduce:
             keep_step(self._route.replicas.group, result.device, what)
             with link.lanes.enter(lane):
                 self._all_reduce(result, link)
-        if self._route.hook is not None:
+        if (hook := self._route.options.all_reduce_hook) is not None:
             link.lanes.follow(Lane.ALL_REDUCE, lane)
             lane = Lane.ALL_REDUCE
-            self._run_hook(self._route.hook, result, link)
+            self._run_hook(hook, result, link)
         with link.lanes.enter(lane):
             if self._reduction.post_divide != 1:
                 result.div_(self._reduction.post_divide)
@@ -244,7 +246,7 @@ class PendingReduce:
         self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, link: CommLink
     ) -> None:
         grads = result[: sum(self._sizes)]
-        stream = self._route.hook_stream
+        stream = self._route.options.all_reduce_hook_stream
         if stream is None:
             with link.lanes.enter(Lane.ALL_REDUCE):
                 hook(grads)

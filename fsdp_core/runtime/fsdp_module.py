@@ -15,8 +15,8 @@ from fsdp_core.runtime.unshard_handle import UnshardHandle
 if TYPE_CHECKING:
     import torch
 
+    from fsdp_core.options import UnitOptions
     from fsdp_core.runtime.fsdp_state import FSDPState
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 

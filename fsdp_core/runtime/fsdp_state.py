@@ -27,9 +27,9 @@ from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
+    from fsdp_core.options import UnitOptions
     from fsdp_core.policy import MixedPrecisionPolicy
     from fsdp_core.runtime.grouping import UnitGroups
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 COMPOSABLE_NAME = "fully_shard"
 _STATE_KEY = "fsdp_core.fully_shard"

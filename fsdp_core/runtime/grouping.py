@@ -23,12 +23,12 @@ from fsdp_core.errors import (
     SharedParameterError,
 )
 from fsdp_core.layout import balanced_owners
+from fsdp_core.options import ParamOptions
 from fsdp_core.param import (
     Charge,
     FSDPParam,
     FSDPParamGroup,
     OwnedParam,
-    ParamOptions,
     ParamSlot,
     charge_of,
     claim,

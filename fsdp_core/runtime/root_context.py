@@ -17,10 +17,10 @@ from fsdp_core.runtime.tracing import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
 if TYPE_CHECKING:
+    from fsdp_core.options import UnitOptions
     from fsdp_core.param import PendingReduce
     from fsdp_core.runtime.comm_home import CommHome
     from fsdp_core.runtime.observer import ObserverRelay
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class Unit(Ends, Protocol):

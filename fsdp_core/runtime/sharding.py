@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_core import torch_private
 from fsdp_core.comm import DataParallelMeshInfo, mesh_info_of
 from fsdp_core.errors import AlreadyShardedError, ArgumentError, ContainerError, UnsupportedError
-from fsdp_core.param import ParamOptions
+from fsdp_core.options import ParamOptions, UnitOptions
 from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -33,7 +33,6 @@ from fsdp_core.runtime.managed import (
     root_modules,
     without_ignored,
 )
-from fsdp_core.runtime.unit_options import UnitOptions
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
