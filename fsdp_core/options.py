@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_core.policy import MixedPrecisionPolicy, OffloadPolicy
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fsdp_core.comm import Owned, ShardPlacementResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     import torch.distributed as dist
 
-    from fsdp_core.comm import AllGather, FSDPMeshInfo, ReduceScatter
+    from fsdp_core.comm import AllGather, ReduceScatter
+    from fsdp_core.policy import MixedPrecisionPolicy, OffloadPolicy, SharedMemoryPolicy
+
+
+PlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
-class ParamOptions:
-    """What is decided once about every parameter of a group: precision, and where slices live.
+class ShardingOptions:
+    """What a call of `fully_shard` says about its parameters.
 
     Attributes:
-        policy: Dtypes.
+        mp_policy: Dtypes.
         offload: Whether slices and their gradients live in host memory.
-        post_forward: The smaller mesh that slices are kept for between forward and backward.
+        reshard_to: Ranks of the smaller mesh that forward reshards to, if any.
+        placement_of: See `fully_shard`.
+        shared_memory: See `fully_shard`.
     """
 
-    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    post_forward: FSDPMeshInfo | None = None
+    mp_policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    reshard_to: int | None = None
+    placement_of: PlacementFn | None = None
+    shared_memory: SharedMemoryPolicy | None = None
 
 
 @dataclass

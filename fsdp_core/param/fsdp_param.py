@@ -32,12 +32,11 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.attachment import inherit
 from fsdp_core.param.grads import Contribution, UnreducedGrad
-from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import place, whole_local
-from fsdp_core.param.replacement import check_grad, check_replacement
+from fsdp_core.param.placing import whole_local
+from fsdp_core.param.registration import check_grad, check_replacement, inherit
+from fsdp_core.param.slices import MemoryOrder
 from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
@@ -45,9 +44,9 @@ from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
-    from fsdp_core.options import ParamOptions
-    from fsdp_core.param.slot import ParamSlot
+    from fsdp_core.comm import CommLink, Lane
+    from fsdp_core.param.placing import ShardingChoice
+    from fsdp_core.param.registration import ParamSlot
 
 
 class FSDPParam:
@@ -64,50 +63,36 @@ class FSDPParam:
             another: what was worked out for them is out of date then.
     """
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        slot: ParamSlot,
-        info: DataParallelMeshInfo,
-        dim: int | None,
-        options: ParamOptions,
-    ) -> None:
-        """Shards `param`.
-
-        Args:
-            param: On `info.device` or meta.
-            slot: Where it hangs.
-            info: Mesh and roles of its axes.
-            dim: Tensor dim to shard on; None: every rank holds the whole.
-            options: Dtypes, where slices live, and the smaller mesh, if any.
-        """
-        self.fqn = slot.fqn
-        self.slot = slot
+    def __init__(self, choice: ShardingChoice) -> None:
+        """Shards a parameter as was chosen for it."""
+        info = choice.info
+        self.fqn = choice.slot.fqn
+        self.slot = choice.slot
         self._unreduced = UnreducedGrad()
         self.awaits_reduce = False
         self.changes = 0
         self._info = info
-        self._policy = options.policy
-        self._memory = HostMemory.of(options.offload, info.device)
+        self._policy = choice.options.mp_policy
+        self._memory = HostMemory.of(choice.options.offload, info.device)
         self._unsharded: Unsharded | None = None
         self._whole_memory: torch.Tensor | None = None
 
-        self._placing = place(param, slot.fqn, info, dim)
-        whole = whole_local(param).detach()
+        self._placing = choice.placing
+        whole = whole_local(choice.original).detach()
         self._order = MemoryOrder.of(whole)
         physical = self._order.physical(whole)
-        cut_dim = None if dim is None else self._order.dims.index(dim)
+        cut_dim = None if choice.dim is None else self._order.dims.index(choice.dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
-        smaller = options.post_forward
+        smaller = choice.post_forward
         self._smaller = None if smaller is None else SmallerMesh(smaller, self.slicing)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
             self._placing.sharded(self._order.seen(self._own_slice(padded))),
-            requires_grad=param.requires_grad,
+            requires_grad=choice.original.requires_grad,
         )
         self._is_extended = is_extended(self._local, self.fqn)
-        slot.register(self.sharded_param)
+        self.slot.register(self.sharded_param)
 
     # -- What it is
 
@@ -172,7 +157,7 @@ class FSDPParam:
             )
         return cast("Unsharded", self._unsharded)
 
-    def hang_also_at(self, slot: ParamSlot) -> None:
+    def register_also_at(self, slot: ParamSlot) -> None:
         """Adds the places where another unit's modules have the same parameter."""
         self.slot = self.slot.joined(slot)
         self.changes += 1

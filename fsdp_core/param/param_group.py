@@ -12,8 +12,7 @@ from fsdp_core.options import GroupOptions
 from fsdp_core.param.gather import PendingGather
 from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
 from fsdp_core.param.group_plan import GroupPlan
-from fsdp_core.param.owned_param import OwnedParam
-from fsdp_core.param.owned_section import OwnedSection, sections_of
+from fsdp_core.param.owned import OwnedParam, OwnedSection, sections_of
 from fsdp_core.param.reduce import PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer

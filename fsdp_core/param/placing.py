@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from fsdp_core.comm.mesh_info import DataParallelMeshInfo
+    from fsdp_core.comm import DataParallelMeshInfo, FSDPMeshInfo, Owned
+    from fsdp_core.options import ShardingOptions
+    from fsdp_core.param.registration import ParamSlot
     from fsdp_core.policy import DataParallelMeshDims
 
 MAX_OWN_AXES = 2
@@ -108,6 +110,31 @@ class Placing:
     def rebased(self, spec: torch_private.Spec) -> Placing:
         """After the user hung another DTensor on the module: slices lie as that one does."""
         return replace(self, sharded_spec=spec)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingChoice:
+    """Where and how one parameter is to be sharded; everything that could be refused was checked.
+
+    Attributes:
+        original: On the device of `info`, or meta.
+        slot: Where it is registered.
+        info: Mesh and roles of its axes.
+        owned: How one rank is to own it whole; None: it is sharded.
+        dim: Tensor dim to shard on; None: every rank holds the whole.
+        placing: How it lies on the meshes once it is sharded.
+        post_forward: The smaller mesh that slices are kept for between forward and backward.
+        options: Of the call.
+    """
+
+    original: nn.Parameter
+    slot: ParamSlot
+    info: DataParallelMeshInfo
+    owned: Owned | None
+    dim: int | None
+    placing: Placing
+    post_forward: FSDPMeshInfo | None
+    options: ShardingOptions
 
 
 def whole_local(param: nn.Parameter) -> torch.Tensor:

@@ -14,7 +14,7 @@ from fsdp_core.param import slices
 
 if TYPE_CHECKING:
     from fsdp_core.comm import FSDPMeshInfo
-    from fsdp_core.param.memory_order import MemoryOrder
+    from fsdp_core.param.slices import MemoryOrder
 
 
 class SmallerMesh:

@@ -28,8 +28,8 @@ from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
     from fsdp_core.options import UnitOptions
+    from fsdp_core.param import UnitGroups
     from fsdp_core.policy import MixedPrecisionPolicy
-    from fsdp_core.runtime.grouping import UnitGroups
 
 COMPOSABLE_NAME = "fully_shard"
 _STATE_KEY = "fsdp_core.fully_shard"

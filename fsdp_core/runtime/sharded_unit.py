@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
     from fsdp_core.comm import CommLink
     from fsdp_core.options import UnitOptions
-    from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.param import FSDPParam, FSDPParamGroup, UnitGroups
     from fsdp_core.runtime.comm_home import CommHome
-    from fsdp_core.runtime.grouping import UnitGroups
     from fsdp_core.runtime.root_context import RootContext
 
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_core import torch_private
 from fsdp_core.comm import DataParallelMeshInfo, mesh_info_of
 from fsdp_core.errors import AlreadyShardedError, ArgumentError, ContainerError, UnsupportedError
-from fsdp_core.options import ParamOptions, UnitOptions
+from fsdp_core.options import PlacementFn, ShardingOptions, UnitOptions
+from fsdp_core.param import group_params
 from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -25,7 +26,6 @@ from fsdp_core.policy import (
 )
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
 from fsdp_core.runtime.fsdp_state import COMPOSABLE_NAME, FSDPState, state_of
-from fsdp_core.runtime.grouping import GroupingOptions, PlacementFn, group_params
 from fsdp_core.runtime.managed import (
     managed_modules,
     managed_params,
@@ -130,20 +130,18 @@ class FullyShard:
             _check_unsharded(each)
         info = mesh_info_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
         reshard = _Reshard.of(reshard_after_forward, info)
-        param_options = ParamOptions(mp_policy, offload_policy_of(offload_policy))
+        offload = offload_policy_of(offload_policy)
 
         ignored = ignored_params or set()
         managed = without_ignored(managed_modules(modules), ignored)
         originals = managed_params(managed, ignored)
         move_to(info.device, originals, managed)
-        groups = group_params(
-            originals,
-            modules,
-            info,
-            GroupingOptions(param_options, reshard.ranks, shard_placement_fn, shared_memory),
+        options = ShardingOptions(
+            mp_policy, offload, reshard.ranks, shard_placement_fn, shared_memory
         )
-        options = UnitOptions(reshard_after_forward=reshard.at_all)
-        FSDPState(modules, groups, info.device, mp_policy, options).install()
+        groups = group_params(originals, modules, info, options)
+        unit_options = UnitOptions(reshard_after_forward=reshard.at_all)
+        FSDPState(modules, groups, info.device, mp_policy, unit_options).install()
 
         for each in managed:
             torch_private.mark_for_dynamo(each)

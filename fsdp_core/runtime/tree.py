@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp_core.errors import RootError
-from fsdp_core.param import FSDPParam, name_from_root
+from fsdp_core.param import FSDPParam
 from fsdp_core.runtime.root_context import RootContext, Unit
 
 if TYPE_CHECKING:
@@ -61,9 +61,17 @@ def form_tree(
                 f"FSDP state has already been lazily initialized for {', '.join(fqns)}\n"
                 "FSDP requires running forward through the root module first"
             )
-    name_from_root(modules[0], [param for unit in members for param in unit.params])
+    _name_from_root(modules[0], [param for unit in members for param in unit.params])
     for unit in members:
         unit.settle()
     context = RootContext(list(members), home, relay, is_solo=False)
     for index, (unit, fqns) in enumerate(members.items()):
         unit.join(context, index, ", ".join(fqns))
+
+
+def _name_from_root(root: nn.Module, params: Iterable[FSDPParam]) -> None:
+    prefixes = {module: name for name, module in root.named_modules()}
+    for param in params:
+        module, local_name = param.slot.places[0]
+        prefix = prefixes.get(module, "")
+        param.fqn = f"{prefix}.{local_name}" if prefix else local_name

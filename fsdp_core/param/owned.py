@@ -1,23 +1,170 @@
-"""The owned parameters of a group, which travel as one."""
+"""Parameters that a single rank of the shard axis holds whole, and the row in which they travel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core import torch_private
-from fsdp_core.errors import StateError
+from fsdp_core.errors import ArgumentTypeError, StateError
 from fsdp_core.layout import OwnedPacking, Slicing
-from fsdp_core.param.grads import Contribution
-from fsdp_core.param.unsharded_param import allocate_as_saved, free_for_autograd
+from fsdp_core.param import slices
+from fsdp_core.param.fsdp_param import FSDPParam
+from fsdp_core.param.grads import Contribution, UnreducedGrad
+from fsdp_core.param.offload import HostMemory
+from fsdp_core.param.placing import ShardingChoice, whole_local
+from fsdp_core.param.registration import Attachment, attach, attached
+from fsdp_core.param.slices import MemoryOrder
+from fsdp_core.param.unsharded_param import Unsharded, allocate_as_saved, free_for_autograd
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
-    from fsdp_core.param.owned_param import OwnedParam
+
+
+@dataclass(frozen=True)
+class _OwnedOver(Attachment):
+    """The ranks of which one owns a parameter; None where there is but one."""
+
+    group: dist.ProcessGroup | None
+
+
+class OwnedParam(FSDPParam):
+    """Its slice is everything on the owner and nothing elsewhere; an `OwnedSection` moves it.
+
+    The sharded parameter is a DTensor, replicated over a mesh of the owner and its replicas
+    alone. On every other rank it has an empty local tensor, and so has its gradient: optimizers
+    step everywhere alike, and do nothing there.
+
+    Attributes:
+        owner: Place on the shard axis.
+    """
+
+    def __init__(self, choice: ShardingChoice, owner: int) -> None:  # nothing is cut
+        """Keeps the parameter on its owner and drops it elsewhere.
+
+        Args:
+            choice: Where it is registered, and its mesh.
+            owner: Place on the shard axis.
+        """
+        info = choice.info
+        self.fqn = choice.slot.fqn
+        self.slot = choice.slot
+        self.owner = owner
+        self._unreduced = UnreducedGrad()
+        self.awaits_reduce = False
+        self.changes = 0
+        self._info = info
+        self._policy = choice.options.mp_policy
+        self._memory = HostMemory.of(choice.options.offload, info.device)
+        self._unsharded = None
+        self._smaller = None
+        self._is_extended = False
+
+        self._mesh = _owner_mesh(info, owner)
+        spec = torch_private.respec(choice.placing.sharded_spec, self._mesh, [Replicate()])
+        self._placing = replace(choice.placing, sharded_spec=spec)
+        whole = whole_local(choice.original).detach()
+        self._order = MemoryOrder.of(whole)
+        physical = self._order.physical(whole)
+        self.slicing = Slicing.of(physical.shape, None, 1)
+        held = slices.cut(physical, self.slicing, 0) if self.is_mine else whole.new_empty(0)
+        held = self._memory.take(held)
+        self.sharded_param = nn.Parameter(
+            self._placing.sharded(self._order.seen(held) if self.is_mine else held),
+            requires_grad=choice.original.requires_grad,
+        )
+        self._register()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank is the owner, or its replica."""
+        return self._info.shard.rank == self.owner
+
+    def unsharded(self) -> Unsharded:
+        """The whole parameter; its memory is the section's.
+
+        Raises:
+            StateError: The parameter is in no section.
+        """
+        if self._unsharded is None:
+            raise StateError(f"Parameter {self.fqn!r} was never gathered.")
+        return self._unsharded
+
+    def compute_with(self, unsharded: Unsharded) -> None:
+        """Sets what is whole while modules compute."""
+        self._unsharded = unsharded
+
+    def whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """Elements in the order in which they travel, as the form of the original; no copy."""
+        return self._whole_from_flat(flat)
+
+    def held(self) -> torch.Tensor:
+        """What this rank holds, 1D on the device, in the order in which it travels."""
+        local = self._memory.to_device(self._local)
+        return self._order.physical(local).reshape(-1) if self.is_mine else local
+
+    def refresh(self) -> None:
+        """Takes over what the user hung on the module.
+
+        Raises:
+            ArgumentTypeError: It is no DTensor on the mesh of the owner.
+            ArgumentError: It has another shape.
+        """
+        registered = self.slot.registered()
+        if not isinstance(registered, DTensor) or registered.device_mesh != self._mesh:
+            raise ArgumentTypeError(
+                f"Parameter {self.fqn!r} is owned by rank {self.owner} of its shard axis, and was "
+                "replaced by something that is not. Copy values into it, or assign a DTensor on "
+                "its own device_mesh."
+            )
+        self._take_over(registered)
+        self._register()
+        local = self._local
+        kept = local if local.is_meta else self._memory.keep(local)
+        if kept is not local:
+            torch_private.replace_local(registered, kept)
+
+    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        """As FSDPParam's with a 1D slice; elsewhere than on the owner it is empty."""
+        if self.is_mine:
+            super().add_own_grad(own.view(self.slicing.shape), link, lane)
+        else:
+            self._accumulate(own, link, lane)
+
+    @property
+    def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(self.sharded_param.shape) if self.is_mine else (0,),)
+
+    def _register(self) -> None:
+        attach(self.sharded_param, _OwnedOver(self._info.shard.group))
+        self.slot.register(self.sharded_param)
+
+
+def owned_over(param: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks of which one owns this sharded parameter; None if it is not owned whole.
+
+    What is summed over the parameters of a model, such as a norm, must be summed over them: the
+    parameter's own mesh does not name them.
+    """
+    found = attached(param, _OwnedOver)
+    return None if found is None else found.group
+
+
+def _owner_mesh(info: DataParallelMeshInfo, owner: int) -> DeviceMesh:
+    # Other ranks are not part of the mesh. PyTorch lets them hold an empty local tensor, on which
+    # operations do nothing. Copies of an owned parameter never communicate, so no groups are made.
+    ranks = torch_private.mesh_ranks(info.mesh)
+    if info.shard_mesh_dim is not None:
+        ranks = ranks.select(info.shard_mesh_dim, owner)
+    return torch_private.mesh_without_groups(info.mesh.device_type, ranks.flatten().tolist())
 
 
 class OwnedSection:

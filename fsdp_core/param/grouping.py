@@ -1,50 +1,65 @@
-"""Which parameters of a unit communicate together."""
+"""Which parameters of a unit communicate together, and which group has charge of a shared one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp_core.comm import (
-    DataParallelMeshInfo,
-    FSDPMeshInfo,
-    Owned,
-    ShardPlacementResult,
-    post_forward_mesh_info,
-    resolve_placement,
-)
+from fsdp_core.comm import FSDPMeshInfo, Owned, post_forward_mesh_info, resolve_placement
 from fsdp_core.errors import (
     ArgumentError,
     PlacementError,
     SharedParameterError,
+    UnsupportedError,
 )
 from fsdp_core.layout import balanced_owners
-from fsdp_core.options import ParamOptions
-from fsdp_core.param import (
-    Charge,
-    FSDPParam,
-    FSDPParamGroup,
-    OwnedParam,
-    ParamSlot,
-    charge_of,
-    claim,
-    find_slots,
-)
-from fsdp_core.param.owned_param import check_ownable
-from fsdp_core.param.placing import place
+from fsdp_core.param.fsdp_param import FSDPParam
+from fsdp_core.param.owned import OwnedParam
+from fsdp_core.param.param_group import FSDPParamGroup
+from fsdp_core.param.placing import ShardingChoice, place
+from fsdp_core.param.registration import Attachment, ParamSlot, attach, attached, find_slots
 from fsdp_core.param.smaller_mesh import cannot_keep_part
 from fsdp_core.param.tensor_extension import is_extended
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from fsdp_core.policy import SharedMemoryPolicy
+    from torch import nn
+    from torch.distributed.tensor import Shard
 
-PlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
+    from fsdp_core.comm import DataParallelMeshInfo
+    from fsdp_core.options import ShardingOptions
+
+
+@dataclass(frozen=True)
+class Charge(Attachment):
+    """Who has charge of a parameter.
+
+    Attributes:
+        param: The parameter, sharded.
+        group: With which it communicates.
+    """
+
+    param: FSDPParam
+    group: FSDPParamGroup
+
+
+def claim(original: nn.Parameter, charge: Charge) -> None:
+    """Notes who has charge of what was `original`.
+
+    Both parameters say so: modules that no unit has taken yet still register the original, and
+    users may tie the sharded parameter to further places.
+    """
+    for known in (original, charge.param.sharded_param):
+        attach(known, charge)
+
+
+def charge_of(parameter: nn.Parameter) -> Charge | None:
+    """Who has charge of a parameter found on a module, if a unit has taken it before."""
+    return attached(parameter, Charge)
 
 
 @dataclass(frozen=True)
@@ -60,39 +75,11 @@ class UnitGroups:
     borrowed: tuple[FSDPParamGroup, ...]
 
 
-@dataclass(frozen=True)
-class GroupingOptions:
-    """What a call of `fully_shard` says about its parameters.
-
-    Attributes:
-        params: Precision and offload.
-        reshard_to: Ranks of the smaller mesh that forward reshards to, if any.
-        placement_of: See `fully_shard`.
-        shared_memory: See `fully_shard`.
-    """
-
-    params: ParamOptions
-    reshard_to: int | None = None
-    placement_of: PlacementFn | None = None
-    shared_memory: SharedMemoryPolicy | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Choice:
-    """Where and how one parameter is to be sharded."""
-
-    original: nn.Parameter
-    slot: ParamSlot
-    info: DataParallelMeshInfo
-    placement: Shard | Owned | None
-    options: ParamOptions
-
-
 def group_params(
     originals: Sequence[nn.Parameter],
     modules: Sequence[nn.Module],
     info: DataParallelMeshInfo,
-    options: GroupingOptions,
+    options: ShardingOptions,
 ) -> UnitGroups:
     """Shards parameters; those over the same ranks become one group, in the order given.
 
@@ -100,7 +87,7 @@ def group_params(
 
     Args:
         originals: Not yet sharded by this unit.
-        modules: In whose trees they hang.
+        modules: In whose trees they are registered.
         info: Mesh for those that no other is named for.
         options: Of the call.
 
@@ -109,7 +96,8 @@ def group_params(
             ranks, or the unit's mesh only replicates.
         SharedParameterError: A shared parameter was sharded over other ranks.
         PlacementError: A parameter does not have the dim to shard.
-        UnsupportedError: A DTensor or extended parameter is to be resharded to a smaller mesh.
+        UnsupportedError: A DTensor or extended parameter is to be resharded to a smaller mesh, or
+            owned by one rank.
     """
     if options.placement_of is not None and not isinstance(info, FSDPMeshInfo):
         raise ArgumentError(
@@ -117,7 +105,7 @@ def group_params(
             f"{type(info).__name__}; it requires FSDPMeshInfo (or subclass)"
         )
     # Nothing is sharded before everything is known to be right: a refusal leaves all as it was.
-    choices: list[_Choice] = []
+    choices: list[ShardingChoice] = []
     shared: list[tuple[Charge, ParamSlot]] = []
     for original, slot in zip(originals, find_slots(originals, modules), strict=True):
         if (charge := charge_of(original)) is not None:
@@ -127,63 +115,61 @@ def group_params(
             choices.append(_choose(original, slot, info, options))
     _check_infos(choices)
 
-    members: dict[DataParallelMeshInfo, list[_Choice]] = {}
+    members: dict[DataParallelMeshInfo, list[ShardingChoice]] = {}
     for choice in choices:
         members.setdefault(choice.info, []).append(choice)
     own = []
     for mine, chosen in members.items():
         params = _shard(chosen, mine)
-        smaller = _post_forward(mine, options.reshard_to)
-        group = FSDPParamGroup(params, mine, smaller, options.shared_memory)
+        group = FSDPParamGroup(params, mine, chosen[0].post_forward, options.shared_memory)
         for choice, param in zip(chosen, params, strict=True):
             claim(choice.original, Charge(param, group))
         own.append(group)
     for charge, slot in shared:
-        charge.param.hang_also_at(slot)
+        charge.param.register_also_at(slot)
         charge.group.is_lent = True
     return UnitGroups(tuple(own), tuple(dict.fromkeys(charge.group for charge, _ in shared)))
 
 
 def _choose(
-    original: nn.Parameter, slot: ParamSlot, info: DataParallelMeshInfo, options: GroupingOptions
-) -> _Choice:
+    original: nn.Parameter, slot: ParamSlot, info: DataParallelMeshInfo, options: ShardingOptions
+) -> ShardingChoice:
     wanted = None if options.placement_of is None else options.placement_of(original)
     result = resolve_placement(wanted, info)
     mine, placement = result.mesh_info, result.placement
     smaller = _post_forward(mine, options.reshard_to)
-    extended = is_extended(original, slot.fqn)
-    if smaller is not None and (extended or isinstance(original, DTensor)):
-        raise cannot_keep_part("extended" if extended else "DTensor", slot.fqn)
+    kind = _kind_beyond_plain(original, slot.fqn)
+    if smaller is not None and kind is not None:
+        raise cannot_keep_part(kind, slot.fqn)
+    owned = placement if isinstance(placement, Owned) else None
     dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
-    if isinstance(original, DTensor) or mine.is_spmd:
-        place(original, slot.fqn, mine, dim)  # for what it refuses
-    chosen = replace(options.params, post_forward=smaller)
-    if isinstance(placement, Owned):
-        check_ownable(original, slot.fqn, chosen)
-    return _Choice(original, slot, mine, placement, chosen)
+    placing = place(original, slot.fqn, mine, dim)
+    if owned is not None:
+        _check_ownable(original, slot.fqn, smaller)
+    return ShardingChoice(original, slot, mine, owned, dim, placing, smaller, options)
 
 
-def _shard(chosen: Sequence[_Choice], info: DataParallelMeshInfo) -> list[FSDPParam]:
+def _kind_beyond_plain(original: nn.Parameter, fqn: str) -> str | None:
+    if is_extended(original, fqn):
+        return "extended"
+    return "DTensor" if isinstance(original, DTensor) else None
+
+
+def _shard(chosen: Sequence[ShardingChoice], info: DataParallelMeshInfo) -> list[FSDPParam]:
     # Owners are balanced over the group, so all of it must be known.
-    owned = {each: each.placement for each in chosen if isinstance(each.placement, Owned)}
+    owned = {each: each.owned for each in chosen if each.owned is not None}
     owners = balanced_owners(
         [each.original.numel() * each.original.itemsize for each in owned],
         [placement.rank for placement in owned.values()],
         info.shard.size,
     )
     owner_of = dict(zip(owned, owners, strict=True))
-    params: list[FSDPParam] = []
-    for each in chosen:
-        original, slot, placement = each.original, each.slot, each.placement
-        if isinstance(placement, Owned):
-            params.append(OwnedParam(original, slot, info, owner_of[each], each.options))
-        else:
-            dim = _dim_of(original, placement, slot.fqn)
-            params.append(FSDPParam(original, slot, info, dim, each.options))
-    return params
+    return [
+        OwnedParam(each, owner_of[each]) if each in owner_of else FSDPParam(each) for each in chosen
+    ]
 
 
-def _check_infos(choices: Sequence[_Choice]) -> None:
+def _check_infos(choices: Sequence[ShardingChoice]) -> None:
     infos: dict[Hashable, DataParallelMeshInfo] = {}
     for choice in choices:
         mine = choice.info
@@ -222,3 +208,18 @@ def _dim_of(param: nn.Parameter, placement: Shard | None, fqn: str) -> int | Non
             f"{tuple(param.shape)}."
         )
     return dim % param.ndim
+
+
+def _check_ownable(param: nn.Parameter, fqn: str, smaller: FSDPMeshInfo | None) -> None:
+    reason = None
+    if isinstance(param, DTensor):
+        reason = "is a DTensor"
+    elif is_extended(param, fqn):
+        reason = f"is a {type(param).__name__}, which decides itself what is gathered"
+    elif smaller is not None:
+        reason = "would be resharded to a smaller mesh"
+    if reason is not None:
+        raise UnsupportedError(
+            f"Parameter {fqn!r} {reason}, so it cannot be owned by one rank. Return a Shard from "
+            "shard_placement_fn, or pass reshard_after_forward=True."
+        )
