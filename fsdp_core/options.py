@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp_core.comm import Owned, ShardPlacementResult
+from fsdp_core.comm import ShardPlacementResult
+from fsdp_core.policy import Owned
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ class GroupOptions:
         reduce_group: Process group of the reduce-scatter; None: that of the all-gather.
         all_reduce_grads: Whether replicas average; False keeps the partial sums (HSDP).
         all_reduce_hook: Called with the reduced gradients, 1D, before they are divided and cast.
-        all_reduce_hook_stream: Stream for the hook; None: the lane of all-reduces.
+        all_reduce_hook_stream: Stream for the hook; None: the stream of all-reduces.
         divide_factor: Gradients are divided by it instead of by the number of ranks.
         force_sum: Only sums travel, and divisions are separate.
         reduce_unused: Trainable parameters without a gradient take part with zeros, and get them.
@@ -86,7 +87,7 @@ class UnitOptions:
         max_reduces: Reductions in flight besides the one being packed; the largest of the
             root's units counts.
         is_last_backward: Read from the root: whether the end of backward forgets the order of
-            prefetching, and has the compute lane wait for the gradients.
+            prefetching, and has the compute stream wait for the gradients.
         post_optim_event: Read from the root, once: gathers of the next forward follow it
             instead of everything on the current stream.
     """

@@ -11,7 +11,6 @@ from fsdp_core.comm import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    Owned,
     QuantizedReduceScatter,
     ReduceScatter,
     ShardPlacementResult,
@@ -29,6 +28,7 @@ from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Owned,
     SharedMemoryPolicy,
 )
 from fsdp_core.runtime import (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Gives several roots one set of lanes, one count of collectives, one in-flight window.
+    """Gives several roots one set of streams, one count of collectives, one in-flight window.
 
     Streams and the memory pools behind them are then not multiplied by the number of roots. The
     order in which each root prefetches stays its own. Call it between iterations, on all ranks.
@@ -26,7 +26,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """
     states = [_state_of(module) for module in modules]
     for state in states[1:]:
-        state.share_home(states[0].home)
+        state.context.move_to(states[0].context.shared)
 
 
 def _state_of(module: object) -> FSDPState:

@@ -44,7 +44,7 @@ from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fsdp_core.comm import CommLink, Lane
+    from fsdp_core.comm import CommContext, Stream
     from fsdp_core.param.placing import ShardingChoice
     from fsdp_core.param.registration import ParamSlot
 
@@ -370,35 +370,35 @@ class FSDPParam:
         self._unreduced.drop(self._computed)
 
     def add_sharded_grads(
-        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+        self, row: torch.Tensor, present: Sequence[bool], comm: CommContext, stream: Stream
     ) -> None:
         """Adds a reduced slice if `present`, of one flag, says that some rank had a gradient."""
         if all(present):
-            self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), link, lane)
+            self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), comm, stream)
 
-    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def add_own_grad(self, own: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
         Args:
             own: Without padding, its dims in the order in which they lie in memory; kept, not copied,
                 where it has the original dtype.
-            link: Whose lane a copy to the host is placed on.
-            lane: On which the caller is.
+            comm: Whose stream a copy to the host is placed on.
+            stream: On which the caller is.
 
         Raises:
             TensorKindError: The user has set a gradient that is no DTensor, or that lies otherwise.
         """
         local = self._order.seen(own if own.dtype == self.orig_dtype else own.to(self.orig_dtype))
-        self._accumulate(local, link, lane)
+        self._accumulate(local, comm, stream)
 
-    def _accumulate(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def _accumulate(self, local: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         sharded = self.sharded_param
         hooks = torch_private.post_accumulate_hooks(sharded)
         total = sharded.grad
         if total is not None:
             check_grad(self.fqn, total, local)
         # With hooks, nobody on the host may look at it before the copy has arrived.
-        local = self._memory.take_grad(local, link, lane, may_overlap=total is None and not hooks)
+        local = self._memory.take_grad(local, comm, stream, may_overlap=total is None and not hooks)
         if total is None:
             sharded.grad = self._placing.sharded(local)
         else:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Ticket, keep_step
+from fsdp_core.comm import Stream, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import Collectives, CommLink
+    from fsdp_core.comm import Collectives, CommContext
 
 
 # What every backend gathers. The 16-bit integers and the one-byte floating-point numbers, for
@@ -62,7 +62,7 @@ class PendingGather:
         ticket: Ticket,
         packing: Packing,
         inputs: Sequence[_Inputs],
-        link: CommLink,
+        comm: CommContext,
         *,
         as_bytes: bool,
         may_overlap: bool,
@@ -70,10 +70,10 @@ class PendingGather:
         self._ticket = ticket
         self._packing = packing
         self._inputs = inputs
-        self._link = link
-        self._placed = link.lanes.mark(Lane.GATHER)
+        self._comm = comm
+        self._placed = comm.streams.record_event(Stream.GATHER)
         self._as_bytes = as_bytes
-        self._may_overlap = may_overlap and link.lanes.are_streams
+        self._may_overlap = may_overlap and comm.streams.run_apart
 
     @classmethod
     @torch.no_grad()
@@ -82,7 +82,7 @@ class PendingGather:
         params: Sequence[Gathered],
         axis: Collectives,
         device: torch.device,
-        link: CommLink,
+        comm: CommContext,
         *,
         label: str,
         may_overlap: bool,
@@ -96,13 +96,13 @@ class PendingGather:
             params: In packing order.
             axis: Over which they are sharded.
             device: On which modules compute.
-            link: Lanes and ledger.
+            comm: Streams and counts.
             label: Whose parameters they are; the same on all ranks.
             may_overlap: Whether the next gather may start while this one's result is copied out, which takes
-                one buffer more; not of parameters that keep memory of the PACK lane themselves.
+                one buffer more; not of parameters that keep memory of the PACK stream themselves.
         """
-        lanes = link.lanes
-        with lanes.enter(Lane.PACK):
+        streams = comm.streams
+        with streams.enter(Stream.PACK):
             inputs = [_inputs_of(param) for param in params]
             dtypes = {dtype for each in inputs for dtype in each.dtypes}
             as_bytes = len(dtypes) > 1 or not dtypes <= _COMMON_DTYPES
@@ -116,24 +116,24 @@ class PendingGather:
             buffer = axis.gather_buffer(packing.total, dtype, device)
             own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
             torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
-        lanes.follow(Lane.GATHER, Lane.PACK)
+        streams.wait_stream(Stream.GATHER, Stream.PACK)
         keep_step(axis.group, device, f"all-gather of {label}")
-        with lanes.enter(Lane.GATHER):
-            sequence = link.ledger.issue(axis.name)
-            work = axis.all_gather(buffer, own_row, on_stream=lanes.are_streams)
+        with streams.enter(Stream.GATHER):
+            sequence = comm.counts.issue(axis.name)
+            work = axis.all_gather(buffer, own_row, on_stream=streams.run_apart)
         ticket = Ticket(
             work,
             buffer,
             group=axis.group,
-            on_complete=lambda: link.ledger.complete(axis.name, sequence),
+            on_complete=lambda: comm.counts.complete(axis.name, sequence),
         )
-        return cls(ticket, packing, inputs, link, as_bytes=as_bytes, may_overlap=may_overlap)
+        return cls(ticket, packing, inputs, comm, as_bytes=as_bytes, may_overlap=may_overlap)
 
     @torch.no_grad()
     def land(self) -> None:
-        """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
+        """Waits, and makes the unsharded parameters from the rows, on the compute stream."""
         buffer = self._arrive()
-        self._link.let_go_gathered()
+        self._comm.let_go_gathered()
         try:
             self._copy_out(buffer)
         finally:
@@ -153,22 +153,22 @@ class PendingGather:
     def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
         buffer = self._arrive()
-        self._link.let_go_gathered()
+        self._comm.let_go_gathered()
         self._release(buffer)
 
     def _arrive(self) -> torch.Tensor:
-        # A collective that left no work object to wait for ran on the GATHER lane itself.
-        self._link.lanes.follow_mark(Lane.COMPUTE, self._placed)
+        # A collective that left no work object to wait for ran on the GATHER stream itself.
+        self._comm.streams.wait_event(Stream.COMPUTE, self._placed)
         return self._ticket.wait()
 
     def _release(self, buffer: torch.Tensor) -> None:
-        # The buffer came from the PACK lane's pool, and so may what a tensor subclass has passed
-        # on to itself: whatever that lane allocates next may be this memory, so it must come
+        # The buffer came from the PACK stream's pool, and so may what a tensor subclass has passed
+        # on to itself: whatever that stream allocates next may be this memory, so it must come
         # after the copy out.
-        self._link.hold_gathered(buffer, self._link.lanes.mark(Lane.COMPUTE))
+        self._comm.hold_gathered(buffer, self._comm.streams.record_event(Stream.COMPUTE))
         # In backward, where memory is scarcest, there is no buffer to spare.
         if not self._may_overlap or torch_private.in_backward():
-            self._link.let_go_gathered()
+            self._comm.let_go_gathered()
 
 
 def _inputs_of(param: Gathered) -> _Inputs:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fsdp_core.comm import CommLink, Lane
+    from fsdp_core.comm import CommContext, Stream
     from fsdp_core.layout import Slicing
 
 
@@ -90,7 +90,7 @@ class GradTarget(Protocol):
         """That the row is cast to."""
 
     def add_sharded_grads(
-        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+        self, row: torch.Tensor, present: Sequence[bool], comm: CommContext, stream: Stream
     ) -> None:
         """Adds this rank's row, 1D, to the gradients of those parameters that have one."""
 
@@ -122,7 +122,7 @@ class GradSource(Protocol):
 class PlainTarget(GradTarget, Protocol):
     """A parameter whose gradient is its slice."""
 
-    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def add_own_grad(self, own: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         """Adds the slice, in the order in which it lies in memory, without padding."""
 
 

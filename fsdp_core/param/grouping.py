@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.comm import FSDPMeshInfo, Owned, post_forward_mesh_info, resolve_placement
+from fsdp_core.comm import FSDPMeshInfo, post_forward_mesh_info, resolve_placement
 from fsdp_core.errors import (
     ArgumentError,
     PlacementError,
@@ -23,6 +23,7 @@ from fsdp_core.param.placing import ShardingChoice, place
 from fsdp_core.param.registration import Attachment, ParamSlot, attach, attached, find_slots
 from fsdp_core.param.smaller_mesh import cannot_keep_part
 from fsdp_core.param.tensor_extension import is_extended
+from fsdp_core.policy import Owned
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
+    from fsdp_core.comm import CommContext, DataParallelMeshInfo, Stream
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ class OwnedParam(FSDPParam):
         if kept is not local:
             torch_private.replace_local(registered, kept)
 
-    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def add_own_grad(self, own: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         """As FSDPParam's with a 1D slice; elsewhere than on the owner it is empty."""
         if self.is_mine:
-            super().add_own_grad(own.view(self.slicing.shape), link, lane)
+            super().add_own_grad(own.view(self.slicing.shape), comm, stream)
         else:
-            self._accumulate(own, link, lane)
+            self._accumulate(own, comm, stream)
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -286,7 +286,7 @@ class OwnedGrads:
         return self.members[0].orig_dtype
 
     def add_sharded_grads(
-        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+        self, row: torch.Tensor, present: Sequence[bool], comm: CommContext, stream: Stream
     ) -> None:
         """Gives each member that has a gradient its own: whole on the owner, empty elsewhere."""
         packing = self.packing
@@ -295,7 +295,7 @@ class OwnedGrads:
         ):
             if has_grad:
                 own = row.narrow(0, start, size) if member.is_mine else row.new_empty(0)
-                member.add_own_grad(own, link, lane)
+                member.add_own_grad(own, comm, stream)
 
 
 class _SharedWhole:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import Lane, collectives_on, shared_memory_of
+from fsdp_core.comm import Stream, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.options import GroupOptions
 from fsdp_core.param.gather import PendingGather
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fsdp_core.comm import (
-        CommLink,
+        CommContext,
         DataParallelMeshInfo,
+        Event,
         FSDPMeshInfo,
-        Mark,
         SharedMemoryAxis,
     )
     from fsdp_core.param.fsdp_param import FSDPParam
@@ -88,7 +88,7 @@ class FSDPParamGroup:
         self._route: ReduceRoute | None = None
         self._keeps_grads = False
         self._awaits_reduce = False
-        self._resharded: Mark | None = None
+        self._resharded: Event | None = None
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -115,25 +115,25 @@ class FSDPParamGroup:
         """Whether a gather is in flight."""
         return self._gather is not None
 
-    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
+    def issue_unshard(self, comm: CommContext, *, after_compute: bool) -> None:
         """Starts a gather, unless the parameters are whole or on their way.
 
         Args:
-            link: Lanes and ledger.
-            after_compute: Whether the slices may still be in use by work on the compute lane;
+            comm: Streams and counts.
+            after_compute: Whether the slices may still be in use by work on the compute stream;
                 at a root's forward and in backward they are known not to be.
         """
         if self.is_unsharded or self.is_gathering:
             return
         if after_compute:
-            link.lanes.follow(Lane.PACK, Lane.COMPUTE)
-            link.lanes.follow(Lane.GATHER, Lane.COMPUTE)
+            comm.streams.wait_stream(Stream.PACK, Stream.COMPUTE)
+            comm.streams.wait_stream(Stream.GATHER, Stream.COMPUTE)
         if self._resharded is not None:
-            # The slices for the smaller mesh were cut on the compute lane.
-            link.lanes.follow_mark(Lane.PACK, self._resharded)
+            # The slices for the smaller mesh were cut on the compute stream.
+            comm.streams.wait_event(Stream.PACK, self._resharded)
             self._resharded = None
         if (shared := self._slices_to_share) is not None:
-            self._gather = SharedGather.issue(shared, link, self.info.shard.name, label=self._label)
+            self._gather = SharedGather.issue(shared, comm, self.info.shard.name, label=self._label)
             return
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
@@ -141,7 +141,7 @@ class FSDPParamGroup:
             self._travellers,
             axis,
             self.info.device,
-            link,
+            comm,
             label=self._label,
             may_overlap=all(param.is_plain for param in self.params),
         )
@@ -217,7 +217,7 @@ class FSDPParamGroup:
         """Whether another than `unit` is."""
         return bool(self._holders - {unit})
 
-    def reshard_after_forward(self, link: CommLink) -> None:
+    def reshard_after_forward(self, comm: CommContext) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
         if self._post_forward is None or not self.options.reshards_to_smaller_mesh:
             self.reshard()
@@ -225,7 +225,7 @@ class FSDPParamGroup:
             for param in self.params:
                 param.to_sharded_post_forward()
             self._sharded_state = ShardedState.SHARDED_POST_FORWARD
-            self._resharded = link.lanes.mark(Lane.COMPUTE)
+            self._resharded = comm.streams.record_event(Stream.COMPUTE)
 
     def reset(self) -> None:
         """Ends what is in flight and drops gradients that were not reduced; registers slices."""
@@ -311,12 +311,12 @@ class FSDPParamGroup:
         batch = plan.take_grads(is_agreed=is_agreed)
         return None if batch is None else [batch]
 
-    def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
+    def issue_reduce(self, batch: GradBatch, comm: CommContext) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""
         label, route = self._label, self._route
         if route is None or route.options != self.options or route.label != label:
             route = self._route = self._new_route(label)
-        return PendingReduce.issue(batch, route, link)
+        return PendingReduce.issue(batch, route, comm)
 
     def _new_route(self, label: str) -> ReduceRoute:
         custom, group = self.options.reduce_scatter, self.options.reduce_group

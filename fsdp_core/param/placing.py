@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from fsdp_core.comm import DataParallelMeshInfo, FSDPMeshInfo, Owned
+    from fsdp_core.comm import DataParallelMeshInfo, FSDPMeshInfo
     from fsdp_core.options import ShardingOptions
     from fsdp_core.param.registration import ParamSlot
-    from fsdp_core.policy import DataParallelMeshDims
+    from fsdp_core.policy import DataParallelMeshDims, Owned
 
 MAX_OWN_AXES = 2
 """Axes that a parameter may bring along: tensor and expert parallel."""

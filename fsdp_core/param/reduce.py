@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Lane, Reduction, Ticket, keep_step
+from fsdp_core.comm import Reduction, Stream, Ticket, keep_step
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.shared_reduce import SharedReduction
@@ -18,7 +18,7 @@ from fsdp_core.param.shared_reduce import SharedReduction
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fsdp_core.comm import Collectives, CommLink
+    from fsdp_core.comm import Collectives, CommContext
     from fsdp_core.options import GroupOptions
     from fsdp_core.param.grads import GradBatch, PartialReduce
     from fsdp_core.param.shared_reduce import SharedReducer
@@ -96,42 +96,42 @@ class PendingReduce:
 
     @classmethod
     @torch.no_grad()
-    def issue(cls, batch: GradBatch, route: ReduceRoute, link: CommLink) -> PendingReduce:
+    def issue(cls, batch: GradBatch, route: ReduceRoute, comm: CommContext) -> PendingReduce:
         """Packs whole gradients, cast to the reduce dtype, and starts the reduce-scatter.
 
         Args:
             batch: Its gradients are let go once they are packed.
             route: Axes and options.
-            link: Lanes and ledger.
+            comm: Streams and counts.
         """
         if route.shared is not None:
-            return cls._issue_shared(batch, route, route.shared, link)
-        shards, lanes, dtype = route.shards, link.lanes, batch.reduce_dtype
-        packing, contribution = _pack(batch, route, aligns_rows=lanes.are_streams)
+            return cls._issue_shared(batch, route, route.shared, comm)
+        shards, streams, dtype = route.shards, comm.streams, batch.reduce_dtype
+        packing, contribution = _pack(batch, route, aligns_rows=streams.run_apart)
         reduction = route.reduction(dtype)
-        lanes.follow(Lane.REDUCE, Lane.COMPUTE)
+        streams.wait_stream(Stream.REDUCE, Stream.COMPUTE)
         what = f"reduce-scatter of {route.label} ({packing.total} elements)"
         keep_step(shards.group, route.device, what)
-        with lanes.enter(Lane.REDUCE):
+        with streams.enter(Stream.REDUCE):
             result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
-            sequence = link.ledger.issue(shards.name)
+            sequence = comm.counts.issue(shards.name)
             work = shards.reduce_scatter(
-                result, contribution, reduction.scatter_op, on_stream=lanes.are_streams
+                result, contribution, reduction.scatter_op, on_stream=streams.run_apart
             )
         ticket = Ticket(
             work,
             result,
             inputs=(contribution,),
             group=shards.group,
-            on_complete=lambda: link.ledger.complete(shards.name, sequence),
+            on_complete=lambda: comm.counts.complete(shards.name, sequence),
         )
         return cls(ticket, packing, batch, route)
 
     @classmethod
     def _issue_shared(
-        cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, link: CommLink
+        cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, comm: CommContext
     ) -> PendingReduce:
         wholes = list(batch.grads)
         batch.grads.clear()
@@ -142,52 +142,52 @@ class PendingReduce:
                 if is_full
                 else _flags(batch.present, batch.reduce_dtype, route.device)
             )
-        sequence = link.ledger.issue(route.shards.name)
+        sequence = comm.counts.issue(route.shards.name)
         started = shared.start(
             wholes,
             _slicings(batch, route.shards.size),
             route.reduction(batch.reduce_dtype),
             lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
             dtype=batch.reduce_dtype,
-            on_complete=partial(link.ledger.complete, route.shards.name, sequence),
+            on_complete=partial(comm.counts.complete, route.shards.name, sequence),
         )
         return cls(started, started.packing, batch, route)
 
     @torch.no_grad()
-    def land(self, link: CommLink) -> None:
+    def land(self, comm: CommContext) -> None:
         """Waits, averages over replicas, and adds views of the result to the slices' gradients.
 
-        The result lives in the reduce lane's memory pool and must not be read on another lane
+        The result lives in the reduce stream's memory pool and must not be read on another stream
         before that one follows; the end of backward sees to it.
         """
         if isinstance(self._ticket, SharedReduction) and self._gives_slices:
-            self._give_slices(self._ticket.wait_for_slices(), link)
+            self._give_slices(self._ticket.wait_for_slices(), comm)
             return
-        lanes = link.lanes
-        with lanes.enter(Lane.REDUCE):
+        streams = comm.streams
+        with streams.enter(Stream.REDUCE):
             result = self._ticket.wait()
             if self._route.lends:
                 # Gradients are views of the result, and outlive the loan.
                 result = result.clone()
-            arrived = lanes.mark(Lane.REDUCE)
+            arrived = streams.record_event(Stream.REDUCE)
             is_complete = self._route.options.all_reduce_grads or self._route.replicas.size == 1
             if is_complete:
                 self._route.partial.add_to(result, self._batch)
             else:
                 self._route.partial.keep(result, self._batch)
-        # The contribution came from the compute lane's pool, and the ticket let it go.
-        lanes.follow_mark(Lane.COMPUTE, arrived)
+        # The contribution came from the compute stream's pool, and the ticket let it go.
+        streams.wait_event(Stream.COMPUTE, arrived)
         if is_complete:
-            self._finish(result, link)
+            self._finish(result, comm)
 
-    def drop(self, link: CommLink) -> None:
+    def drop(self, comm: CommContext) -> None:
         """Forgets the result, once it is there: the iteration it belongs to failed."""
         if isinstance(self._ticket, SharedReduction):
             self._ticket.drop()
             return
-        with link.lanes.enter(Lane.REDUCE):
+        with comm.streams.enter(Stream.REDUCE):
             self._ticket.wait()
-        link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+        comm.streams.wait_stream(Stream.COMPUTE, Stream.REDUCE)
 
     @property
     def _gives_slices(self) -> bool:
@@ -197,68 +197,68 @@ class PendingReduce:
             route.replicas.size == 1 and route.options.all_reduce_hook is None
         )
 
-    def _give_slices(self, slices_: list[torch.Tensor], link: CommLink) -> None:
+    def _give_slices(self, slices_: list[torch.Tensor], comm: CommContext) -> None:
         if self._reduction.post_divide != 1:
             torch_private.foreach_div(slices_, self._reduction.post_divide)
         params = self._batch.plain.params if self._batch.plain is not None else ()
         with_grad = self._with_grad(slices_[-1])
         for param, own, has_grad in zip(params, slices_, with_grad, strict=False):
             if has_grad:
-                param.add_own_grad(own, link, Lane.REDUCE)
-        link.note_results(Lane.REDUCE)
+                param.add_own_grad(own, comm, Stream.REDUCE)
+        comm.note_results(Stream.REDUCE)
 
-    def _finish(self, result: torch.Tensor, link: CommLink) -> None:
-        lane = Lane.REDUCE
+    def _finish(self, result: torch.Tensor, comm: CommContext) -> None:
+        stream = Stream.REDUCE
         if self._route.replicas.size > 1:
-            lane = Lane.ALL_REDUCE
-            link.lanes.follow(lane, Lane.REDUCE)
+            stream = Stream.ALL_REDUCE
+            comm.streams.wait_stream(stream, Stream.REDUCE)
             what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
             keep_step(self._route.replicas.group, result.device, what)
-            with link.lanes.enter(lane):
-                self._all_reduce(result, link)
+            with comm.streams.enter(stream):
+                self._all_reduce(result, comm)
         if (hook := self._route.options.all_reduce_hook) is not None:
-            link.lanes.follow(Lane.ALL_REDUCE, lane)
-            lane = Lane.ALL_REDUCE
-            self._run_hook(hook, result, link)
-        with link.lanes.enter(lane):
+            comm.streams.wait_stream(Stream.ALL_REDUCE, stream)
+            stream = Stream.ALL_REDUCE
+            self._run_hook(hook, result, comm)
+        with comm.streams.enter(stream):
             if self._reduction.post_divide != 1:
                 result.div_(self._reduction.post_divide)
-            self._view_out(result, link, lane)
-        link.note_results(lane)
-        if lane is not Lane.REDUCE:
-            # It came from the reduce lane's pool, which could give it to the next reduction.
-            link.hold_until_passed(result, link.lanes.mark(lane))
+            self._view_out(result, comm, stream)
+        comm.note_results(stream)
+        if stream is not Stream.REDUCE:
+            # It came from the reduce stream's pool, which could give it to the next reduction.
+            comm.hold_until_passed(result, comm.streams.record_event(stream))
 
-    def _all_reduce(self, result: torch.Tensor, link: CommLink) -> None:
+    def _all_reduce(self, result: torch.Tensor, comm: CommContext) -> None:
         replicas = self._route.replicas
-        sequence = link.ledger.issue(replicas.name)
+        sequence = comm.counts.issue(replicas.name)
         ticket = Ticket(
             replicas.all_reduce(
-                result, self._reduction.replica_op, on_stream=link.lanes.are_streams
+                result, self._reduction.replica_op, on_stream=comm.streams.run_apart
             ),
             result,
             group=replicas.group,
-            on_complete=lambda: link.ledger.complete(replicas.name, sequence),
+            on_complete=lambda: comm.counts.complete(replicas.name, sequence),
         )
         ticket.wait()
 
     def _run_hook(
-        self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, link: CommLink
+        self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, comm: CommContext
     ) -> None:
         grads = result[: sum(self._sizes)]
         stream = self._route.options.all_reduce_hook_stream
         if stream is None:
-            with link.lanes.enter(Lane.ALL_REDUCE):
+            with comm.streams.enter(Stream.ALL_REDUCE):
                 hook(grads)
             return
-        with link.lanes.enter_stream(stream, Lane.ALL_REDUCE):
+        with comm.streams.enter_users(stream, Stream.ALL_REDUCE):
             hook(grads)
 
     @property
     def _sizes(self) -> list[int]:
         return list(self._packing.sizes[: len(self._batch.params)])
 
-    def _view_out(self, result: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def _view_out(self, result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
         flags = result[len(result) - len(self._batch.present) :]
@@ -271,7 +271,7 @@ class PendingReduce:
         for param, row, flag_count in zip(params, rows, self._batch.flag_counts, strict=True):
             present = list(islice(with_grad, flag_count))
             if any(present):
-                param.add_sharded_grads(row.to(param.orig_dtype), present, link, lane)
+                param.add_sharded_grads(row.to(param.orig_dtype), present, comm, stream)
 
     def _with_grad(self, flags: torch.Tensor) -> list[bool]:
         batch = self._batch

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.comm import Owned
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import (
     MeshPlan,
@@ -23,7 +22,7 @@ from fsdp_core.plan.model import (
 )
 from fsdp_core.plan.model.resolve import ResolvedUnit, resolve_units
 from fsdp_core.plan.tensor_parallel import split
-from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Owned
 from fsdp_core.runtime import FSDPModule, fully_shard
 
 if TYPE_CHECKING:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from fsdp_core import torch_private
+from fsdp_core.comm import CommContext, streams_for
 from fsdp_core.runtime.autograd_boundary import (
     call_after_backward,
     call_before_backward,
@@ -17,7 +19,6 @@ from fsdp_core.runtime.autograd_boundary import (
     weakly,
 )
 from fsdp_core.runtime.casting import Casting
-from fsdp_core.runtime.comm_home import CommHome
 from fsdp_core.runtime.forward_calls import ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
@@ -56,9 +57,9 @@ class FSDPState(ShardedUnit):
         options: UnitOptions,
     ) -> None:
         relay = ObserverRelay()
-        home = CommHome(device)
-        context = RootContext([self], home, relay, is_solo=True)
-        super().__init__(modules, groups, options, home, context)
+        comm = CommContext(partial(streams_for, device))
+        context = RootContext([self], comm, relay, is_solo=True)
+        super().__init__(modules, groups, options, context)
         self.relay = relay
         self.prefetch_after_forward: tuple[FSDPState, ...] = ()
         self.prefetch_after_backward: tuple[FSDPState, ...] = ()
@@ -105,7 +106,7 @@ class FSDPState(ShardedUnit):
         for name, module in self.modules[0].named_modules():
             if (unit := state_of(module)) is not None:
                 members.setdefault(unit, []).append(name)
-        form_tree(self.modules, members, self.home, self.relay)
+        form_tree(self.modules, members, self.context.shared, self.relay)
 
     # -- Forward
 
@@ -197,7 +198,7 @@ class FSDPState(ShardedUnit):
                     self._may_miss_update = True
                     self._hidden_outputs += 1
                 elif self._reshards_after_forward:
-                    self._params.reshard_after_forward(self.context.link)
+                    self._params.reshard_after_forward(self.context.comm)
                 self.context.note_forward(self._index)
             if torch.is_grad_enabled():
                 self._awaits_backward = bool(grad_tensors(output))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import CommLink, Lane, Mark
+from fsdp_core.comm import CommContext, Event, InFlightReduction, Stream
 from fsdp_core.errors import StateError
 from fsdp_core.runtime.ending import Ends, ending_of
 from fsdp_core.runtime.tracing import UnitTracer
@@ -18,8 +18,6 @@ from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
 if TYPE_CHECKING:
     from fsdp_core.options import UnitOptions
-    from fsdp_core.param import PendingReduce
-    from fsdp_core.runtime.comm_home import CommHome
     from fsdp_core.runtime.observer import ObserverRelay
 
 
@@ -71,20 +69,21 @@ class RootContext:
     Attributes:
         units: In pre-order of the root's modules; the root first.
         relay: The root's observer.
+        shared: Where it communicates, perhaps with other roots.
         is_solo: Whether no root has been determined yet.
         backward_order: Post-forwards of this iteration.
         forward_order: Pre-forwards of this and the previous iteration.
     """
 
     def __init__(
-        self, units: Sequence[Unit], home: CommHome, relay: ObserverRelay, *, is_solo: bool
+        self, units: Sequence[Unit], shared: CommContext, relay: ObserverRelay, *, is_solo: bool
     ) -> None:
         self.units = tuple(units)
         self.relay = relay
         self.is_solo = is_solo
         self.backward_order = BackwardOrder()
         self.forward_order = ForwardOrder()
-        self._home = home
+        self.shared = shared
         self._forward_root: Unit | None = None
         self._forward_thread: weakref.ref[threading.Thread] | None = None
         self._expects_backward = True
@@ -92,27 +91,27 @@ class RootContext:
         self._ends_all = False
         self._reached: set[Unit] = set()
         self._prefetched: list[Unit] = []
-        home.tell(relay)
+        shared.counts.tell(relay)
 
     @property
-    def link(self) -> CommLink:
+    def comm(self) -> CommContext:
         """Where collectives are placed and counted; without a root, on the current stream."""
-        return self._home.inline_link if self.is_solo else self._home.link
+        return self.shared.inline if self.is_solo else self.shared
 
     @property
-    def inline_link(self) -> CommLink:
+    def inline_comm(self) -> CommContext:
         """Counted alike, but placed on the current stream."""
-        return self._home.inline_link
+        return self.shared.inline
 
     @property
-    def reduces(self) -> InFlightWindow[PendingReduce]:
-        """Reductions in flight, those of roots that share the home included."""
-        return self._home.reduces
+    def reduces(self) -> InFlightWindow[InFlightReduction]:
+        """Reductions in flight, those of roots that share the context included."""
+        return self.shared.reduces
 
-    def move_to(self, home: CommHome) -> None:
-        """Shares another root's lanes, counts and window; between iterations."""
-        self._home = home
-        home.tell(self.relay)
+    def move_to(self, shared: CommContext) -> None:
+        """Shares another root's streams, counts and window; between iterations."""
+        self.shared = shared
+        shared.counts.tell(self.relay)
 
     @property
     def in_backward(self) -> bool:
@@ -154,13 +153,13 @@ class RootContext:
 
     def _follow_optimizer(self) -> None:
         # The optimizer's update of the slices must be done before they are packed.
-        options, lanes = self.units[0].options, self.link.lanes
+        options, streams = self.units[0].options, self.comm.streams
         event, options.post_optim_event = options.post_optim_event, None
-        for lane in (Lane.PACK, Lane.GATHER):
+        for stream in (Stream.PACK, Stream.GATHER):
             if event is None:
-                lanes.follow(lane, Lane.COMPUTE)
+                streams.wait_stream(stream, Stream.COMPUTE)
             else:
-                lanes.follow_mark(lane, cast("Mark", event))
+                streams.wait_event(stream, cast("Event", event))
 
     def prefetch_forward(self, index: int, chosen: Sequence[Unit]) -> None:
         """Starts gathers for the units that follow unit `index`: the `chosen`, else the foreseen.
@@ -216,7 +215,7 @@ class RootContext:
         if not self.in_backward:
             for each in self.units:
                 each.abandon_forward()
-            self._home.forget_uncopied()
+            self.shared.forget_uncopied()
         self._close_pass()
 
     def _close_pass(self) -> None:
@@ -225,12 +224,12 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
-        self.link.let_go_gathered()
+        self.comm.let_go_gathered()
         self.await_copied()
 
     def await_copied(self) -> None:
-        """Waits until no other rank copies this rank's slices: see `CommHome.await_copied`."""
-        self._home.await_copied()
+        """Waits until no other rank copies this rank's slices: see `CommContext.await_copied`."""
+        self.shared.await_copied()
 
     def begin_backward(self) -> None:
         """Has the iteration of all units ended when the running backward is."""
@@ -262,14 +261,14 @@ class RootContext:
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
 
-    def admit_reduce(self, pending: PendingReduce) -> None:
+    def admit_reduce(self, pending: InFlightReduction) -> None:
         """Takes a reduction into the window; see `make_room_for_reduce`."""
         self.reduces.admit(pending)
 
     def make_room_for_reduce(self) -> None:
         """Lands the oldest reductions, before the buffer of one more is allocated."""
         for pending in self.reduces.room_for_one():
-            pending.land(self.link)
+            pending.land(self.comm)
 
     def end_backward(self) -> None:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""
@@ -290,13 +289,13 @@ class RootContext:
             # Not the last backward either leaves any: gradients that arrived after the user has
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():
-                pending.land(self.link)
+                pending.land(self.comm)
             if self.units[0].options.is_last_backward:
                 if ends_all:
                     for unit in self.units:
                         unit.drop_gathers()
                     self.backward_order.clear()
-                self.link.end_backward()
+                self.comm.end_backward()
             for unit in ending.ended:
                 unit.go_idle()
             self.await_copied()
@@ -322,13 +321,13 @@ class RootContext:
         Ranks that failed alike started the same collectives, so waiting for them ends.
         """
         for pending in self.reduces.drain():
-            pending.drop(self.link)
+            pending.drop(self.comm)
         for unit in self.units:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
-        self.link.let_go_gathered()
-        self.link.end_backward()
-        self._home.forget_uncopied()
+        self.comm.let_go_gathered()
+        self.comm.end_backward()
+        self.shared.forget_uncopied()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None

@@ -12,10 +12,9 @@ from fsdp_core.states import TrainingState
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp_core.comm import CommLink
+    from fsdp_core.comm import CommContext
     from fsdp_core.options import UnitOptions
     from fsdp_core.param import FSDPParam, FSDPParamGroup, UnitGroups
-    from fsdp_core.runtime.comm_home import CommHome
     from fsdp_core.runtime.root_context import RootContext
 
 
@@ -26,7 +25,6 @@ class ShardedUnit:
         modules: The unit's modules.
         options: What the setters write.
         context: What it shares with the other units of its root.
-        home: Where its collectives live if it is, or becomes, a root.
         tracer: Names its phases in profiles and logs.
     """
 
@@ -35,7 +33,6 @@ class ShardedUnit:
         modules: Sequence[nn.Module],
         groups: UnitGroups,
         options: UnitOptions,
-        home: CommHome,
         context: RootContext,
     ) -> None:
         """Takes charge of the parameters.
@@ -44,13 +41,11 @@ class ShardedUnit:
             modules: At least one.
             groups: The unit's own, and those it borrows.
             options: What the setters write.
-            home: Where its collectives live until it belongs to a root.
             context: For the unit alone.
         """
         self.modules = tuple(modules)
         self.options = options
         self.tracer = UnitTracer()
-        self.home = home
         self.context = context
         self._params = UnitParams(groups.own, groups.borrowed, self.tracer)
         self._training_state = TrainingState.IDLE
@@ -98,11 +93,6 @@ class ShardedUnit:
         self._index = index
         self.tracer.fqn = fqn
 
-    def share_home(self, home: CommHome) -> None:
-        """Communicates from `home` from now on; see `share_comm_ctx`."""
-        self.home = home
-        self.context.move_to(home)
-
     # -- Whole and sliced parameters
 
     def unshard(self) -> None:
@@ -111,7 +101,7 @@ class ShardedUnit:
         if self.is_alone:
             self.settle()
         idle = self._training_state is TrainingState.IDLE
-        self._params.issue_unshard(self.context.link, after_compute=idle)
+        self._params.issue_unshard(self.context.comm, after_compute=idle)
 
     def finish_unshard(self) -> None:
         """Waits for the gather in flight, if any, and registers the whole parameters."""
@@ -133,7 +123,7 @@ class ShardedUnit:
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the next forward needs."""
-        self._params.issue_unshard(self._gather_link, after_compute=False)
+        self._params.issue_unshard(self._gather_comm, after_compute=False)
 
     def prefetch_in_backward(self) -> None:
         """Starts the gather that the next backward needs, if it needs one."""
@@ -141,6 +131,6 @@ class ShardedUnit:
             self.prefetch_in_forward()
 
     @property
-    def _gather_link(self) -> CommLink:
+    def _gather_comm(self) -> CommContext:
         context = self.context
-        return context.inline_link if self.options.unshard_inline else context.link
+        return context.inline_comm if self.options.unshard_inline else context.comm

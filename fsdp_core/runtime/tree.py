@@ -12,7 +12,7 @@ from fsdp_core.runtime.root_context import RootContext, Unit
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp_core.runtime.comm_home import CommHome
+    from fsdp_core.comm import CommContext
     from fsdp_core.runtime.observer import ObserverRelay
 
 
@@ -37,7 +37,7 @@ class Member(Unit, Protocol):
 def form_tree(
     modules: Sequence[nn.Module],
     members: Mapping[Member, Sequence[str]],
-    home: CommHome,
+    comm: CommContext,
     relay: ObserverRelay,
 ) -> None:
     """Builds the context of a tree and has all its members join it.
@@ -45,7 +45,7 @@ def form_tree(
     Args:
         modules: Of the unit that becomes the root.
         members: The units below, the root first, with the names of their modules, in pre-order.
-        home: Where the root communicates.
+        comm: Where the root communicates.
         relay: The root's observer.
 
     Raises:
@@ -64,7 +64,7 @@ def form_tree(
     _name_from_root(modules[0], [param for unit in members for param in unit.params])
     for unit in members:
         unit.settle()
-    context = RootContext(list(members), home, relay, is_solo=False)
+    context = RootContext(list(members), comm, relay, is_solo=False)
     for index, (unit, fqns) in enumerate(members.items()):
         unit.join(context, index, ", ".join(fqns))
 
