@@ -22,7 +22,7 @@ from fsdp_core.errors import (
     TensorKindError,
     UnsupportedError,
 )
-from fsdp_core.extensions import (
+from fsdp_core.fsdp1 import (
     DTensorExtensions,
     FSDPExtensions,
     _ext_all_gather_dtensor,

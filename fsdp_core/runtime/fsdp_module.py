@@ -1,8 +1,9 @@
-"""The class that a sharded module gets: its own, with these methods added."""
+"""The class that a sharded module gets, its own with these methods added, and functions for such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, cast
 
@@ -10,13 +11,14 @@ from torch import nn
 
 from fsdp_core.errors import ArgumentError, NoDeepcopyError, RootError
 from fsdp_core.runtime.communication_setters import CommunicationSetters
+from fsdp_core.runtime.fsdp_state import FSDPState, state_of
 from fsdp_core.runtime.unshard_handle import UnshardHandle
 
 if TYPE_CHECKING:
     import torch
 
     from fsdp_core.options import UnitOptions
-    from fsdp_core.runtime.fsdp_state import FSDPState
+    from fsdp_core.runtime.observer import Observer
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -232,6 +234,73 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         yield
     finally:
         _Construction.runs_init = before
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.<method_name>`` unshard and reshard as `forward` does.
+
+    Args:
+        module: A sharded module; any other is left as it is, so that one script serves both.
+        method_name: Name of a method that takes and returns tensors as forward does.
+
+    Raises:
+        ArgumentError: There is no such method.
+    """
+    state = state_of(module)
+    if state is None or not isinstance(module, FSDPModule):
+        return
+    method: Callable[..., object] | None = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentError(f"{type(module)} does not have a method {method_name}")
+
+    @functools.wraps(method)
+    def with_hooks(*args: object, **kwargs: object) -> object:
+        target = cast("nn.Module", module)
+        with state.running_method():
+            args, kwargs = state.pre_forward(target, args, kwargs)
+            return state.post_forward(target, args, method(*args, **kwargs))
+
+    setattr(module, method_name, with_hooks)
+
+
+def observe(model: nn.Module, observer: Observer) -> None:
+    """Tells `observer` of every state and collective of the units below `model` from now on.
+
+    Args:
+        model: The root: the module whose forward the training loop calls.
+        observer: Replaces the one before.
+
+    Raises:
+        ArgumentError: `model` was not given to `fully_shard`, or is not the root.
+    """
+    state = state_of(model)
+    if state is None or (not state.context.is_solo and state.index != 0):
+        raise ArgumentError(
+            f"Only a root module can be observed, and {type(model).__name__} is "
+            f"{'not sharded' if state is None else f'the unit {state.fqn!r} of another'}. "
+            "Pass the model that fully_shard was applied to last."
+        )
+    state.relay.target = observer
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Gives several roots one set of streams, one count of collectives, one in-flight window.
+
+    Streams and the memory pools behind them are then not multiplied by the number of roots. The
+    order in which each root prefetches stays its own. Call it between iterations, on all ranks.
+
+    Args:
+        modules: Root modules on one device; none or one means nothing to do.
+
+    Raises:
+        ArgumentError: Some module is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ArgumentError(f"Expects list of FSDPModules but got {module}")
+    states = _states_of(modules)
+    for state in states[1:]:
+        state.context.move_to(states[0].context.shared)
 
 
 def _no_copy(*_: object) -> NoReturn:

@@ -73,6 +73,8 @@ from fsdp_core.torch_private.modules import (
 )
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
+    MOVES,
+    OpOverload,
     chunk_cat,
     foreach_copy,
     foreach_div,
@@ -87,7 +89,9 @@ from fsdp_core.torch_private.tensors import (
 )
 
 __all__ = [
+    "MOVES",
     "LookInto",
+    "OpOverload",
     "OperatorWatch",
     "Spec",
     "allocator_of",

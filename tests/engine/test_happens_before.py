@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core import MixedPrecisionPolicy, fully_shard
 from fsdp_core.comm import QuantizedReduceScatter
-from fsdp_core.extensions import Int8Weight
+from fsdp_core.low_precision import Int8Weight
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.happens_before import Simulation, simulated
 from tests.engine.sharded import unit

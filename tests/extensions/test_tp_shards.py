@@ -28,7 +28,7 @@ from fsdp_core.errors import (
     ShardMismatchError,
     UnsupportedError,
 )
-from fsdp_core.extensions import DTensorExtensions
+from fsdp_core.fsdp1 import DTensorExtensions
 from tests.engine.gang import Gangs, RankContext
 from tests.extensions.grid import grid, numbered
 

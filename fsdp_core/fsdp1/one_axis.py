@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from fsdp_core import torch_private
 from fsdp_core.errors import MeshError
-from fsdp_core.extensions.sharded_tensor import (
+from fsdp_core.torch_private.sharded_tensor import (
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,

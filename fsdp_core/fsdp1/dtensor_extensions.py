@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from fsdp_core import torch_private
-from fsdp_core.extensions.base import FSDPExtensions
-from fsdp_core.extensions.flattening import DeviceHandle, _flatten_tensor, _unflatten_tensor
-from fsdp_core.extensions.two_axes import (
+from fsdp_core.fsdp1.base import FSDPExtensions
+from fsdp_core.fsdp1.flattening import DeviceHandle, _flatten_tensor, _unflatten_tensor
+from fsdp_core.fsdp1.two_axes import (
     _all_gather_dtensor,
     _chunk_dtensor,
     _chunk_tensor,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from fsdp_core.extensions.sharded_tensor import Shard
+    from fsdp_core.torch_private.sharded_tensor import Shard
 
 # Read by FSDP1 on every tensor, under this name.
 FLATTENED_MARK = "_fsdp_flattened"

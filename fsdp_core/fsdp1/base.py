@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from fsdp_core.extensions.sharded_tensor import Shard
+    from fsdp_core.torch_private.sharded_tensor import Shard
 
 
 class FSDPExtensions(ABC):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core import torch_private
-from fsdp_core.extensions.boxes import _get_box_for, _get_local_box, one_axis_mesh, sharded_dim
-from fsdp_core.extensions.sharded_tensor import (
+from fsdp_core.fsdp1.boxes import _get_box_for, _get_local_box, one_axis_mesh, sharded_dim
+from fsdp_core.torch_private.sharded_tensor import (
     ChunkShardingSpec,
     RemoteDevice,
     ShardedTensorMetadata,

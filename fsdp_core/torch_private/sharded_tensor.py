@@ -1,8 +1,8 @@
 # ruff: noqa: SLF001 - private names are what this module is for
 """The door to PyTorch's ShardedTensor, which only checkpoints of FSDP1 still speak.
 
-It stands beside `torch_private` because loading ShardedTensor registers a table of operators that
-nobody needs who does not use this package. All of it is private to PyTorch: the class carries on
+It is no part of the package's names, because loading ShardedTensor registers a table of operators that
+nobody needs who does not use `fsdp1`. All of it is private to PyTorch: the class carries on
 only for old checkpoints, and DTensor cannot describe a shard that is itself sharded.
 """
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_core.errors import TensorKindError
-from fsdp_core.extensions.one_axis import (
+from fsdp_core.fsdp1.one_axis import (
     _all_gather_dtensor,
     _create_chunk_dtensor,
     _create_chunk_sharded_tensor,
 )
-from fsdp_core.extensions.sharded_tensor import Shard, ShardedTensor
+from fsdp_core.torch_private.sharded_tensor import Shard, ShardedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from fsdp_core.extensions.base import FSDPExtensions
+    from fsdp_core.fsdp1.base import FSDPExtensions
 
 
 @dataclass

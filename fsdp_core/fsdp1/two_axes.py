@@ -16,13 +16,13 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from fsdp_core import torch_private
 from fsdp_core.errors import ParentMeshError, TensorKindError
-from fsdp_core.extensions.one_axis import _create_chunk_sharded_tensor, check_mesh
-from fsdp_core.extensions.sharded_metadata import (
+from fsdp_core.fsdp1.one_axis import _create_chunk_sharded_tensor, check_mesh
+from fsdp_core.fsdp1.sharded_metadata import (
     _create_shard_md_from_dt,
     _create_sharded_tensor_md_from_dt,
     _get_dt_pg,
 )
-from fsdp_core.extensions.sharded_tensor import Shard, ShardedTensor, group_of, sharded_tensor
+from fsdp_core.torch_private.sharded_tensor import Shard, ShardedTensor, group_of, sharded_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
