@@ -57,6 +57,7 @@ class FSDPParam:
         slot: Where the parameter hangs.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
+        post_forward: Its slice for a smaller mesh, which forward may reshard to; None: there is none.
         awaits_reduce: Whether some backward since the last reduction may have left a gradient on
             some rank: then it takes part in the next one, frozen by then or not.
         changes: Counts how often one of its tensors, or a place where it is registered, became
@@ -84,7 +85,7 @@ class FSDPParam:
         cut_dim = None if choice.dim is None else self._order.dims.index(choice.dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
         smaller = choice.post_forward
-        self._smaller = None if smaller is None else SmallerMesh(smaller, self.slicing)
+        self.post_forward = None if smaller is None else SmallerMesh(smaller, self.slicing)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
@@ -178,10 +179,10 @@ class FSDPParam:
         Raises:
             StateError: There is no smaller mesh, or the parameter is not whole.
         """
-        smaller, whole = self._smaller, self._unsharded
+        smaller, whole = self.post_forward, self._unsharded
         if smaller is None or not isinstance(whole, UnshardedParam):
             raise StateError(f"Parameter {self.fqn!r} cannot be resharded to a smaller mesh.")
-        part = smaller.keep(whole.flat, self._order, self._dtensor)
+        part = smaller.keep(whole, self._order, self._dtensor)
         self.slot.register(nn.Parameter(part, requires_grad=self.is_trainable))
         whole.free()
 
@@ -210,7 +211,7 @@ class FSDPParam:
         self.slot.register(self.sharded_param)  # at all places: ties survive an assignment to one
         local = self._local
         self._set_extended(is_extended(local, self.fqn))
-        if self._is_extended and self._smaller is not None:
+        if self._is_extended and self.post_forward is not None:
             raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
@@ -231,8 +232,6 @@ class FSDPParam:
 
     def all_gather_inputs(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """What this rank sends, each 1D on the device, and the dtype it travels in."""
-        if self._smaller is not None and self._smaller.kept is not None:
-            return [(self._smaller.kept, self.compute_dtype)]
         if self._is_extended:
             extended = cast("ExtendedParam", self.unsharded())
             sent = extended.inputs(self._memory.to_device(self._local))
@@ -247,31 +246,22 @@ class FSDPParam:
         whole = self.unsharded()
         if isinstance(whole, ExtendedParam):
             return whole.destinations(dtypes, self._info.device)
-        plain = cast("UnshardedParam", whole)
-        plain.allocate()
-        slicing = self._travelling
-        if slicing.leads:
-            return [plain.flat[: slicing.row * slicing.parts].view(slicing.parts, slicing.row)]
-        return [plain.flat.new_empty((slicing.parts, slicing.row))]
+        return [cast("UnshardedParam", whole).destination(self.slicing)]
 
     def finish_gather(self, arrived: list[torch.Tensor]) -> None:
         """Makes the whole parameter from what `all_gather_outputs` returned, now filled."""
         whole = self.unsharded()
         if isinstance(whole, ExtendedParam):
             whole.complete(self._local, self._whole_from_extended)
-            return
-        plain, slicing = cast("UnshardedParam", whole), self._travelling
-        if not slicing.leads:
-            physical = plain.flat[: slicing.total].view(slicing.shape)
-            with torch_private.preserve_version([plain.flat]):
-                slices.join(arrived[0], slicing, physical)
+        else:
+            cast("UnshardedParam", whole).fill(arrived[0], self.slicing)
 
     # -- Slices in shared memory
 
     @property
     def is_plain(self) -> bool:
         """Whether it is gathered as it is: no tensor class of its own, no smaller mesh."""
-        return not self._is_extended and self._smaller is None
+        return not self._is_extended and self.post_forward is None
 
     @property
     def has_axes(self) -> bool:
@@ -445,22 +435,20 @@ class FSDPParam:
         return whole.parameter
 
     @property
-    def _travelling(self) -> Slicing:
-        if self._smaller is not None and self._smaller.kept is not None:
-            return self._smaller.slicing
-        return self.slicing
-
-    @property
     def _flat_numel(self) -> int:
-        ways = [self.slicing] if self._smaller is None else [self.slicing, self._smaller.slicing]
+        ways = (
+            [self.slicing]
+            if self.post_forward is None
+            else [self.slicing, self.post_forward.slicing]
+        )
         return max(each.row * each.parts if each.leads else each.total for each in ways)
 
     def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
         return slices.own(padded, self.slicing, self._info.shard.rank)
 
     def _drop_smaller(self) -> None:
-        if self._smaller is not None:
-            self._smaller.kept = None
+        if self.post_forward is not None:
+            self.post_forward.drop()
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -65,7 +65,7 @@ class OwnedParam(FSDPParam):
         self._policy = choice.options.mp_policy
         self._memory = HostMemory.of(choice.options.offload, info.device)
         self._unsharded = None
-        self._smaller = None
+        self.post_forward = None
         self._is_extended = False
 
         self._mesh = _owner_mesh(info, owner)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_core.comm import Stream, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.options import GroupOptions
-from fsdp_core.param.gather import PendingGather
+from fsdp_core.param.gather import Gathered, PendingGather
 from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
 from fsdp_core.param.group_plan import GroupPlan
 from fsdp_core.param.owned import OwnedParam, OwnedSection, sections_of
@@ -135,16 +135,23 @@ class FSDPParamGroup:
         if (shared := self._slices_to_share) is not None:
             self._gather = SharedGather.issue(shared, comm, self.info.shard.name, label=self._label)
             return
-        info = self._post_forward if self._is_post_forward else self.info
-        axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
+        mesh, senders = self._gathered_over
+        axis = collectives_on(mesh.shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self._travellers,
+            senders,
             axis,
             self.info.device,
             comm,
             label=self._label,
             may_overlap=all(param.is_plain for param in self.params),
         )
+
+    @property
+    def _gathered_over(self) -> tuple[DataParallelMeshInfo, Sequence[Gathered]]:
+        if self._post_forward is None or not self._is_post_forward:
+            return self.info, self._travellers
+        slices = [param.post_forward for param in self.params if param.post_forward is not None]
+        return self._post_forward, slices
 
     def finish_unshard(self) -> None:
         """Lands the gather in flight, if any, and registers the whole parameters."""

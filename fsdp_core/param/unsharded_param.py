@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_core import torch_private
+from fsdp_core.layout import Slicing
+from fsdp_core.param import slices
 
 
 class Unsharded(Protocol):
@@ -79,6 +81,20 @@ class UnshardedParam:
         """Gets memory of undefined content; a no-op where there is some."""
         if not self.is_shared:
             allocate_as_saved(self.flat)
+
+    def destination(self, slicing: Slicing) -> torch.Tensor:
+        """Memory for the rows of a gather, (parts, row): its own where rows end to end are the parameter."""
+        self.allocate()
+        if slicing.leads:
+            return self.flat[: slicing.row * slicing.parts].view(slicing.parts, slicing.row)
+        return self.flat.new_empty((slicing.parts, slicing.row))
+
+    def fill(self, rows: torch.Tensor, slicing: Slicing) -> None:
+        """Takes over what arrived in `destination`."""
+        if not slicing.leads:
+            physical = self.flat[: slicing.total].view(slicing.shape)
+            with torch_private.preserve_version([self.flat]):
+                slices.join(rows, slicing, physical)
 
     def free(self) -> None:
         """Gives the memory back; what all ranks share stays."""

@@ -171,13 +171,13 @@ class FSDPModule(CommunicationSetters):
             RootError: The module is not the root.
         """
         state = self._get_fsdp_state()
-        if state.context.units[0] is not state:
+        if state.context.root is not state:
             raise RootError("reset_iter_state must be called on the root FSDP module")
         state.context.recover()
 
     @property
     def _root_options(self) -> UnitOptions:
-        return self._get_fsdp_state().context.units[0].options
+        return self._get_fsdp_state().context.root.options
 
     # -- Prefetch
 
@@ -274,7 +274,7 @@ def observe(model: nn.Module, observer: Observer) -> None:
         ArgumentError: `model` was not given to `fully_shard`, or is not the root.
     """
     state = state_of(model)
-    if state is None or (not state.context.is_solo and state.index != 0):
+    if state is None or state.context.root is not state:
         raise ArgumentError(
             f"Only a root module can be observed, and {type(model).__name__} is "
             f"{'not sharded' if state is None else f'the unit {state.fqn!r} of another'}. "

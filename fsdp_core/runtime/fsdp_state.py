@@ -100,7 +100,7 @@ class FSDPState(ShardedUnit):
 
     def ensure_root(self) -> None:
         """Forms the tree below, if no root is known yet: this unit becomes it; see `form_tree`."""
-        if not self.is_alone:
+        if not self.context.is_solo:
             return
         members: dict[Member, list[str]] = {}
         for name, module in self.modules[0].named_modules():
@@ -209,8 +209,8 @@ class FSDPState(ShardedUnit):
     @property
     def _runs_alone_without_backward(self) -> bool:
         # The rest of a group need not follow, and what stayed whole would miss the next update.
-        is_alone = self.context.has_opened(self) and not self._calls.are_running
-        return is_alone and not torch.is_grad_enabled()
+        runs_alone = self.context.has_opened(self) and not self._calls.are_running
+        return runs_alone and not torch.is_grad_enabled()
 
     @property
     def _is_recomputing(self) -> bool:
@@ -223,7 +223,7 @@ class FSDPState(ShardedUnit):
     def _reshards_after_forward(self) -> bool:
         chosen = self.options.reshard_after_forward
         # Backward begins with the root, right after its forward ends.
-        return self.context.units[0] is not self if chosen is None else chosen
+        return self.context.root is not self if chosen is None else chosen
 
     # -- Backward
 

@@ -94,6 +94,11 @@ class RootContext:
         shared.counts.tell(relay)
 
     @property
+    def root(self) -> Unit:
+        """Whose forward runs first; a unit alone is its own."""
+        return self.units[0]
+
+    @property
     def comm(self) -> CommContext:
         """Where collectives are placed and counted; without a root, on the current stream."""
         return self.shared.inline if self.is_solo else self.shared
@@ -135,7 +140,7 @@ class RootContext:
         goes on as a part of the root's.
         """
         if (opener := self._forward_root) is not None and (
-            opener.is_running or unit is not self.units[0]
+            opener.is_running or unit is not self.root
         ):
             return False
         self._forward_root = unit
@@ -153,7 +158,7 @@ class RootContext:
 
     def _follow_optimizer(self) -> None:
         # The optimizer's update of the slices must be done before they are packed.
-        options, streams = self.units[0].options, self.comm.streams
+        options, streams = self.root.options, self.comm.streams
         event, options.post_optim_event = options.post_optim_event, None
         for stream in (Stream.PACK, Stream.GATHER):
             if event is None:
@@ -281,7 +286,7 @@ class RootContext:
         ending = ending_of(self.units, self._reached, self._forward_root, ends_all=ends_all)
         if ending.closes_pass:
             self._forward_root = None
-        with self.units[0].tracer.phase("root_post_backward_callback"):
+        with self.root.tracer.phase("root_post_backward_callback"):
             for unit in ending.ended:
                 unit.complete_backward(is_whole=ends_all)
             for unit in ending.going_on:
@@ -290,7 +295,7 @@ class RootContext:
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():
                 pending.land(self.comm)
-            if self.units[0].options.is_last_backward:
+            if self.root.options.is_last_backward:
                 if ends_all:
                     for unit in self.units:
                         unit.drop_gathers()

@@ -78,11 +78,6 @@ class ShardedUnit:
 
     # -- The root
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no root is known yet."""
-        return self.context.is_solo
-
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start."""
         self._params.settle()
@@ -98,7 +93,7 @@ class ShardedUnit:
     def unshard(self) -> None:
         """Starts the gather of the parameters; `finish_unshard` lands it."""
         self.context.recover_if_failed()
-        if self.is_alone:
+        if self.context.is_solo:
             self.settle()
         idle = self._training_state is TrainingState.IDLE
         self._params.issue_unshard(self.context.comm, after_compute=idle)

@@ -23,9 +23,8 @@ class Member(Unit, Protocol):
     def params(self) -> list[FSDPParam]:
         """All parameters of the unit."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it belongs to no tree yet."""
+    context: RootContext
+    """Its own until it joins a tree."""
 
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start."""
@@ -56,7 +55,7 @@ def form_tree(
     if len(modules) > 1:
         raise RootError(f"FSDP requires a single root module but got {tuple(modules)}")
     for unit, fqns in members.items():
-        if not unit.is_alone:
+        if not unit.context.is_solo:
             raise RootError(
                 f"FSDP state has already been lazily initialized for {', '.join(fqns)}\n"
                 "FSDP requires running forward through the root module first"

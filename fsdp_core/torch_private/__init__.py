@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from fsdp_core.torch_private.dtensors import (
     Spec,
-    box_of,
     dtensor_of,
     local_box,
     local_tensor,
@@ -95,7 +94,6 @@ __all__ = [
     "OperatorWatch",
     "Spec",
     "allocator_of",
-    "box_of",
     "calls_on_stack",
     "chunk_cat",
     "composable_names",
