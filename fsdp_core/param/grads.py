@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_core.comm import CommContext, Stream
-    from fsdp_core.layout import Slicing
+    from fsdp_core.layout import Slicing, View
 
 
 class UnreducedGrad:
@@ -134,11 +134,13 @@ class PlainGrads:
         params: In packing order.
         slicings: Theirs.
         flagged: The same, and at the end that of one flag for each.
+        views: Where this rank's slices, without padding, lie in a row of `slicings`.
     """
 
     params: tuple[PlainTarget, ...]
     slicings: tuple[Slicing, ...]
     flagged: tuple[Slicing, ...]
+    views: tuple[View, ...]
 
 
 @dataclass
