@@ -5,29 +5,27 @@ at three steps: before a microbatch's backward, after the last one, and around a
 `PipelineStage` here and `bridge_schedule` take these steps for our modules, through the stage's
 methods and the schedule's registry of actions, so PyTorch's class is not needed here.
 `torch.distributed.pipelining` imports it by itself; that is why no other module of the engine
-imports this one.
+imports this one, and why PyTorch's private names of pipelining are met here and not in `torch_private`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
-
-from fsdp_core.runtime import FSDPModule
-from fsdp_core.torch_private.pipelining import (
+from torch.distributed.pipelining.schedules import (
     RESHARD,
     UNSHARD,
-    PipelineScheduleRuntime,
-    modules_at,
+    _PipelineScheduleRuntime,
 )
+
+from fsdp_core.runtime import FSDPModule
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from fsdp_core.torch_private.pipelining import Action, PipelineContext
+    from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
 
 class PipelineStage(TorchPipelineStage):
@@ -77,25 +75,28 @@ def bridge_schedule(schedule: object) -> None:
     Args:
         schedule: An instance of a class of `torch.distributed.pipelining`, before its first step.
     """
-    if isinstance(schedule, PipelineScheduleRuntime):
+    if isinstance(schedule, _PipelineScheduleRuntime):
         schedule.register_custom_function(UNSHARD, _unshard)
         schedule.register_custom_function(RESHARD, _reshard)
 
 
-def _unshard(action: Action, ctx: PipelineContext) -> None:
+def _unshard(action: _Action, ctx: _PipelineContext) -> None:
     # No handle is kept: forward waits by itself.
     for module in _modules_of(action, ctx):
         module.unshard(async_op=True)
 
 
-def _reshard(action: Action, ctx: PipelineContext) -> None:
+def _reshard(action: _Action, ctx: _PipelineContext) -> None:
     for module in _modules_of(action, ctx):
         module.reshard()
 
 
-def _modules_of(action: Action, ctx: PipelineContext) -> Iterator[FSDPModule]:
-    for module in modules_at(action, ctx):
-        yield from _sharded_modules(module)
+def _modules_of(action: _Action, ctx: _PipelineContext) -> Iterator[FSDPModule]:
+    # The declared type is a base class that has no stages of its own.
+    schedule = cast("_PipelineScheduleRuntime", ctx.schedule_ref)
+    for stage in schedule._stages:  # noqa: SLF001 - no public way from an action to its stage
+        if stage.stage_index == action.stage_index:
+            yield from _sharded_modules(stage.submod)
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
