@@ -27,7 +27,7 @@ class ForwardOrder:
         self._on_track = True
 
     def enter(self, unit: int) -> int | None:
-        """Notes that `unit` starts forward; returns the unit to prefetch, if one is foreseen."""
+        """Notes that `unit` starts forward; returns the unit to prefetch, if one is predicted."""
         position = len(self._current)
         self._current.append(unit)
         self._on_track = (

@@ -62,9 +62,10 @@ class ReduceScatter(Comm):
 
     @property
     def granularity(self) -> int:
-        """Within this many elements of a row, from its start, large ones may drown small ones.
+        """Elements of a row, counted from its start, that share a rounding error.
 
-        1 for an exact reduction. What must not be lost is packed into a stretch of its own.
+        1 for an exact reduction. Beside a large value a small one may be rounded to zero, so flags are
+        packed into a block of their own.
         """
         return 1
 

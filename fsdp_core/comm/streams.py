@@ -114,8 +114,8 @@ class DeviceStreams:
 
     Communication streams have high priority: their small copies must not queue behind kernels.
 
-    The streams are of the accelerator's own class. A plain `torch.Stream` takes an event of
-    that class, which is what users record, for a plain one and reads memory that is not there.
+    The streams are of the accelerator's own class. `torch.Stream.wait_event` expects a `torch.Event`, but
+    users record events of the accelerator's class: with those it would read invalid memory.
     """
 
     run_apart = True

@@ -3,7 +3,7 @@
 The tensors of a parameter, in the order in which they arise:
 
 original
-    What hung on the module when `fully_shard` was called.
+    What was registered on the module when `fully_shard` was called.
 whole local
     What this rank holds of it before it is sharded over data-parallel ranks: the original, or
     the local tensor of an original that tensor parallelism or an SPMD mesh has split. All slicing
@@ -54,7 +54,7 @@ class FSDPParam:
 
     Attributes:
         fqn: Name from the root module once the root is known, before that from the unit.
-        slot: Where the parameter hangs.
+        slot: Where the parameter is registered.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
         post_forward: Its slice for a smaller mesh, which forward may reshard to; None: there is none.
@@ -167,14 +167,14 @@ class FSDPParam:
     # -- Between its forms
 
     def to_sharded(self) -> None:
-        """Hangs the slice on the modules and frees everything else."""
+        """Registers the slice and frees everything else."""
         self.slot.register(self.sharded_param)
         self._drop_smaller()
         if self._unsharded is not None:
             self._unsharded.free()
 
     def to_sharded_post_forward(self) -> None:
-        """Hangs this rank's slice for the smaller mesh on the modules and frees the whole.
+        """Registers this rank's slice for the smaller mesh and frees the whole.
 
         Raises:
             StateError: There is no smaller mesh, or the parameter is not whole.
@@ -187,7 +187,7 @@ class FSDPParam:
         whole.free()
 
     def to_unsharded(self) -> None:
-        """Hangs the whole parameter, already filled, on the modules."""
+        """Registers the whole parameter, already filled."""
         parameter = self.unsharded().parameter
         if parameter.requires_grad != self.is_trainable:
             # The method is forbidden within a transform of torch.func, even where that is off.
@@ -197,7 +197,7 @@ class FSDPParam:
         self._drop_smaller()
 
     def refresh(self) -> None:
-        """Takes over what the user hung on the module, and pads it again.
+        """Takes over what the user registered on the module, and pads it again.
 
         `Module.to`, `to_empty` and `load_state_dict(assign=True)` replace the parameter or its
         local tensor by one without padding.

@@ -112,7 +112,7 @@ class OwnedParam(FSDPParam):
         return self._order.physical(local).reshape(-1) if self.is_mine else local
 
     def refresh(self) -> None:
-        """Takes over what the user hung on the module.
+        """Takes over what the user registered on the module.
 
         Raises:
             ArgumentTypeError: It is no DTensor on the mesh of the owner.

@@ -108,7 +108,7 @@ class Placing:
         return torch_private.waited(torch_private.local_tensor(grad))
 
     def rebased(self, spec: torch_private.Spec) -> Placing:
-        """After the user hung another DTensor on the module: slices lie as that one does."""
+        """After the user registered another DTensor on the module: slices lie as that one does."""
         return replace(self, sharded_spec=spec)
 
 

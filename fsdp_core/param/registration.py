@@ -37,12 +37,12 @@ class ParamSlot:
         return ParamSlot((*self.places, *other.places), self.fqn)
 
     def registered(self) -> nn.Parameter:
-        """What hangs at the first place now."""
+        """What is registered at the first place now."""
         module, name = self.places[0]
         return module.get_parameter(name)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Hangs `parameter` at every place."""
+        """Registers `parameter` at every place."""
         for module, name in self.places:
             torch_private.set_parameter(module, name, parameter)
 
@@ -51,7 +51,7 @@ def find_slots(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module])
     """The slot of each parameter within the trees of `modules`, in the order given.
 
     Raises:
-        ArgumentError: A parameter hangs nowhere in the trees.
+        ArgumentError: A parameter is registered nowhere in the trees.
     """
     places: dict[nn.Parameter, dict[tuple[nn.Module, str], str]] = {p: {} for p in parameters}
     for root in modules:
@@ -68,10 +68,9 @@ def find_slots(parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module])
 class Attachment:
     """Base of such a note, of which a parameter has at most one of each kind.
 
-    It hangs on the parameter itself: a weak reference would forbid PyTorch to swap the tensor,
-    and an identity could be another tensor's later. Copies of the parameter, and those that come
-    out of files, are not the engine's: something empty stands in the note's place, of a class
-    that `torch.load` takes without being told to trust the file.
+    It is an attribute of the parameter: a weak reference would forbid PyTorch to swap the tensor, and
+    another tensor could get the same id later. It is not copied or saved with the parameter: in its place
+    is an empty `OrderedDict`, which `torch.load` accepts under `weights_only=True`.
     """
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
@@ -82,7 +81,7 @@ Kind = TypeVar("Kind", bound=Attachment)
 
 
 def attach(parameter: torch.Tensor, note: Attachment) -> None:
-    """Hangs `note` on the parameter, in the place of an older one of its kind."""
+    """Sets `note` as an attribute of the parameter; it replaces an older one of its kind."""
     parameter.__dict__[_name(type(note))] = note
 
 
@@ -93,7 +92,7 @@ def attached(parameter: torch.Tensor, kind: type[Kind]) -> Kind | None:
 
 
 def inherit(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Hangs the notes of `old` on `new`, which takes its place."""
+    """Copies the notes of `old` to `new`, which replaces it."""
     for note in list(old.__dict__.values()):
         if isinstance(note, Attachment):
             attach(new, note)
@@ -109,11 +108,11 @@ def check_replacement(
     spec: torch_private.Spec,
     held_shapes: Sequence[tuple[int, ...]],
 ) -> torch_private.Spec:
-    """Checks what hangs on the module, and returns how it lies.
+    """Checks what is registered on the module, and returns how it lies.
 
     Args:
         fqn: The parameter's name.
-        registered: What hangs there.
+        registered: What is registered there.
         spec: How the sharded parameter lay before.
         held_shapes: Those that this rank's local tensor may have; the usual one first.
 

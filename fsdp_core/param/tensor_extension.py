@@ -37,11 +37,11 @@ _SHORT, _LONG = 1, 5
 
 @dataclass(frozen=True)
 class ExtensionPlace:
-    """Where the extended parameter hangs and how it is cut: what the protocol passes on.
+    """Where the extended parameter is registered and how it is cut: what the protocol passes on.
 
     Attributes:
         fqn: For errors.
-        module: On which it hangs.
+        module: On which it is registered.
         mesh: 1D, over which it is sharded.
         policy: Dtypes.
         slicing: Of the whole local parameter.

@@ -19,7 +19,7 @@ class Unsharded(Protocol):
     Autograd saves references to the parameter and to views of it between forward and backward.
     So the object is made once, and freeing or filling it resizes and rewrites its storage,
     which every alias sees. While it is free its version is another, so that autograd refuses a
-    backward that would read memory that is gone; most kernels would end the process.
+    backward that would read freed memory; most kernels would end the process.
     """
 
     @property
@@ -74,7 +74,7 @@ class UnshardedParam:
 
     @property
     def held_bytes(self) -> int:
-        """All or nothing."""
+        """Bytes of all of `flat`, or 0."""
         return self.flat.untyped_storage().size()
 
     def allocate(self) -> None:

@@ -65,7 +65,7 @@ class ForwardCalls:
             self._methods -= 1
 
     def is_reentered_at(self, module: nn.Module) -> bool:
-        """Whether `module`, whose forward has not ended, begins anew.
+        """Whether `module`, whose forward has not ended, begins again.
 
         An exception runs the hook that ends it, but an interrupt from the keyboard does not. A
         module that calls itself is still running.

@@ -46,12 +46,12 @@ class FSDPModule(CommunicationSetters):
             cast("Callable[..., None]", made.__init__)(*args, **kwargs)  # type: ignore[misc]  # the original's signature is unknown here
         return made
 
-    # -- Whole and sliced parameters
+    # -- Sharded and unsharded
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters of this unit; not recursive.
 
-        A gather in flight is waited for and dropped, so that the next one reads the slices anew.
+        A gather in flight is waited for and dropped, so that the next one reads the slices again.
         """
         state = self._get_fsdp_state()
         state.drop_gathers()
@@ -71,7 +71,7 @@ class FSDPModule(CommunicationSetters):
         return None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
-        """Sets whether forward ends with the parameters sliced; overrides the root's rule.
+        """Sets whether forward ends by resharding the parameters; overrides the root's rule.
 
         Raises:
             ArgumentError: Not a bool.
@@ -91,7 +91,7 @@ class FSDPModule(CommunicationSetters):
         *,
         recurse: bool = True,
     ) -> None:
-        """Sets whether backward ends with the parameters sliced.
+        """Sets whether backward ends by resharding the parameters; the default is yes.
 
         False saves the gathers of the following microbatches.
         """
@@ -162,7 +162,7 @@ class FSDPModule(CommunicationSetters):
     def reset_iter_state(self) -> None:
         """Forgets, on the root, an iteration that raised in forward or backward.
 
-        All parameters are sliced, collectives in flight are waited for and their results
+        All parameters are resharded, collectives in flight are waited for and their results
         dropped, and so are gradients that were accumulated without a reduction: start the
         accumulation over. The next forward does the same by itself; call this to have the memory
         at once, or to give up an accumulation.

@@ -44,7 +44,7 @@ class FSDPState(ShardedUnit):
 
     Attributes:
         relay: Its observer, in effect if it is the root.
-        prefetch_after_forward: Units to gather while this one's forward runs; empty: foresee.
+        prefetch_after_forward: Units to gather while this one's forward runs; empty: predicted.
         prefetch_after_backward: The same for backward.
     """
 
@@ -112,7 +112,7 @@ class FSDPState(ShardedUnit):
 
     @torch_private.opaque_to_dynamo
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Makes the parameters whole, casts the inputs, and foresees the end of backward."""
+        """Unshards the parameters, casts the inputs, and registers the post-backward hook."""
         self._has_returned = False
         self._recover_if_failed(module)
         if self._is_recomputing:
@@ -144,7 +144,7 @@ class FSDPState(ShardedUnit):
 
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
-        """Slices the parameters again, unless they are kept, and foresees backward."""
+        """Reshards the parameters, unless they are kept, and registers the pre-backward hook."""
         if not self._is_recomputing:
             if self._calls.leave(module) or self._runs_alone_without_backward:
                 self._calls.forget()
@@ -180,7 +180,7 @@ class FSDPState(ShardedUnit):
         return self._casting.output(self._complete_forward(output))
 
     def abandon_forward(self) -> None:
-        """Slices the parameters again and ends a forward that did not."""
+        """Reshards the parameters and ends a forward that did not end."""
         self.drop_gathers()
         self.reshard()
         self._calls.forget()
@@ -301,7 +301,7 @@ class FSDPState(ShardedUnit):
             self._reduce_and_stay_whole()
 
     def _reduce_and_stay_whole(self) -> None:
-        """No other backward need follow, so that the next forward has to gather anew."""
+        """No other backward need follow, so that the next forward has to gather again."""
         self._may_miss_update = True
         self._has_new_grads = False
         self._params.hold()

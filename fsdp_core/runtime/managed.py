@@ -48,7 +48,7 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def managed_params(
     modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """The parameters that hang directly on `modules`, each once, without the ignored."""
+    """The parameters registered directly on `modules`, each once, without the ignored."""
     params: dict[nn.Parameter, None] = {}
     for module in modules:
         for param in module.parameters(recurse=False):

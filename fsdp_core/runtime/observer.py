@@ -27,7 +27,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Looks away."""
+    """Ignores everything: the observer of a root that has none."""
 
     def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:
         """Does nothing."""
@@ -50,13 +50,13 @@ class ObserverRelay:
         self.target: Observer = NullObserver()
 
     def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:
-        """Passes on."""
+        """See `Observer`."""
         self.target.on_state(state, unit_index, unit_fqn)
 
     def on_issue(self, group: str, sequence: int) -> None:
-        """Passes on."""
+        """See `Observer`."""
         self.target.on_issue(group, sequence)
 
     def on_complete(self, group: str, sequence: int) -> None:
-        """Passes on."""
+        """See `Observer`."""
         self.target.on_complete(group, sequence)

@@ -45,7 +45,7 @@ class Unit(Ends, Protocol):
         """Ends a forward in which only some of the unit's modules ran."""
 
     def abandon_forward(self) -> None:
-        """Slices the parameters again and ends a forward that did not."""
+        """Reshards the parameters and ends a forward that did not end."""
 
     def complete_backward(self, *, is_whole: bool) -> None:
         """Runs the post-backward that autograd did not, if so."""
@@ -167,14 +167,14 @@ class RootContext:
                 streams.wait_event(stream, cast("Event", event))
 
     def prefetch_forward(self, index: int, chosen: Sequence[Unit]) -> None:
-        """Starts gathers for the units that follow unit `index`: the `chosen`, else the foreseen.
+        """Starts gathers for the units that follow unit `index`: the `chosen`, else the predicted one.
 
         Recomputation in backward follows no forward order and prefetches nothing.
         """
         if self.in_backward:
             return
-        foreseen = self.forward_order.enter(index)
-        targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
+        predicted = self.forward_order.enter(index)
+        targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:
             with target.tracer.span("forward_prefetch"):
                 target.prefetch_in_forward()
@@ -182,8 +182,8 @@ class RootContext:
 
     def prefetch_backward(self, index: int, chosen: Sequence[Unit]) -> None:
         """Starts gathers for the units whose backward follows that of unit `index`."""
-        foreseen = None if chosen else self.backward_order.take(index)
-        targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
+        predicted = None if chosen else self.backward_order.take(index)
+        targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:
             with target.tracer.span("backward_prefetch"):
                 target.prefetch_in_backward()
@@ -316,8 +316,8 @@ class RootContext:
     def recover_if_failed(self) -> None:
         """Forgets the previous backward if it raised; called where forward or backward begins.
 
-        A backward that raises never calls back. Outside backward a callback that is still owed
-        will not come; within another backward it is the death of the callback that tells.
+        A backward that raises never calls back. Outside backward, a callback that has not come will not
+        come; within another backward, the callback's weak reference is dead.
         """
         if self._end is not None and (self._end() is None or not self.in_backward):
             self.recover()
@@ -344,8 +344,8 @@ class RootContext:
 class _EndOfBackward:
     """Autograd's callback at the end of a backward.
 
-    Only the running backward owns it: if it raises, this dies with it, and whoever holds a weak
-    reference knows.
+    Only the running backward refers to it: if that raises, this is freed, and a weak reference to it is
+    dead.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:

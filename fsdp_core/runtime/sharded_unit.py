@@ -1,4 +1,4 @@
-"""A unit apart from its hooks: its place below a root, and its parameters whole or sliced."""
+"""A unit apart from its hooks: its place below a root, and how its parameters are unsharded and resharded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ShardedUnit:
         self._index = index
         self.tracer.fqn = fqn
 
-    # -- Whole and sliced parameters
+    # -- Sharded and unsharded
 
     def unshard(self) -> None:
         """Starts the gather of the parameters; `finish_unshard` lands it."""

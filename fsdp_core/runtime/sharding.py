@@ -96,9 +96,9 @@ class FullyShard:
             mesh: One axis, over which parameters are sharded; two named axes, of which the first
                 replicates (HSDP); with `dp_mesh_dims` the full mesh that the parameters, DTensors
                 already, lie on. By default one axis of all ranks.
-            reshard_after_forward: Whether forward ends with the parameters sliced again, at the
+            reshard_after_forward: Whether forward ends by resharding the parameters, at the
                 price of one more gather in backward. None: yes, except for the root. A number k:
-                sliced over k ranks only, so that backward gathers from few and near ones. What
+                sharded over k ranks only, so that backward gathers from few and near ones. What
                 stays whole after an evaluation does not see an update of the slices: call
                 `reshard` between the two.
             shard_placement_fn: Called with each parameter; returns the `Shard` to use, a

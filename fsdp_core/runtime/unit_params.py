@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class UnitParams:
-    """Makes all groups of a unit whole or sliced.
+    """Unshards and reshards all groups of a unit.
 
     Transforms of `torch.func` that are active around the unit's forward do not see it: slices
     and buffers are no part of the function that is transformed.

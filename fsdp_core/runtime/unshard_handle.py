@@ -8,8 +8,10 @@ from collections.abc import Callable
 class UnshardHandle:
     """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
 
-    The module's forward waits by itself; call `wait` to use the parameters before that. One that
-    was made without a purpose has nothing to wait for.
+    The module's forward waits by itself; call `wait` to use the parameters before that.
+
+    Args:
+        finish: Waits for the unshard; None: there is nothing to wait for.
     """
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
