@@ -32,21 +32,21 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
+from fsdp_core.param.extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.grads import Contribution, UnreducedGrad
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import whole_local
+from fsdp_core.param.post_forward import PostForwardSlice, cannot_keep_part
 from fsdp_core.param.registration import check_grad, check_replacement, inherit
+from fsdp_core.param.sharding_spec import whole_local
 from fsdp_core.param.slices import MemoryOrder
-from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
-from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
-from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
+from fsdp_core.param.unsharded import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fsdp_core.comm import CommContext, Stream
-    from fsdp_core.param.placing import ShardingChoice
     from fsdp_core.param.registration import ParamSlot
+    from fsdp_core.param.sharding_spec import ShardingChoice
 
 
 class FSDPParam:
@@ -78,18 +78,18 @@ class FSDPParam:
         self._unsharded: Unsharded | None = None
         self._whole_memory: torch.Tensor | None = None
 
-        self._placing = choice.placing
+        self._spec = choice.spec
         whole = whole_local(choice.original).detach()
         self._order = MemoryOrder.of(whole)
         physical = self._order.physical(whole)
         cut_dim = None if choice.dim is None else self._order.dims.index(choice.dim)
         self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
         smaller = choice.post_forward
-        self.post_forward = None if smaller is None else SmallerMesh(smaller, self.slicing)
+        self.post_forward = None if smaller is None else PostForwardSlice(smaller, self.slicing)
         padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
-            self._placing.sharded(self._order.seen(self._own_slice(padded))),
+            self._spec.sharded(self._order.seen(self._own_slice(padded))),
             requires_grad=choice.original.requires_grad,
         )
         self._is_extended = is_extended(self._local, self.fqn)
@@ -271,7 +271,7 @@ class FSDPParam:
     @property
     def has_axes(self) -> bool:
         """Whether it lies on axes of its own besides those of data parallelism."""
-        return self._placing.is_dtensor
+        return self._spec.is_dtensor
 
     @property
     def send_data(self) -> torch.Tensor:
@@ -325,7 +325,7 @@ class FSDPParam:
         It lies in memory as the whole local does.
         """
         grad = self._unreduced.take(self._computed)
-        return None if grad is None else self.in_memory_order(self._placing.local_grad(grad))
+        return None if grad is None else self.in_memory_order(self._spec.local_grad(grad))
 
     def in_memory_order(self, seen: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole local's form with its dims in the order in which they lie in memory."""
@@ -395,7 +395,7 @@ class FSDPParam:
         # With hooks, nobody on the host may look at it before the copy has arrived.
         local = self._memory.take_grad(local, comm, stream, may_overlap=total is None and not hooks)
         if total is None:
-            sharded.grad = self._placing.sharded(local)
+            sharded.grad = self._spec.sharded(local)
         else:
             summed = torch_private.local_tensor(cast("DTensor", total))
             summed += local
@@ -423,12 +423,10 @@ class FSDPParam:
         return torch_private.local_tensor(self._dtensor)
 
     def _take_over(self, registered: nn.Parameter) -> None:
-        spec = check_replacement(
-            self.fqn, registered, self._placing.sharded_spec, self._held_shapes
-        )
+        spec = check_replacement(self.fqn, registered, self._spec.sharded_spec, self._held_shapes)
         if registered is not self.sharded_param:
             self.changes += 1
-            self._placing = self._placing.rebased(spec)
+            self._spec = self._spec.rebased(spec)
             inherit(self.sharded_param, registered)
         self.sharded_param = registered
 
@@ -463,14 +461,14 @@ class FSDPParam:
 
     def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         physical = flat[: self.slicing.total].view(self.slicing.shape)
-        return self._placing.unsharded(self._order.seen(physical))
+        return self._spec.unsharded(self._order.seen(physical))
 
     def _whole_from_extended(self, tensor: torch.Tensor) -> torch.Tensor:
         dim = self.slicing.dim or 0
         length = self.slicing.shape[dim]
         if tensor.size(dim) != length:
             tensor = tensor.narrow(dim, 0, length)
-        return self._placing.unsharded(tensor)
+        return self._spec.unsharded(tensor)
 
     def _extension_place(self) -> ExtensionPlace:
         module, _ = self.slot.places[0]

@@ -16,13 +16,13 @@ from fsdp_core.errors import (
     UnsupportedError,
 )
 from fsdp_core.layout import balanced_owners
+from fsdp_core.param.extension import is_extended
 from fsdp_core.param.fsdp_param import FSDPParam
 from fsdp_core.param.owned import OwnedParam
 from fsdp_core.param.param_group import FSDPParamGroup
-from fsdp_core.param.placing import ShardingChoice, place
+from fsdp_core.param.post_forward import cannot_keep_part
 from fsdp_core.param.registration import Attachment, ParamSlot, attach, attached, find_slots
-from fsdp_core.param.smaller_mesh import cannot_keep_part
-from fsdp_core.param.tensor_extension import is_extended
+from fsdp_core.param.sharding_spec import ShardingChoice, place
 from fsdp_core.policy import Owned
 
 if TYPE_CHECKING:
@@ -144,10 +144,10 @@ def _choose(
         raise cannot_keep_part(kind, slot.fqn)
     owned = placement if isinstance(placement, Owned) else None
     dim = None if isinstance(placement, Owned) else _dim_of(original, placement, slot.fqn)
-    placing = place(original, slot.fqn, mine, dim)
+    spec = place(original, slot.fqn, mine, dim)
     if owned is not None:
         _check_ownable(original, slot.fqn, smaller)
-    return ShardingChoice(original, slot, mine, owned, dim, placing, smaller, options)
+    return ShardingChoice(original, slot, mine, owned, dim, spec, smaller, options)
 
 
 def _kind_beyond_plain(original: nn.Parameter, fqn: str) -> str | None:

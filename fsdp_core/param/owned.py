@@ -17,10 +17,10 @@ from fsdp_core.param import slices
 from fsdp_core.param.fsdp_param import FSDPParam
 from fsdp_core.param.grads import Contribution, UnreducedGrad
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import ShardingChoice, whole_local
 from fsdp_core.param.registration import Attachment, attach, attached
+from fsdp_core.param.sharding_spec import ShardingChoice, whole_local
 from fsdp_core.param.slices import MemoryOrder
-from fsdp_core.param.unsharded_param import Unsharded, allocate_as_saved, free_for_autograd
+from fsdp_core.param.unsharded import Unsharded, allocate_as_saved, free_for_autograd
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,8 +69,8 @@ class OwnedParam(FSDPParam):
         self._is_extended = False
 
         self._mesh = _owner_mesh(info, owner)
-        spec = torch_private.respec(choice.placing.sharded_spec, self._mesh, [Replicate()])
-        self._placing = replace(choice.placing, sharded_spec=spec)
+        spec = torch_private.respec(choice.spec.sharded_spec, self._mesh, [Replicate()])
+        self._spec = replace(choice.spec, sharded_spec=spec)
         whole = whole_local(choice.original).detach()
         self._order = MemoryOrder.of(whole)
         physical = self._order.physical(whole)
@@ -78,7 +78,7 @@ class OwnedParam(FSDPParam):
         held = slices.cut(physical, self.slicing, 0) if self.is_mine else whole.new_empty(0)
         held = self._memory.take(held)
         self.sharded_param = nn.Parameter(
-            self._placing.sharded(self._order.seen(held) if self.is_mine else held),
+            self._spec.sharded(self._order.seen(held) if self.is_mine else held),
             requires_grad=choice.original.requires_grad,
         )
         self._register()

@@ -16,7 +16,7 @@ from fsdp_core.param.owned import OwnedParam, OwnedSection, sections_of
 from fsdp_core.param.reduce import PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer
-from fsdp_core.param.unsharded_param import UnshardedParam
+from fsdp_core.param.unsharded import UnshardedParam
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
-from fsdp_core.param.unsharded_param import WholeMemory
+from fsdp_core.param.unsharded import WholeMemory
 
 if TYPE_CHECKING:
     import mmap
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from fsdp_core.comm import CommContext, SharedMemoryAxis
     from fsdp_core.param.fsdp_param import FSDPParam
-    from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.param.unsharded import UnshardedParam
     from fsdp_core.policy import SharedMemoryPolicy
 
 _WORDS: Final = 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.runtime.fsdp_module import (
     FSDPModule,
+    UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
     observe,
@@ -14,7 +15,6 @@ from fsdp_core.runtime.fsdp_state import FSDPState
 from fsdp_core.runtime.grad_clipping import clip_grad_norm_
 from fsdp_core.runtime.observer import NullObserver, Observer
 from fsdp_core.runtime.sharding import fully_shard
-from fsdp_core.runtime.unshard_handle import UnshardHandle
 
 __all__ = [
     "FSDPModule",

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, cast
 from torch import nn
 
 from fsdp_core.errors import ArgumentError, NoDeepcopyError, RootError
-from fsdp_core.runtime.communication_setters import CommunicationSetters
 from fsdp_core.runtime.fsdp_state import FSDPState, state_of
-from fsdp_core.runtime.unshard_handle import UnshardHandle
+from fsdp_core.runtime.setters import Setters
 
 if TYPE_CHECKING:
-    import torch
-
-    from fsdp_core.options import UnitOptions
     from fsdp_core.runtime.observer import Observer
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -29,7 +25,25 @@ class _Construction:
     runs_init = True
 
 
-class FSDPModule(CommunicationSetters):
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
+
+    The module's forward waits by itself; call `wait` to use the parameters before that.
+
+    Args:
+        finish: Waits for the unshard; None: there is nothing to wait for.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Returns when the current stream may use the whole parameters, now registered."""
+        if self._finish is not None:
+            self._finish()
+
+
+class FSDPModule(Setters):
     """Mixed into the class of every module that was given to `fully_shard`.
 
     The setters write configuration objects, of the unit and of its groups, which are read at the
@@ -70,95 +84,6 @@ class FSDPModule(CommunicationSetters):
         state.finish_unshard()
         return None
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
-        """Sets whether forward ends by resharding the parameters; overrides the root's rule.
-
-        Raises:
-            ArgumentError: Not a bool.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ArgumentError(
-                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
-            )
-        for state in self._states(recurse=recurse):
-            state.options.reshard_after_forward = reshard_after_forward
-            for group in state.groups:
-                group.options.reshards_to_smaller_mesh = False
-
-    def set_reshard_after_backward(
-        self,
-        reshard_after_backward: bool,  # noqa: FBT001 - the reference's signature
-        *,
-        recurse: bool = True,
-    ) -> None:
-        """Sets whether backward ends by resharding the parameters; the default is yes.
-
-        False saves the gathers of the following microbatches.
-        """
-        for state in self._states(recurse=recurse):
-            state.options.reshard_after_backward = reshard_after_backward
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
-        self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets, for all units below, whether forward and backward gather on the current stream.
-
-        That spares the memory pools of other streams, but only explicit prefetching then overlaps.
-        """
-        for state in self._states(recurse=True):
-            state.options.unshard_inline = async_op
-
-    # -- The iteration
-
-    def set_requires_gradient_sync(
-        self,
-        requires_gradient_sync: bool,  # noqa: FBT001 - the reference's signature
-        *,
-        recurse: bool = True,
-    ) -> None:
-        """Sets whether backward reduces gradients; False accumulates them whole, silently."""
-        for state in self._states(recurse=recurse):
-            state.options.reduce_grads = requires_gradient_sync
-            for group in state.groups:
-                group.options.all_reduce_grads = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within, backwards below this module accumulate gradients without communication.
-
-        At the end, also by an exception, every unit reduces as it did before.
-        """
-        before = [
-            (state, state.options.reduce_grads, [g.options.all_reduce_grads for g in state.groups])
-            for state in self._states(recurse=True)
-        ]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for state, reduce_grads, all_reduce_grads in before:
-                state.options.reduce_grads = reduce_grads
-                for group, value in zip(state.groups, all_reduce_grads, strict=True):
-                    group.options.all_reduce_grads = value
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets, on the root, whether the next backward is the last before the optimizer.
-
-        Only the last one has the current stream wait for the gradients, and ends the order of
-        prefetching.
-        """
-        self._root_options.is_last_backward = is_last_backward
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Sets, on the root, what the gathers of the next forward wait for.
-
-        Without it they wait for everything that is on the current stream then. It is used once:
-        record a new event after each optimizer step.
-        """
-        self._root_options.post_optim_event = event
-
     def reset_iter_state(self) -> None:
         """Forgets, on the root, an iteration that raised in forward or backward.
 
@@ -174,10 +99,6 @@ class FSDPModule(CommunicationSetters):
         if state.context.root is not state:
             raise RootError("reset_iter_state must be called on the root FSDP module")
         state.context.recover()
-
-    @property
-    def _root_options(self) -> UnitOptions:
-        return self._get_fsdp_state().context.root.options
 
     # -- Prefetch
 

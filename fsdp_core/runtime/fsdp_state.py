@@ -18,8 +18,7 @@ from fsdp_core.runtime.autograd_boundary import (
     call_with_grads,
     weakly,
 )
-from fsdp_core.runtime.casting import Casting
-from fsdp_core.runtime.forward_calls import ForwardCalls
+from fsdp_core.runtime.forward import Casting, ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.sharded_unit import ShardedUnit

@@ -13,7 +13,7 @@ from fsdp_core import torch_private
 from fsdp_core.comm import CommContext, Event, InFlightReduction, Stream
 from fsdp_core.errors import StateError
 from fsdp_core.runtime.ending import Ends, ending_of
-from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.observer import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.observer import UnitTracer
 from fsdp_core.runtime.unit_params import UnitParams
 from fsdp_core.states import TrainingState
 

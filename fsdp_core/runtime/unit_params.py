@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fsdp_core.comm import CommContext
     from fsdp_core.options import UnitOptions
     from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.runtime.observer import UnitTracer
     from fsdp_core.runtime.root_context import RootContext
-    from fsdp_core.runtime.tracing import UnitTracer
 
 
 class UnitParams:

@@ -15,10 +15,10 @@ from fsdp_core.param import slices
 if TYPE_CHECKING:
     from fsdp_core.comm import FSDPMeshInfo
     from fsdp_core.param.slices import MemoryOrder
-    from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.param.unsharded import UnshardedParam
 
 
-class SmallerMesh:
+class PostForwardSlice:
     """Cuts one parameter for a smaller mesh, along its outermost dim in memory, and gathers it there.
 
     Its group's `ShardedState` says whether the slice is what modules have now.

@@ -42,7 +42,7 @@ MAX_OWN_AXES = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Placing:
+class ShardingSpec:
     """Converts between local tensors and what users see of them; see `place`.
 
     Attributes:
@@ -107,7 +107,7 @@ class Placing:
                 grad = grad.redistribute(placements=placements)
         return torch_private.waited(torch_private.local_tensor(grad))
 
-    def rebased(self, spec: torch_private.Spec) -> Placing:
+    def rebased(self, spec: torch_private.Spec) -> ShardingSpec:
         """After the user registered another DTensor on the module: slices lie as that one does."""
         return replace(self, sharded_spec=spec)
 
@@ -122,7 +122,7 @@ class ShardingChoice:
         info: Mesh and roles of its axes.
         owned: How one rank is to own it whole; None: it is sharded.
         dim: Tensor dim to shard on; None: every rank holds the whole.
-        placing: How it lies on the meshes once it is sharded.
+        spec: How it lies on the meshes once it is sharded.
         post_forward: The smaller mesh that slices are kept for between forward and backward.
         options: Of the call.
     """
@@ -132,7 +132,7 @@ class ShardingChoice:
     info: DataParallelMeshInfo
     owned: Owned | None
     dim: int | None
-    placing: Placing
+    spec: ShardingSpec
     post_forward: FSDPMeshInfo | None
     options: ShardingOptions
 
@@ -142,7 +142,9 @@ def whole_local(param: nn.Parameter) -> torch.Tensor:
     return torch_private.local_tensor(param) if isinstance(param, DTensor) else param
 
 
-def place(param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | None) -> Placing:
+def place(
+    param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | None
+) -> ShardingSpec:
     """Decides how a parameter lies on the meshes once it is sharded.
 
     Communicates nothing.
@@ -174,15 +176,15 @@ def place(param: nn.Parameter, fqn: str, info: DataParallelMeshInfo, dim: int | 
         spec = torch_private.new_spec(
             info.mesh, _dp_placements(info, dim, own=1), param, _dense_stride(param)
         )
-        return Placing(fqn, spec, None, frozenset())
+        return ShardingSpec(fqn, spec, None, frozenset())
     own = torch_private.spec_of(param)
     if info.dp_mesh_dims is None:
-        return Placing(fqn, _joined_spec(own, fqn, info, dim), own, frozenset())
+        return ShardingSpec(fqn, _joined_spec(own, fqn, info, dim), own, frozenset())
     _check_replicated(own, fqn, info, info.dp_mesh_dims)
     dp_names = info.dp_mesh_dims.shard_names + info.dp_mesh_dims.replicate_names
     dp_axes = frozenset(_axes(own.mesh, dp_names))
     spec = _spmd_spec(own, info, info.dp_mesh_dims, dim)
-    return Placing(fqn, spec, own, dp_axes)
+    return ShardingSpec(fqn, spec, own, dp_axes)
 
 
 def _dp_placements(info: DataParallelMeshInfo, dim: int | None, own: int) -> list[Placement]:

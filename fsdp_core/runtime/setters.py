@@ -1,10 +1,11 @@
-"""The setters that concern how a unit's groups communicate."""
+"""The setters of `FSDPModule`: each writes options, which are read where the next phase begins."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
 
@@ -17,19 +18,107 @@ from fsdp_core.comm import (
     SymmetricReduceScatter,
 )
 from fsdp_core.errors import ArgumentError, ArgumentTypeError, StateError
-from fsdp_core.runtime.unit_access import UnitAccess
+from fsdp_core.runtime.fsdp_state import FSDPState, state_of, states_in
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from fsdp_core.options import UnitOptions
     from fsdp_core.param import FSDPParamGroup
 
 
-class CommunicationSetters(UnitAccess):
-    """Each writes the configuration of groups, which is read when the next collective starts.
+class Setters:
+    """With several groups in a unit, what concerns communication holds for each of them."""
 
-    With several groups in the unit the setting holds for each of them.
-    """
+    # -- When parameters are resharded, and gradients reduced
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
+        """Sets whether forward ends by resharding the parameters; overrides the root's rule.
+
+        Raises:
+            ArgumentError: Not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ArgumentError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._states(recurse=recurse):
+            state.options.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.options.reshards_to_smaller_mesh = False
+
+    def set_reshard_after_backward(
+        self,
+        reshard_after_backward: bool,  # noqa: FBT001 - the reference's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Sets whether backward ends by resharding the parameters; the default is yes.
+
+        False saves the gathers of the following microbatches.
+        """
+        for state in self._states(recurse=recurse):
+            state.options.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
+        self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets, for all units below, whether forward and backward gather on the current stream.
+
+        That spares the memory pools of other streams, but only explicit prefetching then overlaps.
+        """
+        for state in self._states(recurse=True):
+            state.options.unshard_inline = async_op
+
+    def set_requires_gradient_sync(
+        self,
+        requires_gradient_sync: bool,  # noqa: FBT001 - the reference's signature
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Sets whether backward reduces gradients; False accumulates them whole, silently."""
+        for state in self._states(recurse=recurse):
+            state.options.reduce_grads = requires_gradient_sync
+            for group in state.groups:
+                group.options.all_reduce_grads = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backwards below this module accumulate gradients without communication.
+
+        At the end, also by an exception, every unit reduces as it did before.
+        """
+        before = [
+            (state, state.options.reduce_grads, [g.options.all_reduce_grads for g in state.groups])
+            for state in self._states(recurse=True)
+        ]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, reduce_grads, all_reduce_grads in before:
+                state.options.reduce_grads = reduce_grads
+                for group, value in zip(state.groups, all_reduce_grads, strict=True):
+                    group.options.all_reduce_grads = value
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+        """Sets, on the root, whether the next backward is the last before the optimizer.
+
+        Only the last one has the current stream wait for the gradients, and ends the order of
+        prefetching.
+        """
+        self._root_options.is_last_backward = is_last_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Sets, on the root, what the gathers of the next forward wait for.
+
+        Without it they wait for everything that is on the current stream then. It is used once:
+        record a new event after each optimizer step.
+        """
+        self._root_options.post_optim_event = event
 
     # -- What is reduced
 
@@ -192,6 +281,28 @@ class CommunicationSetters(UnitAccess):
                 _check_buffers(reduce, state.options.max_reduces, state.fqn)
                 group.options.reduce_scatter = reduce
             group.options.all_gather = gather
+
+    # -- From a module to its unit
+
+    def _get_fsdp_state(self) -> FSDPState:
+        state = state_of(cast("nn.Module", self))
+        if state is None:
+            raise StateError(f"No FSDP state found on {self}")
+        return state
+
+    def _states(self, *, recurse: bool) -> Iterator[FSDPState]:
+        if recurse:
+            yield from states_in(cast("nn.Module", self))
+        else:
+            yield self._get_fsdp_state()
+
+    def _groups(self, *, recurse: bool = False) -> Iterator[FSDPParamGroup]:
+        for state in self._states(recurse=recurse):
+            yield from state.groups
+
+    @property
+    def _root_options(self) -> UnitOptions:
+        return self._get_fsdp_state().context.root.options
 
     def _sharding_groups(self) -> Iterator[tuple[FSDPParamGroup, dist.ProcessGroup]]:
         for group in self._groups():

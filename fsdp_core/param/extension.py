@@ -25,7 +25,7 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.unsharded_param import allocate, free
+from fsdp_core.param.unsharded import allocate, free
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
