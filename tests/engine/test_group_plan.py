@@ -37,7 +37,7 @@ class Layer(nn.Module):
 class Watchful(Layer):
     """Sees each assignment of an attribute, as some libraries' modules do."""
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any kind
         super().__setattr__(name, value)
 
 
