@@ -66,34 +66,40 @@ class FSDPParam:
 
     def __init__(self, choice: ShardingChoice) -> None:
         """Shards a parameter as was chosen for it."""
-        info = choice.info
         self.fqn = choice.slot.fqn
         self.slot = choice.slot
         self._unreduced = UnreducedGrad()
         self.awaits_reduce = False
         self.changes = 0
-        self._info = info
+        self._info = choice.info
         self._policy = choice.options.mp_policy
-        self._memory = HostMemory.of(choice.options.offload, info.device)
+        self._memory = HostMemory.of(choice.options.offload, choice.info.device)
         self._unsharded: Unsharded | None = None
         self._whole_memory: torch.Tensor | None = None
 
         self._spec = choice.spec
         whole = whole_local(choice.original).detach()
         self._order = MemoryOrder.of(whole)
-        physical = self._order.physical(whole)
-        cut_dim = None if choice.dim is None else self._order.dims.index(choice.dim)
-        self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
+        self.slicing, padded = self._cut(self._order.physical(whole), choice.dim)
         smaller = choice.post_forward
         self.post_forward = None if smaller is None else PostForwardSlice(smaller, self.slicing)
-        padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
+        padded = self._memory.take(padded)
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
-            self._spec.sharded(self._order.seen(self._own_slice(padded))),
-            requires_grad=choice.original.requires_grad,
+            self._spec.sharded(self._seen(padded)), requires_grad=choice.original.requires_grad
         )
         self._is_extended = is_extended(self._local, self.fqn)
         self.slot.register(self.sharded_param)
+
+    def _cut(self, whole: torch.Tensor, dim: int | None) -> tuple[Slicing, torch.Tensor]:
+        """How `whole`, as it lies in memory, is cut on `dim` as users see it; and the padded slice."""
+        cut_dim = None if dim is None else self._order.dims.index(dim)
+        slicing = Slicing.of(whole.shape, cut_dim, self._info.shard.size)
+        return slicing, slices.cut(whole, slicing, self._info.shard.rank)
+
+    def _seen(self, padded: torch.Tensor) -> torch.Tensor:
+        """A padded slice as users see it."""
+        return self._order.seen(self._own_slice(padded))
 
     # -- What it is
 
@@ -223,9 +229,7 @@ class FSDPParam:
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
             if padded is not physical:
-                torch_private.replace_local(
-                    self._dtensor, self._order.seen(self._own_slice(padded))
-                )
+                torch_private.replace_local(self._dtensor, self._seen(padded))
         self._set_send_data(padded.view(-1))
 
     # -- What a gather sends and fills
@@ -283,7 +287,7 @@ class FSDPParam:
         with torch_private.outside_inference_mode(), torch.no_grad():
             memory.copy_(self._send_data)
             padded = memory.view(self.slicing.padded_shape)
-            torch_private.replace_local(self._dtensor, self._order.seen(self._own_slice(padded)))
+            torch_private.replace_local(self._dtensor, self._seen(padded))
         self._set_send_data(memory)
 
     def share_whole(self, memory: torch.Tensor | None) -> None:

@@ -15,11 +15,9 @@ from fsdp_core.errors import ArgumentTypeError, StateError
 from fsdp_core.layout import OwnedPacking, Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.fsdp_param import FSDPParam
-from fsdp_core.param.grads import Contribution, UnreducedGrad
-from fsdp_core.param.offload import HostMemory
+from fsdp_core.param.grads import Contribution
 from fsdp_core.param.registration import Attachment, attach, attached
-from fsdp_core.param.sharding_spec import ShardingChoice, whole_local
-from fsdp_core.param.slices import MemoryOrder
+from fsdp_core.param.sharding_spec import ShardingChoice
 from fsdp_core.param.unsharded import Unsharded, allocate_as_saved, free_for_autograd
 
 if TYPE_CHECKING:
@@ -47,41 +45,25 @@ class OwnedParam(FSDPParam):
         owner: Place on the shard axis.
     """
 
-    def __init__(self, choice: ShardingChoice, owner: int) -> None:  # nothing is cut
+    def __init__(self, choice: ShardingChoice, owner: int) -> None:
         """Keeps the parameter on its owner and drops it elsewhere.
 
         Args:
             choice: Where it is registered, and its mesh.
             owner: Place on the shard axis.
         """
-        info = choice.info
-        self.fqn = choice.slot.fqn
-        self.slot = choice.slot
         self.owner = owner
-        self._unreduced = UnreducedGrad()
-        self.awaits_reduce = False
-        self.changes = 0
-        self._info = info
-        self._policy = choice.options.mp_policy
-        self._memory = HostMemory.of(choice.options.offload, info.device)
-        self._unsharded = None
-        self.post_forward = None
-        self._is_extended = False
+        self._mesh = _owner_mesh(choice.info, owner)
+        lies = torch_private.respec(choice.spec.sharded_spec, self._mesh, [Replicate()])
+        super().__init__(replace(choice, spec=replace(choice.spec, sharded_spec=lies)))
+        self._note_owners()
 
-        self._mesh = _owner_mesh(info, owner)
-        spec = torch_private.respec(choice.spec.sharded_spec, self._mesh, [Replicate()])
-        self._spec = replace(choice.spec, sharded_spec=spec)
-        whole = whole_local(choice.original).detach()
-        self._order = MemoryOrder.of(whole)
-        physical = self._order.physical(whole)
-        self.slicing = Slicing.of(physical.shape, None, 1)
-        held = slices.cut(physical, self.slicing, 0) if self.is_mine else whole.new_empty(0)
-        held = self._memory.take(held)
-        self.sharded_param = nn.Parameter(
-            self._spec.sharded(self._order.seen(held) if self.is_mine else held),
-            requires_grad=choice.original.requires_grad,
-        )
-        self._register()
+    def _cut(self, whole: torch.Tensor, dim: int | None) -> tuple[Slicing, torch.Tensor]:
+        slicing = Slicing.of(whole.shape, dim, 1)
+        return slicing, slices.cut(whole, slicing, 0) if self.is_mine else whole.new_empty(0)
+
+    def _seen(self, padded: torch.Tensor) -> torch.Tensor:
+        return super()._seen(padded) if self.is_mine else padded
 
     @property
     def is_mine(self) -> bool:
@@ -126,7 +108,8 @@ class OwnedParam(FSDPParam):
                 "its own device_mesh."
             )
         self._take_over(registered)
-        self._register()
+        self._note_owners()
+        self.slot.register(self.sharded_param)
         local = self._local
         kept = local if local.is_meta else self._memory.keep(local)
         if kept is not local:
@@ -143,9 +126,8 @@ class OwnedParam(FSDPParam):
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (tuple(self.sharded_param.shape) if self.is_mine else (0,),)
 
-    def _register(self) -> None:
+    def _note_owners(self) -> None:
         attach(self.sharded_param, _OwnedOver(self._info.shard.group))
-        self.slot.register(self.sharded_param)
 
 
 def owned_over(param: torch.Tensor) -> dist.ProcessGroup | None:
