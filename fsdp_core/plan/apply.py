@@ -20,10 +20,16 @@ from fsdp_core.plan.model import (
     ShardingPlan,
     UnitPlan,
     matches,
+    shared_memory_of_unit,
 )
 from fsdp_core.plan.model.resolve import ResolvedUnit, resolve_units
 from fsdp_core.plan.tensor_parallel import split
-from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    SharedMemoryPolicy,
+)
 from fsdp_core.runtime import FSDPModule, fully_shard
 
 if TYPE_CHECKING:
@@ -103,7 +109,15 @@ def _shard(
             output_dtype=_dtype(output_dtype),
         ),
         offload_policy=CPUOffloadPolicy() if unit.plan.offload else OffloadPolicy(),
+        shared_memory=_shared_memory(plan, unit.plan, mesh.device_type),
     )
+
+
+def _shared_memory(
+    plan: ShardingPlan, unit: UnitPlan, device_type: str
+) -> SharedMemoryPolicy | None:
+    chosen = shared_memory_of_unit(plan, unit, device_type)
+    return None if chosen == "none" else SharedMemoryPolicy(share_storage=chosen == "storage")
 
 
 def _placement(
