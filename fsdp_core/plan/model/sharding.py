@@ -147,8 +147,9 @@ class ShardingPlan:
         shared_memory: How CPU ranks of one host exchange what `dp_shard` gathers and reduces.
             ``none``: through their process group. ``copy``: through memory that all map, from which
             each copies whole parameters. ``storage``: the same, and all compute with one copy of
-            the parameters. ``auto``: ``storage`` where nothing is cast, else ``copy``. On
-            accelerators it changes nothing.
+            the parameters. ``auto``: ``storage`` for units of which nothing is cast and whose forward
+            writes no parameter, as far as that is known; else ``copy``. On accelerators it changes
+            nothing.
         version: Of this schema.
     """
 
@@ -169,7 +170,7 @@ class ShardingPlan:
 
 
 def shared_memory_of_unit(
-    plan: ShardingPlan, unit: UnitPlan, device_type: str
+    plan: ShardingPlan, unit: UnitPlan, device_type: str, *, is_written: bool = False
 ) -> Literal["none", "copy", "storage"]:
     """How the ranks of one host exchange what a unit gathers and reduces.
 
@@ -177,13 +178,15 @@ def shared_memory_of_unit(
         plan: For any number of ranks.
         unit: Of the plan.
         device_type: On which it computes.
+        is_written: Whether its forward writes a parameter, which ranks must not do to a common copy.
     """
     keeps_part = unit.reshard_after_forward not in (None, True, False, 1, plan.mesh.dp_shard)
     if device_type != "cpu" or plan.mesh.dp_shard == 1 or keeps_part:
         return "none"
     if plan.shared_memory != "auto":
         return plan.shared_memory
-    return "storage" if (unit.param_dtype or plan.param_dtype) is None else "copy"
+    is_cast = (unit.param_dtype or plan.param_dtype) is not None
+    return "copy" if is_cast or is_written else "storage"
 
 
 def within_nodes(plan: ShardingPlan, ranks_per_node: int) -> ShardingPlan:

@@ -168,8 +168,10 @@ def shares_of(
 
     own: dict[int, list[ParamShare]] = {call: [] for call in range(len(calls))}
     borrowed: dict[int, dict[int, None]] = {call: {} for call in range(len(calls))}
+    written: set[int] = set()
     for place, facts in enumerate(profile.parameters):
         holders = {_holder(name, unit_of_module): name for name in (*facts.also, facts.name)}
+        written |= set(holders) if facts.is_written else set()
         first = min(holders)  # units are applied in the order of `calls`
         share = _param_share(plan, calls[first], facts, place, (holders[first], styles, shard_rank))
         own[first].append(share)
@@ -184,7 +186,9 @@ def shares_of(
             tuple(own[call]),
             tuple(borrowed[call]),
             _reshards(calls[call]),
-            shared_memory_of_unit(plan, calls[call].plan, profile.device_type),
+            shared_memory_of_unit(
+                plan, calls[call].plan, profile.device_type, is_written=call in written
+            ),
             *_prefetch(calls[call], index, line),
         )
         for index, call in enumerate(order)
