@@ -72,6 +72,6 @@ def test_nobody_exchanges_averages_while_another_is_evaluated(
                 "validation_batch": 2,
             }
         },
-        train={"steps": 2, "ema": {"decay": 0.5}},
+        train={"steps": 3, "ema": {"decay": 0.5}},
     )
     ranks.start(watched, units=()).succeeded()

@@ -63,7 +63,7 @@ class Watched(Noisy):
             return logits
         before = self.head.weight.clone()
         until(self.evaluated.exists)
-        for _ in range(20_000):
+        for _ in range(5_000):
             if not torch.equal(self.head.weight, before):
                 raise RuntimeError("parameters were written while a rank computed with them")
         return logits
@@ -73,7 +73,7 @@ def counting_segments(output: torch.Tensor, tokens: torch.Tensor) -> dict[str, t
     """The loss of the next token, and how many segments of shared memory the rank has mapped."""
     mapped = Path("/proc/self/maps").read_text().count("memfd:fsdp_core")
     return {
-        "loss": functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()),
+        "loss": functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
         "segments": torch.tensor(float(mapped)),
     }
 
