@@ -13,7 +13,7 @@ from fsdp_core.comm import Lane, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import Collectives, CommLink, Lanes
+    from fsdp_core.comm import Collectives, CommLink
 
 
 # What every backend gathers. The 16-bit integers and the one-byte floating-point numbers, for
@@ -62,16 +62,18 @@ class PendingGather:
         ticket: Ticket,
         packing: Packing,
         inputs: Sequence[_Inputs],
-        lanes: Lanes,
+        link: CommLink,
         *,
         as_bytes: bool,
+        may_overlap: bool,
     ) -> None:
         self._ticket = ticket
         self._packing = packing
         self._inputs = inputs
-        self._lanes = lanes
-        self._placed = lanes.mark(Lane.GATHER)
+        self._link = link
+        self._placed = link.lanes.mark(Lane.GATHER)
         self._as_bytes = as_bytes
+        self._may_overlap = may_overlap and link.lanes.are_streams
 
     @classmethod
     @torch.no_grad()
@@ -83,6 +85,7 @@ class PendingGather:
         link: CommLink,
         *,
         label: str,
+        may_overlap: bool,
     ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
@@ -95,6 +98,8 @@ class PendingGather:
             device: On which modules compute.
             link: Lanes and ledger.
             label: Whose parameters they are; the same on all ranks.
+            may_overlap: Whether the next gather may start while this one's result is copied out, which takes
+                one buffer more; not of parameters that keep memory of the PACK lane themselves.
         """
         lanes = link.lanes
         with lanes.enter(Lane.PACK):
@@ -115,23 +120,24 @@ class PendingGather:
         keep_step(axis.group, device, f"all-gather of {label}")
         with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
-            work = axis.all_gather(buffer, own_row)
+            work = axis.all_gather(buffer, own_row, on_stream=lanes.are_streams)
         ticket = Ticket(
             work,
             buffer,
             group=axis.group,
             on_complete=lambda: link.ledger.complete(axis.name, sequence),
         )
-        return cls(ticket, packing, inputs, lanes, as_bytes=as_bytes)
+        return cls(ticket, packing, inputs, link, as_bytes=as_bytes, may_overlap=may_overlap)
 
     @torch.no_grad()
     def land(self) -> None:
         """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
         buffer = self._arrive()
+        self._link.let_go_gathered()
         try:
             self._copy_out(buffer)
         finally:
-            self._release()
+            self._release(buffer)
 
     def _copy_out(self, buffer: torch.Tensor) -> None:
         arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
@@ -146,21 +152,23 @@ class PendingGather:
 
     def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
-        self._arrive()
-        self._release()
+        buffer = self._arrive()
+        self._link.let_go_gathered()
+        self._release(buffer)
 
     def _arrive(self) -> torch.Tensor:
         # A collective that left no work object to wait for ran on the GATHER lane itself.
-        self._lanes.follow_mark(Lane.COMPUTE, self._placed)
+        self._link.lanes.follow_mark(Lane.COMPUTE, self._placed)
         return self._ticket.wait()
 
-    def _release(self) -> None:
+    def _release(self, buffer: torch.Tensor) -> None:
         # The buffer came from the PACK lane's pool, and so may what a tensor subclass has passed
         # on to itself: whatever that lane allocates next may be this memory, so it must come
         # after the copy out.
-        mark = self._lanes.mark(Lane.COMPUTE)
-        self._lanes.follow_mark(Lane.PACK, mark)
-        self._lanes.follow_mark(Lane.GATHER, mark)
+        self._link.hold_gathered(buffer, self._link.lanes.mark(Lane.COMPUTE))
+        # In backward, where memory is scarcest, there is no buffer to spare.
+        if not self._may_overlap or torch_private.in_backward():
+            self._link.let_go_gathered()
 
 
 def _inputs_of(param: Gathered) -> _Inputs:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from fsdp_core.param.grad_batch import GradBatch
     from fsdp_core.param.partial_reduce import PartialReduce
     from fsdp_core.param.shared_reduce import SharedReducer
+
+
+_ALIGNMENT: Final = 128
+"""Bytes. Of rows that begin elsewhere an accelerator's backend reads a few bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,15 @@ class ReduceRoute:
     granularity: int = 1
     shared: SharedReducer | None = None
     lends: bool = False
+    _reductions: dict[torch.dtype, Reduction] = field(default_factory=dict, init=False)
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
+        if (known := self._reductions.get(dtype)) is None:
+            known = self._reductions[dtype] = self._new_reduction(dtype)
+        return known
+
+    def _new_reduction(self, dtype: torch.dtype) -> Reduction:
         return Reduction.of(
             dtype,
             shards=self.shards.size,
@@ -98,7 +108,7 @@ class PendingReduce:
         if route.shared is not None:
             return cls._issue_shared(batch, route, route.shared, link)
         shards, lanes, dtype = route.shards, link.lanes, batch.reduce_dtype
-        packing, contribution = _pack(batch, route)
+        packing, contribution = _pack(batch, route, aligns_rows=lanes.are_streams)
         reduction = route.reduction(dtype)
         lanes.follow(Lane.REDUCE, Lane.COMPUTE)
         what = f"reduce-scatter of {route.label} ({packing.total} elements)"
@@ -108,7 +118,9 @@ class PendingReduce:
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
-            work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
+            work = shards.reduce_scatter(
+                result, contribution, reduction.scatter_op, on_stream=lanes.are_streams
+            )
         ticket = Ticket(
             work,
             result,
@@ -123,16 +135,18 @@ class PendingReduce:
         cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, link: CommLink
     ) -> PendingReduce:
         wholes = list(batch.grads)
-        slicings = [param.slicing for param in batch.params]
         batch.grads.clear()
         if batch.is_agreed:
-            flags = _flags(batch.present, batch.reduce_dtype, route.device)
-            wholes.append(flags)
-            slicings.append(Slicing.of(flags.shape, None, route.shards.size))
+            is_full = batch.plain is not None
+            wholes.append(
+                _ones(len(batch.present), batch.reduce_dtype)
+                if is_full
+                else _flags(batch.present, batch.reduce_dtype, route.device)
+            )
         sequence = link.ledger.issue(route.shards.name)
         started = shared.start(
             wholes,
-            tuple(slicings),
+            _slicings(batch, route.shards.size),
             route.reduction(batch.reduce_dtype),
             lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
             dtype=batch.reduce_dtype,
@@ -147,6 +161,9 @@ class PendingReduce:
         The result lives in the reduce lane's memory pool and must not be read on another lane
         before that one follows; the end of backward sees to it.
         """
+        if isinstance(self._ticket, SharedReduction) and self._gives_slices:
+            self._give_slices(self._ticket.wait_for_slices(), link)
+            return
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
             result = self._ticket.wait()
@@ -172,6 +189,22 @@ class PendingReduce:
         with link.lanes.enter(Lane.REDUCE):
             self._ticket.wait()
         link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+
+    @property
+    def _gives_slices(self) -> bool:
+        """Whether nothing else is done with the result than to give each parameter its slice."""
+        route = self._route
+        return self._batch.plain is not None and route.replicas.size == 1 and route.hook is None
+
+    def _give_slices(self, slices_: list[torch.Tensor], link: CommLink) -> None:
+        if self._reduction.post_divide != 1:
+            torch_private.foreach_div(slices_, self._reduction.post_divide)
+        params = self._batch.plain.params if self._batch.plain is not None else ()
+        with_grad = self._with_grad(slices_[-1])
+        for param, own, has_grad in zip(params, slices_, with_grad, strict=False):
+            if has_grad:
+                param.add_own_grad(own, link, Lane.REDUCE)
+        link.note_results(Lane.REDUCE)
 
     def _finish(self, result: torch.Tensor, link: CommLink) -> None:
         lane = Lane.REDUCE
@@ -199,7 +232,9 @@ class PendingReduce:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
         ticket = Ticket(
-            replicas.all_reduce(result, self._reduction.replica_op),
+            replicas.all_reduce(
+                result, self._reduction.replica_op, on_stream=link.lanes.are_streams
+            ),
             result,
             group=replicas.group,
             on_complete=lambda: link.ledger.complete(replicas.name, sequence),
@@ -245,7 +280,9 @@ class PendingReduce:
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 
-def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
+def _pack(
+    batch: GradBatch, route: ReduceRoute, *, aligns_rows: bool
+) -> tuple[Packing, torch.Tensor]:
     shards, dtype = route.shards, batch.reduce_dtype
     grads = [
         slices.stack(grad, param.slicing)
@@ -258,7 +295,10 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
         own = {grad.dtype for grad in grads}
         flags = _flags(batch.present, own.pop() if len(own) == 1 else dtype, route.device)
         # Flags that share a block with gradients could be rounded to zero.
-        flags = torch.nn.functional.pad(flags, (-sum(sizes) % route.granularity, 0))
+        padding = -sum(sizes) % route.granularity
+        if aligns_rows and route.granularity == 1:
+            padding = -(sum(sizes) + len(flags)) % (_ALIGNMENT // dtype.itemsize)
+        flags = torch.nn.functional.pad(flags, (padding, 0))
         grads.append(flags.expand(shards.size, -1))
         sizes.append(len(flags))
     if len({grad.dtype for grad in grads}) > 1:
@@ -270,6 +310,22 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     if grads:
         torch_private.chunk_cat(grads, shards.size, contribution.view(shards.size, packing.row))
     return packing, contribution
+
+
+def _slicings(batch: GradBatch, parts: int) -> tuple[Slicing, ...]:
+    """Of a batch's gradients, and of the flags that travel with them."""
+    if batch.plain is not None:
+        return batch.plain.flagged if batch.is_agreed else batch.plain.slicings
+    slicings = [param.slicing for param in batch.params]
+    if batch.is_agreed:
+        slicings.append(Slicing.of((len(batch.present),), None, parts))
+    return tuple(slicings)
+
+
+@lru_cache(maxsize=1024)
+def _ones(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Flags on the host where all gradients are there; nobody writes them."""
+    return torch.ones(count, dtype=dtype)
 
 
 def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

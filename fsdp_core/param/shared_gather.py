@@ -109,6 +109,7 @@ class SharedSlices:
         self._counters: list[Counters] = []
         self._landed = 0
         self._released = 0
+        self._are_copied = True
         self._own_rows: list[torch.Tensor] = []
         self._plan: _Plan | None = None
         self._planned_for: list[torch.Tensor] = []
@@ -132,6 +133,7 @@ class SharedSlices:
         self._segments = self._axis.peers.exchange(_end(rows))
         self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
         self._landed = self._released = 0
+        self._are_copied = not all(map(_is_one_copy, rows))
         rank = self._axis.rank
         whole_bytes = sum(_padded_bytes(row, self._axis.size) for row in rows if _is_one_copy(row))
         common = self._axis.peers.share(whole_bytes) if whole_bytes else None
@@ -157,7 +159,8 @@ class SharedSlices:
         plan = self._current_plan()
         if plan.casts[0]:
             self.await_copied()
-            torch_private.foreach_copy(*plan.casts)
+            with torch.no_grad():
+                torch_private.foreach_copy(*plan.casts)
         self._what = what
         self._number = self._axis.start(what)
 
@@ -169,10 +172,15 @@ class SharedSlices:
             for whole in plan.wholes:
                 whole.allocate()
             if plan.targets:
-                with torch_private.preserve_version(plan.flats):
+                with torch.no_grad(), torch_private.preserve_version(plan.flats):
                     torch_private.foreach_copy(plan.targets, plan.sources)
         finally:
             self._note_landed()
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether others copy this rank's slices; of what is one copy nothing is."""
+        return self._are_copied
 
     def drop(self) -> None:
         """Ends a gather that nobody used; there is nothing to wait for."""
@@ -211,6 +219,8 @@ class SharedSlices:
         return self._plan
 
     def _note_landed(self) -> None:
+        if not self._are_copied:
+            return
         self._landed += 1
         self._counters[self._axis.rank].publish(_LANDED, self._landed)
 
@@ -235,9 +245,10 @@ class SharedSlices:
         # What the user replaces, in another dtype for example, is taken over into another tensor.
         current = [param.send_data for param in self._params]
         if self._plan is None or any(map(operator.is_not, self._planned_for, current)):
-            self.place()
-            self._planned_for = [param.send_data for param in self._params]
-            self._plan = self._new_plan()
+            with torch.no_grad():
+                self.place()
+                self._planned_for = [param.send_data for param in self._params]
+                self._plan = self._new_plan()
         return self._plan
 
     def _new_plan(self) -> _Plan:
@@ -307,7 +318,6 @@ class SharedGather:
         self._sequence = sequence
 
     @classmethod
-    @torch.no_grad()
     def issue(cls, slices: SharedSlices, link: CommLink, axis_name: str, *, label: str) -> Self:
         """Announces the slices.
 
@@ -320,7 +330,6 @@ class SharedGather:
         slices.issue(f"all-gather of {label}")
         return cls(slices, link, axis_name, link.ledger.issue(axis_name))
 
-    @torch.no_grad()
     def land(self) -> None:
         """Waits for all ranks' slices and makes the unsharded parameters of them."""
         self._slices.land()
@@ -333,4 +342,5 @@ class SharedGather:
 
     def _end(self) -> None:
         self._link.ledger.complete(self._axis_name, self._sequence)
-        self._link.uncopied.append(self._slices)
+        if self._slices.are_copied:
+            self._link.uncopied.append(self._slices)

@@ -225,6 +225,7 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
+        self.link.let_go_gathered()
         self.await_copied()
 
     def await_copied(self) -> None:
@@ -325,6 +326,7 @@ class RootContext:
         for unit in self.units:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
+        self.link.let_go_gathered()
         self.link.end_backward()
         self._home.forget_uncopied()
         self.backward_order.clear()

@@ -74,8 +74,8 @@ from fsdp_core.torch_private.modules import (
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
     chunk_cat,
-    foreach_add,
     foreach_copy,
+    foreach_div,
     foreach_norm,
     foreach_scale,
     is_wrapper,
@@ -101,8 +101,8 @@ __all__ = [
     "fake_ranks",
     "flattened_mesh",
     "flop_counter",
-    "foreach_add",
     "foreach_copy",
+    "foreach_div",
     "foreach_norm",
     "foreach_scale",
     "group_device_types",
