@@ -119,7 +119,7 @@ def _shard(
     )
 
 
-def written_in_forward(model: nn.Module) -> set[nn.Parameter]:
+def written_in_forward(model: nn.Module) -> set[torch.Tensor]:
     """Parameters that modules of PyTorch's write when they run: of embeddings with `max_norm`."""
     return {
         module.weight

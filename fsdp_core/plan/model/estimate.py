@@ -94,7 +94,11 @@ def estimate(
     ledger.shift("optimizer", held.state)
     before = ledger.peak.memory
     placement = Placement(
-        mesh.dp_shard, mesh.dp_replicate, is_host=is_host, has_gloo=is_host and not only_tensors
+        mesh.dp_shard,
+        mesh.dp_replicate,
+        is_host=is_host,
+        has_gloo=is_host and not only_tensors,
+        shard_rank=shard_rank,
     )
     segments = steps_of(profile, plan, shares)
     if only_tensors:

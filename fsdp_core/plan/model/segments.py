@@ -2,20 +2,69 @@
 
 Slices that lie there take what they would take elsewhere, and of whole parameters that are one copy
 for all ranks each rank has as much as its slices; so both are counted as slices. What comes to that
-is counted here: the heads of segments, cast copies of slices, and the boxes of reductions.
+is counted here: the heads of segments, cast copies of slices, and the boxes of reductions, of which
+those pages take memory that were written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
+from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.shares import UnitShare
 
 _PAGE = 4096
+_ALIGNMENT = 64
+# Of whole gradients: up to so many are left in rows, of which a rank leaves its own, too.
+_SMALL_BYTES = 1 << 18
 # The words that ranks count in, and the ring of what they have started, which is full in the end.
 _GROUP_HEAD = _PAGE
 _AXIS_HEAD = 63 * _PAGE
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BoxUse:
+    """What a reduction does with a box.
+
+    Attributes:
+        nbytes: That the box needs to have.
+        written: (begin, end) of what a rank leaves to others.
+        holds_own: Whether the rank's own part is left there, too.
+    """
+
+    nbytes: int
+    written: tuple[Range, ...]
+    holds_own: bool
+
+    @classmethod
+    def of(cls, slicings: Sequence[Slicing], itemsize: int, rank: int) -> BoxUse:
+        """That of a reduction of tensors.
+
+        Args:
+            slicings: How each is cut over the ranks; flags among them.
+            itemsize: Bytes of an element on its way.
+            rank: Whose box it is.
+        """
+        total = sum(each.total for each in slicings) * itemsize
+        if total <= _SMALL_BYTES and all(map(_is_even, slicings)):
+            nbytes = itemsize * sum(each.row * each.parts for each in slicings)
+            return cls(nbytes, ((0, nbytes),), holds_own=True)
+        written: list[Range] = []
+        end = 0
+        for each in slicings:
+            begin, size = end, each.total * itemsize
+            end += _rounded(size, _ALIGNMENT)
+            if each.dim != 0:
+                written.append((begin, begin + size))
+                continue
+            line = size // each.shape[0] if each.shape[0] else 0
+            start, length = each.bounds(rank)
+            written.append((begin, begin + start * line))
+            written.append((begin + (start + length) * line, begin + size))
+        return cls(end, tuple(written), holds_own=False)
 
 
 @dataclass
@@ -25,6 +74,16 @@ class _Box:
     nbytes: int
     in_use: bool = True
     ended_as: int = 0
+    known: set[BoxUse] = field(default_factory=set)
+    pages: int = 0
+
+    def write(self, use: BoxUse) -> int:
+        """By how many bytes it grows."""
+        if use in self.known:
+            return 0
+        self.known.add(use)
+        before, self.pages = self.pages, _pages(each for use in self.known for each in use.written)
+        return (self.pages - before) * _PAGE
 
 
 class Segments:
@@ -51,23 +110,27 @@ class Segments:
         self._boxes: list[_Box] = []
         self._ended = 0
 
-    def take_box(self, nbytes: int) -> tuple[int, int]:
+    def take_box(self, use: BoxUse) -> tuple[int, int]:
         """A box for a reduction that begins.
 
         Args:
-            nbytes: That it leaves to the others.
+            use: What it leaves there.
 
         Returns:
             Which one, for `give_back`, and by how many bytes the segments have grown.
         """
-        for place, box in enumerate(self._boxes):
-            if not box.in_use and box.nbytes >= nbytes and self._all_ended(box):
-                box.in_use = True
-                return place, 0
-        taken = -(-nbytes // _PAGE) * _PAGE
-        self._boxes.append(_Box(taken))
-        self.nbytes += taken
-        return len(self._boxes) - 1, taken
+        fitting = (
+            place
+            for place, box in enumerate(self._boxes)
+            if not box.in_use and box.nbytes >= use.nbytes and self._all_ended(box)
+        )
+        place = next(fitting, len(self._boxes))
+        if place == len(self._boxes):
+            self._boxes.append(_Box(_rounded(use.nbytes, _PAGE)))
+        self._boxes[place].in_use = True
+        grown = self._boxes[place].write(use)
+        self.nbytes += grown
+        return place, grown
 
     def give_back(self, place: int) -> None:
         """This rank has ended the reduction."""
@@ -86,3 +149,24 @@ class Segments:
 
 def _cast_rows(unit: UnitShare) -> int:
     return sum(param.slicing.row * param.compute for param in unit.own if param.is_cast)
+
+
+def _is_even(slicing: Slicing) -> bool:
+    """Whether rows end to end are the tensor; or each rank has the whole, 1D."""
+    if slicing.dim is None:
+        return len(slicing.shape) == 1
+    return slicing.dim == 0 and slicing.row * slicing.parts == slicing.total
+
+
+def _rounded(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
+
+
+def _pages(written: Iterable[Range]) -> int:
+    """How many pages have any of these bytes."""
+    count = done = 0
+    for begin, end in sorted(each for each in written if each[0] < each[1]):
+        first, last = max(begin // _PAGE, done), -(-end // _PAGE)
+        count += max(last - first, 0)
+        done = max(done, last)
+    return count

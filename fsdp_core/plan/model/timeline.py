@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.ledger import Ledger
-from fsdp_core.plan.model.segments import Segments
+from fsdp_core.plan.model.segments import BoxUse, Segments
 from fsdp_core.plan.model.shares import DTYPE_WORD, ParamShare, UnitShare
 from fsdp_core.plan.model.traffic import Traffic
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
@@ -28,12 +29,14 @@ class Placement:
         replicas: Ranks that hold the same slice.
         is_host: Whether models compute on the host, so that offloading moves nothing.
         has_gloo: Whether gloo communicates, which has memory of its own while it does.
+        shard_rank: The rank's place among those that share a parameter.
     """
 
     shards: int
     replicas: int
     is_host: bool
     has_gloo: bool = False
+    shard_rank: int = 0
 
 
 @dataclass
@@ -272,9 +275,11 @@ class Timeline:
         )
         grads, offloads = row * max(orig), share.unit.plan.offload
         if share.shared != "none":
-            box, grown = self.segments.take_box((shards - 1) * row * itemsize)
+            use = self._box_use(params, flags)
+            box, grown = self.segments.take_box(use)
             ledger.shift("communication", grown)
-            own, wholes = self._keep_own_part(params)
+            own, wholes = (0, 0) if use.holds_own else self._keep_own_part(params)
+            self._free_grads(params)
             return _Reduction(own, row * itemsize, 0, grads, is_cast, offloads, box, wholes)
         stacked = sum(ledger.add("communication", p.stacked_bytes) for p in params)
         whole = [param for param in params if param.stacked_bytes]
@@ -290,6 +295,12 @@ class Timeline:
             self._pass_by(self._in_ring(shards * row * itemsize, shards))
         return _Reduction(contribution, result, beside, grads, is_cast, offloads)
 
+    def _box_use(self, params: Sequence[ParamShare], flags: int) -> BoxUse:
+        slicings = [param.slicing for param in params]
+        if flags:
+            slicings.append(Slicing.of((flags,), None, self._placement.shards))
+        return BoxUse.of(slicings, params[0].reduce, self._placement.shard_rank)
+
     def _keep_own_part(self, params: Sequence[ParamShare]) -> tuple[int, int]:
         """Of whole gradients in the memory that is shared: bytes of copies, and of those kept whole.
 
@@ -299,11 +310,10 @@ class Timeline:
         for param in params:
             held = self._grads[param.place]
             is_view = held == self._ledger.taken_by(param.slicing.total * param.reduce)
-            if is_view and param.slicing.dim in (0, None) and param.reduces_as != "fp16":
+            if is_view and param.reduces_as != "fp16":
                 wholes += self._grads.pop(param.place)
             else:
                 copies += self._ledger.add("communication", param.slicing.row * param.reduce)
-        self._free_grads(params)
         return copies, wholes
 
     def _pass_by(self, nbytes: int) -> None:
@@ -321,6 +331,8 @@ class Timeline:
             self.segments.give_back(reduction.box)
             reduction = replace(reduction, result=ledger.add("communication", reduction.result))
             ledger.free("whole_gradients", reduction.wholes)
+            if replicas > 1:
+                self._pass_by(reduction.result)  # slices, of which one row is made
         ledger.free("communication", reduction.contribution + reduction.beside)
         if self._placement.has_gloo and replicas > 1:
             self._pass_by(self._in_ring(reduction.result, replicas))
