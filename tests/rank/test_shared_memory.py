@@ -58,6 +58,23 @@ def test_what_is_cast_is_copied(ranks: Ranks, spec: Spec) -> None:
     assert runs[0].losses() == runs[1].losses() == runs[2].losses()
 
 
+def test_a_forward_that_writes_a_parameter_writes_its_own_copy(ranks: Ranks, spec: Spec) -> None:
+    runs = [
+        ranks.start(
+            spec(
+                model={"factory": f"{USER}:Renormed", "args": {"dim": 16}},
+                plan={"units": [{"modules": ["head"]}], **said},
+                **TWO,
+                **COUNTED,
+            ),
+            fence=fence,
+        ).succeeded()
+        for fence, said in enumerate(({}, {"shared_memory": "none"}), start=1)
+    ]
+    assert segments(runs[0]) > segments(runs[1]) == 0
+    assert runs[0].losses() == runs[1].losses()
+
+
 def test_nobody_exchanges_averages_while_another_is_evaluated(
     ranks: Ranks, spec: Spec, library: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,19 @@ class Hashed(Noisy):
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten() % VOCAB)
 
 
+class Renormed(nn.Module):
+    """Writes its embedding as it runs, as PyTorch's own module does with ``max_norm``."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim, max_norm=0.5)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
 class Watched(Noisy):
     """Evaluated on rank 1, it looks whether parameters change once rank 0 has been evaluated."""
 
