@@ -183,7 +183,7 @@ def _peak_mb(way: str, shape: str, ranks: int, steps: int) -> float:
     context = get_context("spawn")
     ends = [context.Pipe() for _ in range(ranks)]
     processes = [
-        context.Process(target=_train, args=(end, rank, ranks, store.port, way, shape, steps))
+        context.Process(target=_train, args=(end, (rank, ranks, store.port), way, shape, steps))
         for rank, (_, end) in enumerate(ends)
     ]
     for process in processes:
@@ -214,9 +214,8 @@ def _held_mb(pids: list[int]) -> float:
     return held / 1024
 
 
-def _train(
-    end: Connection, rank: int, ranks: int, port: int, way: str, shape: str, steps: int
-) -> None:
+def _train(end: Connection, place: tuple[int, int, int], way: str, shape: str, steps: int) -> None:
+    rank, ranks, port = place
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

@@ -291,6 +291,11 @@ class FSDPParam:
         return not self._is_extended and self._smaller is None
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether slices live on the host and are copied to the device for a gather."""
+        return self._memory.offloads
+
+    @property
     def has_axes(self) -> bool:
         """Whether it lies on axes of its own besides those of data parallelism."""
         return self._placing.is_dtensor

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from fsdp_core.comm import CommLink, Lane
-    from fsdp_core.layout import Slicing
+    from fsdp_core.layout import Slicing, View
 
 
 class GradTarget(Protocol):
@@ -73,11 +73,13 @@ class PlainGrads:
         params: In packing order.
         slicings: Theirs.
         flagged: The same, and at the end that of one flag for each.
+        views: Where this rank's slices, without padding, lie in a row of `slicings`.
     """
 
     params: tuple[PlainTarget, ...]
     slicings: tuple[Slicing, ...]
     flagged: tuple[Slicing, ...]
+    views: tuple[View, ...]
 
 
 @dataclass

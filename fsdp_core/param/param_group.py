@@ -158,7 +158,7 @@ class FSDPParamGroup:
             self.info.device,
             link,
             label=self._label,
-            may_overlap=all(param.is_plain for param in self.params),
+            plan=None if self._is_post_forward else self._current_plan,
         )
 
     def finish_unshard(self) -> None:
@@ -201,7 +201,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.to_unsharded()
         if not self._has_owned:
-            self._plan = GroupPlan.of(self.params)
+            self._plan = GroupPlan.of(self.params, self.info.shard.rank)
 
     @property
     def _current_plan(self) -> GroupPlan | None:

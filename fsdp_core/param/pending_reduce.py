@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Final
 
@@ -137,12 +137,9 @@ class PendingReduce:
         wholes = list(batch.grads)
         batch.grads.clear()
         if batch.is_agreed:
-            is_full = batch.plain is not None
-            wholes.append(
-                _ones(len(batch.present), batch.reduce_dtype)
-                if is_full
-                else _flags(batch.present, batch.reduce_dtype, route.device)
-            )
+            # Plain gradients have one dtype, in which flags travel best.
+            dtype = wholes[0].dtype if batch.plain is not None else batch.reduce_dtype
+            wholes.append(_flags(batch.present, dtype, route.device))
         sequence = link.ledger.issue(route.shards.name)
         started = shared.start(
             wholes,
@@ -161,8 +158,8 @@ class PendingReduce:
         The result lives in the reduce lane's memory pool and must not be read on another lane
         before that one follows; the end of backward sees to it.
         """
-        if isinstance(self._ticket, SharedReduction) and self._gives_slices:
-            self._give_slices(self._ticket.wait_for_slices(), link)
+        if isinstance(self._ticket, SharedReduction) and self._needs_no_row:
+            self._land_slices(self._ticket, link)
             return
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
@@ -191,20 +188,26 @@ class PendingReduce:
         link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
 
     @property
-    def _gives_slices(self) -> bool:
+    def _needs_no_row(self) -> bool:
         """Whether nothing else is done with the result than to give each parameter its slice."""
         route = self._route
         return self._batch.plain is not None and route.replicas.size == 1 and route.hook is None
 
-    def _give_slices(self, slices_: list[torch.Tensor], link: CommLink) -> None:
+    def _land_slices(self, reduction: SharedReduction, link: CommLink) -> None:
+        own = reduction.wait_for_slices()
         if self._reduction.post_divide != 1:
-            torch_private.foreach_div(slices_, self._reduction.post_divide)
-        params = self._batch.plain.params if self._batch.plain is not None else ()
-        with_grad = self._with_grad(slices_[-1])
-        for param, own, has_grad in zip(params, slices_, with_grad, strict=False):
-            if has_grad:
-                param.add_own_grad(own, link, Lane.REDUCE)
+            torch_private.foreach_div(own, self._reduction.post_divide)
+        with_grad = self._with_grad(own.pop() if self._batch.is_agreed else own[0])
+        self._give_slices(own, with_grad, link, Lane.REDUCE)
         link.note_results(Lane.REDUCE)
+
+    def _give_slices(
+        self, own: Sequence[torch.Tensor], with_grad: Sequence[bool], link: CommLink, lane: Lane
+    ) -> None:
+        params = self._batch.plain.params if self._batch.plain is not None else ()
+        for param, each, has_grad in zip(params, own, with_grad, strict=True):
+            if has_grad:
+                param.add_own_grad(each, link, lane)
 
     def _finish(self, result: torch.Tensor, link: CommLink) -> None:
         lane = Lane.REDUCE
@@ -261,6 +264,15 @@ class PendingReduce:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
         flags = result[len(result) - len(self._batch.present) :]
+        if self._batch.plain is not None:
+            row = result.to(wanted.pop()) if len(wanted) == 1 else result
+            start = row.storage_offset()
+            own = [
+                row.as_strided(shape, strides, start + offset)
+                for shape, strides, offset in self._batch.plain.views
+            ]
+            self._give_slices(own, self._with_grad(flags), link, lane)
+            return
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
@@ -293,12 +305,14 @@ def _pack(
     if batch.is_agreed:
         # In the gradients' own dtype, or all of them would be cast, each into memory of its own.
         own = {grad.dtype for grad in grads}
-        flags = _flags(batch.present, own.pop() if len(own) == 1 else dtype, route.device)
+        flag_dtype = own.pop() if len(own) == 1 else dtype
         # Flags that share a block with gradients could be rounded to zero.
         padding = -sum(sizes) % route.granularity
         if aligns_rows and route.granularity == 1:
-            padding = -(sum(sizes) + len(flags)) % (_ALIGNMENT // dtype.itemsize)
-        flags = torch.nn.functional.pad(flags, (padding, 0))
+            padding = -(sum(sizes) + len(batch.present)) % (_ALIGNMENT // dtype.itemsize)
+        flags = _flags(batch.present, flag_dtype, route.device)
+        if padding:
+            flags = torch.nn.functional.pad(flags, (padding, 0))
         grads.append(flags.expand(shards.size, -1))
         sizes.append(len(flags))
     if len({grad.dtype for grad in grads}) > 1:
@@ -322,13 +336,9 @@ def _slicings(batch: GradBatch, parts: int) -> tuple[Slicing, ...]:
     return tuple(slicings)
 
 
-@lru_cache(maxsize=1024)
-def _ones(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Flags on the host where all gradients are there; nobody writes them."""
-    return torch.ones(count, dtype=dtype)
-
-
 def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if all(present):
+        return torch.ones(len(present), dtype=dtype, device=device)
     # Made on the device, run by run: a copy from the host would wait for it.
     runs = [(flag, len(list(run))) for flag, run in groupby(present)]
     filled = [torch.full((n,), float(flag), dtype=dtype, device=device) for flag, n in runs]

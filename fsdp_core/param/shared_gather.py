@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
+from fsdp_core.param.unsharded_param import WholeMemory
 
 if TYPE_CHECKING:
     import mmap
@@ -72,15 +74,13 @@ class _Plan:
         casts: (own row, slice) of those that are cast.
         targets: Views of whole parameters.
         sources: Of as many rows, as they lie in the segments.
-        wholes: The parameters that are filled.
-        flats: Their memory.
+        memory: Of the parameters that are filled.
     """
 
     casts: tuple[list[torch.Tensor], list[torch.Tensor]]
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
-    wholes: tuple[UnshardedParam, ...]
-    flats: list[torch.Tensor]
+    memory: WholeMemory
 
 
 class SharedSlices:
@@ -169,11 +169,10 @@ class SharedSlices:
         plan = self._plan_of_issue
         self._axis.await_started(self._number, self._what)
         try:
-            for whole in plan.wholes:
-                whole.allocate()
             if plan.targets:
-                with torch.no_grad(), torch_private.preserve_version(plan.flats):
-                    torch_private.foreach_copy(plan.targets, plan.sources)
+                with torch.no_grad():
+                    copy = partial(torch_private.foreach_copy, plan.targets, plan.sources)
+                    plan.memory.fill(copy)
         finally:
             self._note_landed()
 
@@ -270,8 +269,7 @@ class SharedSlices:
                 sources.append(source)
         for whole in wholes:
             whole.free()
-        filled = tuple(whole for whole in wholes if not whole.is_shared)
-        return _Plan(casts, targets, sources, filled, [whole.flat for whole in filled])
+        return _Plan(casts, targets, sources, WholeMemory(wholes))
 
 
 _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()

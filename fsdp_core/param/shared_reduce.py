@@ -98,32 +98,25 @@ class _Rows(_Plan):
     ) -> None:
         super().__init__(slicings, dtype, axis)
         self.box_bytes = self.packing.total * dtype.itemsize
-        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._boxes: dict[int, torch.Tensor] = {}
         self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._forms = [
-            (shape, torch.empty(shape, device="meta").stride(), offset)
-            for shape, offset in zip(
-                (each.shape_of(axis.rank) for each in slicings), self.packing.offsets, strict=True
-            )
-        ]
+        self._views = self.packing.views([each.shape_of(axis.rank) for each in slicings])
 
     def leave(
         self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
     ) -> list[torch.Tensor]:
-        if (targets := self._targets.get(box.place)) is None:
-            rows = self._rows(self._axis.rank, box.place)
-            starts, sizes = self.packing.offsets, self.packing.sizes
-            targets = self._targets[box.place] = [
-                rows.narrow(1, start, size) for start, size in zip(starts, sizes, strict=True)
-            ]
-        ranks = self._axis.size
-        sources = [
-            whole.reshape(ranks, -1) if slicing.dim == 0 else whole.expand(ranks, -1)
+        if (rows := self._boxes.get(box.place)) is None:
+            rows = self._boxes[box.place] = self._rows(self._axis.rank, box.place)
+        tensors = [
+            whole if slicing.dim == 0 else whole.expand(self._axis.size, -1)
             for whole, slicing in zip(wholes, self.slicings, strict=True)
+            if slicing.total  # one of no elements the operator refuses
         ]
-        torch_private.foreach_copy(targets, sources)
+        if len({each.dtype for each in tensors}) > 1:
+            tensors = [each.to(self.dtype) for each in tensors]
+        torch_private.chunk_cat(tensors, self._axis.size, rows)
         if divisor != 1:
-            self._rows(self._axis.rank, box.place).div_(divisor)
+            rows.div_(divisor)
         return []
 
     def total(
@@ -136,7 +129,7 @@ class _Rows(_Plan):
             total += row
         if divisor != 1:
             total.div_(divisor)
-        return [total.as_strided(*form) for form in self._forms]
+        return [total.as_strided(*view) for view in self._views]
 
     def _row_for_us(self, rank: int, place: int) -> torch.Tensor:
         if (known := self._own_rows.get((rank, place))) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TypeVar, cast
 
 import torch
@@ -51,11 +52,12 @@ def weakly(method: Callable[[], None]) -> Callable[[torch.Tensor], None]:
     A parameter that owned its unit would keep it alive: the garbage collector does not see all
     that autograd refers to.
     """
-    found = weakref.WeakMethod(method)
+    bound = cast("MethodType", method)
+    owner, function = weakref.ref(bound.__self__), bound.__func__
 
     def hook(_: torch.Tensor) -> None:
-        if (alive := found()) is not None:
-            alive()
+        if (alive := owner()) is not None:
+            function(alive)
 
     return hook
 

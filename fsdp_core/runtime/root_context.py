@@ -244,6 +244,8 @@ class RootContext:
         may run alone, and what a module returns may hide a tensor, or be kept elsewhere. Then
         the other units' iteration goes on.
         """
+        if unit in self._reached and self._end is not None and self._end() is not None:
+            return  # told by another of its gradients
         self._queue_end()
         self._reached.add(unit)
 

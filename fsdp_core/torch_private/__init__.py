@@ -57,8 +57,10 @@ from fsdp_core.torch_private.modes import (
     post_accumulate_hooks,
     preserve_version,
     queue_after_backward,
+    set_versions,
     shift_version,
     transforms_active,
+    versions,
 )
 from fsdp_core.torch_private.modules import (
     calls_on_stack,
@@ -67,12 +69,14 @@ from fsdp_core.torch_private.modules import (
     mark_for_dynamo,
     opaque_to_dynamo,
     own_parameters,
+    parameter_table,
     register_load_pre_hook,
     set_composable,
     set_parameter,
 )
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
+    cat_into,
     chunk_cat,
     foreach_copy,
     foreach_div,
@@ -93,6 +97,7 @@ __all__ = [
     "allocator_of",
     "box_of",
     "calls_on_stack",
+    "cat_into",
     "chunk_cat",
     "composable_names",
     "composable_state",
@@ -125,6 +130,7 @@ __all__ = [
     "outside_inference_mode",
     "outside_transforms",
     "own_parameters",
+    "parameter_table",
     "plain",
     "post_accumulate_hooks",
     "preserve_version",
@@ -136,6 +142,7 @@ __all__ = [
     "set_composable",
     "set_parameter",
     "set_symmetric_backend",
+    "set_versions",
     "shards_dim",
     "shift_version",
     "spec_of",
@@ -146,6 +153,7 @@ __all__ = [
     "transforms_active",
     "tree_map_only",
     "uncounted_all_reduce",
+    "versions",
     "waited",
     "watching_resizes",
     "when_freed",
