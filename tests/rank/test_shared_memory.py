@@ -21,7 +21,7 @@ COUNTED = {"loss": {"factory": f"{USER}:counting_segments"}}
 def segments(attempt: Attempt) -> int:
     """That a rank of it had mapped in its first step."""
     (told, *_) = attempt.of_kind(0, RankMetrics)
-    return int(told.points[0].values["segments"])
+    return int(told.points[0].values["segments"] or 0)
 
 
 def test_by_default_they_share_storage_and_the_losses_are_those_of_gloo_bit_for_bit(
