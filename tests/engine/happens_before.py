@@ -348,7 +348,7 @@ class Simulation:
     def takes(self, model: nn.Module) -> None:
         """Has the model's units communicate on simulated streams."""
         for state in states(model):
-            state.context.shared._make_streams = self._streams  # type: ignore[assignment]  # a function as well
+            state.context.shared._make_streams = self._streams
         self.watch.host_reads.clear()  # making it may look at ranks
 
     def _streams(self) -> DeviceStreams:
