@@ -42,7 +42,7 @@ class AllGather(Comm):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Gathers.
 
@@ -76,7 +76,7 @@ class ReduceScatter(Comm):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: ReduceOp,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Reduces.
 
@@ -113,7 +113,7 @@ class DefaultAllGather(OrdinaryMemory, AllGather):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Gathers by `all_gather_single`, which older PyTorch calls `all_gather_into_tensor`."""
         gather = _current_name("all_gather_single", "all_gather_into_tensor")
@@ -129,7 +129,7 @@ class DefaultReduceScatter(OrdinaryMemory, ReduceScatter):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: ReduceOp,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Reduces by `reduce_scatter_single`, which older PyTorch calls `..._tensor`."""
         reduce = _current_name("reduce_scatter_single", "reduce_scatter_tensor")
@@ -205,7 +205,7 @@ class SymmetricAllGather(_SymmetricMemory, DefaultAllGather):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Makes the output known to all ranks (the input is a part of it), and gathers."""
         torch_private.meet_in_memory(output_tensor, group)
@@ -221,7 +221,7 @@ class SymmetricReduceScatter(_SymmetricMemory, DefaultReduceScatter):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: ReduceOp,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Makes both buffers known to all ranks, and reduces."""
         torch_private.meet_in_memory(input_tensor, group)

@@ -71,7 +71,7 @@ class FSDPModule(Setters):
         state.drop_gathers()
         state.reshard()
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002 - the reference's signature
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this unit; not recursive.
 
         Args:
@@ -120,7 +120,7 @@ class FSDPModule(Setters):
 
     # -- Inside
 
-    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - nn.Module's signature
+    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:
         """`to`, `cuda`, `half`, `to_empty`: apply to the slices, then pad them again."""
         state = self._get_fsdp_state()
         state.drop_gathers()

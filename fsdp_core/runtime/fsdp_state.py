@@ -348,7 +348,7 @@ class FSDPState(ShardedUnit):
 
     def _enter(self, state: TrainingState) -> None:
         self._training_state = state
-        self.context.relay.on_state(state, self._index, self.fqn)
+        self.context.relay.target.on_state(state, self._index, self.fqn)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -11,6 +11,9 @@ from torch.profiler import record_function
 from fsdp_core import torch_private
 from fsdp_core.states import TrainingState
 
+_LOGGER = logging.getLogger("fsdp_core")
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
 
 class Observer(Protocol):
     """Called on the training thread; must return at once, and must not raise or communicate."""
@@ -45,30 +48,14 @@ class NullObserver:
 
 
 class ObserverRelay:
-    """Passes everything on to whoever observes at present.
+    """Knows who observes a root at present.
 
     Attributes:
-        target: The present observer; the user may replace it at any time.
+        target: The observer; the user may replace it at any time.
     """
 
     def __init__(self) -> None:
         self.target: Observer = NullObserver()
-
-    def on_state(self, state: TrainingState, unit_index: int, unit_fqn: str) -> None:
-        """See `Observer`."""
-        self.target.on_state(state, unit_index, unit_fqn)
-
-    def on_issue(self, group: str, sequence: int) -> None:
-        """See `Observer`."""
-        self.target.on_issue(group, sequence)
-
-    def on_complete(self, group: str, sequence: int) -> None:
-        """See `Observer`."""
-        self.target.on_complete(group, sequence)
-
-
-_LOGGER = logging.getLogger("fsdp_core")
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class UnitTracer:

@@ -33,7 +33,7 @@ class Setters:
 
     # -- When parameters are resharded, and gradients reduced
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether forward ends by resharding the parameters; overrides the root's rule.
 
         Raises:
@@ -50,7 +50,7 @@ class Setters:
 
     def set_reshard_after_backward(
         self,
-        reshard_after_backward: bool,  # noqa: FBT001 - the reference's signature
+        reshard_after_backward: bool,
         *,
         recurse: bool = True,
     ) -> None:
@@ -61,11 +61,11 @@ class Setters:
         for state in self._states(recurse=recurse):
             state.options.reshard_after_backward = reshard_after_backward
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
         self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001 - the reference's signature
+    def _set_unshard_async_op(self, async_op: bool) -> None:
         """Sets, for all units below, whether forward and backward gather on the current stream.
 
         That spares the memory pools of other streams, but only explicit prefetching then overlaps.
@@ -75,7 +75,7 @@ class Setters:
 
     def set_requires_gradient_sync(
         self,
-        requires_gradient_sync: bool,  # noqa: FBT001 - the reference's signature
+        requires_gradient_sync: bool,
         *,
         recurse: bool = True,
     ) -> None:
@@ -104,7 +104,7 @@ class Setters:
                 for group, value in zip(state.groups, all_reduce_grads, strict=True):
                     group.options.all_reduce_grads = value
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets, on the root, whether the next backward is the last before the optimizer.
 
         Only the last one has the current stream wait for the gradients, and ends the order of
@@ -122,7 +122,7 @@ class Setters:
 
     # -- What is reduced
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:  # noqa: FBT001 - the reference's signature
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether replicas average (HSDP); False keeps partial sums of the slices."""
         for group in self._groups(recurse=recurse):
             group.options.all_reduce_grads = requires_all_reduce
@@ -137,14 +137,14 @@ class Setters:
         warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001 - the reference's signature
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sets whether only sums travel and divisions are separate, for zero-copy transfers."""
         for group in self._groups():
             group.options.force_sum = enable
 
     def set_reduce_scatter_unused_params(
         self,
-        reduce_scatter_unused_params: bool,  # noqa: FBT001 - the reference's signature
+        reduce_scatter_unused_params: bool,
         *,
         recurse: bool = True,
     ) -> None:
@@ -152,7 +152,7 @@ class Setters:
         for group in self._groups(recurse=recurse):
             group.options.reduce_unused = reduce_scatter_unused_params
 
-    def set_agree_on_unused_params(self, agree: bool, *, recurse: bool = True) -> None:  # noqa: FBT001 - like its siblings
+    def set_agree_on_unused_params(self, agree: bool, *, recurse: bool = True) -> None:
         """Sets whether ranks tell each other which gradients they lack; on by default.
 
         So ranks may use different parameters of a unit, and a gradient that no rank has stays
@@ -223,7 +223,7 @@ class Setters:
 
     def set_separate_reduce_scatter_group(
         self,
-        enable: bool = True,  # noqa: FBT001, FBT002 - the reference's signature
+        enable: bool = True,
         *,
         recurse: bool = True,
     ) -> None:
@@ -242,7 +242,7 @@ class Setters:
         for group in groups:
             group.options.reduce_group = _separate_group(_ranks_of(group), made) if enable else None
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001 - the reference's signature
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sets whether communication buffers come from the process group's own allocator.
 
         A process group without one gets ordinary memory.
