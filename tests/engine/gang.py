@@ -26,10 +26,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import (
+from torch.distributed import (  # type: ignore[attr-defined]  # PyTorch does not list the stores
     ProcessGroupGloo,
     Store,
-    TCPStore,  # type: ignore[attr-defined]  # PyTorch does not list it
+    TCPStore,
     distributed_c10d,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -212,12 +212,12 @@ def _share_one_loop() -> None:
 
     class OnSharedDevice(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stubs
             options._devices = [device]
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnSharedDevice
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]  # in this rank
 
 
 def _answer(

@@ -52,21 +52,22 @@ def test_no_module_names_the_reference_in_an_import() -> None:
     sources = list(PACKAGE.rglob("*.py"))
     assert len(sources) == len(MODULES)
     found = [
-        f"{path.relative_to(PACKAGE.parent)}:{node.lineno} imports {name}"
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
         for path in sources
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in imported(node)
+        for line, name in imported(node)
         if name.startswith("torch.distributed.fsdp")
     ]
     assert found == []
 
 
-def imported(node: ast.AST) -> list[str]:
+def imported(node: ast.AST) -> list[tuple[int, str]]:
+    """The names that a statement imports, with its line."""
     match node:
-        case ast.Import(names=names):
-            return [alias.name for alias in names]
-        case ast.ImportFrom(module=module, names=names):
-            return [f"{module}.{alias.name}" for alias in names]
+        case ast.Import(names=names, lineno=line):
+            return [(line, alias.name) for alias in names]
+        case ast.ImportFrom(module=module, names=names, lineno=line):
+            return [(line, f"{module}.{alias.name}") for alias in names]
     return []
 
 
