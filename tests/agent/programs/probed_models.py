@@ -91,7 +91,7 @@ def talks(megabytes: int) -> nn.Module:
     sys.stderr.write("\nand that was all\n")
     sys.stderr.flush()
     used = max(os.fstat(2).st_blocks * 512, 0)
-    answer = {
+    found = {
         "kind": "model_probed",
         "probe_id": f"probe_{1:032x}",
         "node_id": "another",
@@ -99,7 +99,7 @@ def talks(megabytes: int) -> nn.Module:
         "failure": {"code": "raised", "reason": "y" * (1 << 20), "traceback": str(used)},
     }
     answer = int(sys.argv[sys.argv.index("--answer") + 1])
-    os.write(answer, json.dumps(forged).encode())
+    os.write(answer, json.dumps(found).encode())
     os._exit(0)
 
 
