@@ -233,7 +233,12 @@ class Ranks:
         with which ranks begin.
         """
         sharding = ShardingPlan(
-            MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
+            MeshPlan(dp_shard=world),
+            units,
+            # As the controller plans: parameters are kept in fp32.
+            param_dtype=None if param_dtype == "fp32" else param_dtype,
+            reduce_dtype="fp32",
+            shared_memory="auto",
         )
         if spec.resources.world is not None:
             sharding = planner.shard(spec, world)
