@@ -56,6 +56,8 @@ class OwnedParam(FSDPParam):
         self._mesh = _owner_mesh(choice.info, owner)
         lies = torch_private.respec(choice.spec.sharded_spec, self._mesh, [Replicate()])
         super().__init__(replace(choice, spec=replace(choice.spec, sharded_spec=lies)))
+        # What is sent is read from what is registered: a reference would keep the memory of one that was replaced.
+        self._send_data = self._send_data.new_empty(0)
         self._note_owners()
 
     def _cut(self, whole: torch.Tensor, dim: int | None) -> tuple[Slicing, torch.Tensor]:
