@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,7 @@ _REQUESTS: Final = 100
 _SUBMISSIONS: Final = 40
 _QUEUED_AT_POST: Final = 400
 _LONGEST_S: Final = 15.0
+_FEWEST: Final = 3
 _FACTS: Final = 128
 _CORES: Final = 2
 _HISTORY: Final = 10
@@ -129,23 +130,27 @@ async def _settled(reconciler: Reconciler, redis: Redis) -> float:
 
 
 async def _looks(size: Size) -> None:
-    async with _cluster(size) as (cluster, ports, redis, _):
-        async with _reigning(ports, redis) as (reconciler, epoch):
-            _report("idle look", await _timed(reconciler.look, _LOOKS))
-            before = _versions(redis)
-            cluster.end(cluster.running[0])
-            await _heed_all(ports, epoch)
-            took = await _settled(reconciler, redis)
-            _print(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
-            after = _versions(redis)
-            written = sum(after[name] - before.get(name, 0) for name in after)
-            _print(f"{'one job ends: records written':<44}{written:9d}")
+    async with (
+        _cluster(size) as (cluster, ports, redis, _),
+        _reigning(ports, redis) as (reconciler, epoch),
+    ):
+        await _look_often(reconciler)
+        before = _versions(redis)
+        cluster.end(cluster.running[0])
+        await _heed_all(ports, epoch)
+        took = await _settled(reconciler, redis)
+        _print(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
+        after = _versions(redis)
+        written = sum(after[name] - before.get(name, 0) for name in after)
+        _print(f"{'one job ends: records written':<44}{written:9d}")
 
 
 async def _idle_looks(size: Size) -> None:
-    async with _cluster(size) as (_, ports, redis, _url):
-        async with _reigning(ports, redis) as (reconciler, _epoch):
-            _report("idle look", await _timed(reconciler.look, _LOOKS))
+    async with (
+        _cluster(size) as (_, ports, redis, _url),
+        _reigning(ports, redis) as (reconciler, _epoch),
+    ):
+        await _look_often(reconciler)
 
 
 async def _growth(size: Size) -> None:
@@ -153,16 +158,18 @@ async def _growth(size: Size) -> None:
     costs: dict[int, float] = {}
     for waiting in (size.waiting // 8, size.waiting // 4, size.waiting // 2, size.waiting):
         smaller = replace(size, ended=0, waiting=waiting, running=min(size.running, 8))
-        async with _cluster(smaller) as (cluster, ports, redis, _):
-            async with _reigning(ports, redis) as (reconciler, epoch):
-                took = []
-                for job in cluster.running[:4]:
-                    cluster.end(job)
-                    await _heed_all(ports, epoch)
-                    began = time.process_time()
-                    await _settled(reconciler, redis)
-                    took.append(time.process_time() - began)
-                costs[waiting] = statistics.median(took)
+        async with (
+            _cluster(smaller) as (cluster, ports, redis, _),
+            _reigning(ports, redis) as (reconciler, epoch),
+        ):
+            took = []
+            for job in cluster.running[:4]:
+                cluster.end(job)
+                await _heed_all(ports, epoch)
+                began = time.process_time()
+                await _settled(reconciler, redis)
+                took.append(time.process_time() - began)
+            costs[waiting] = statistics.median(took)
     shown = ", ".join(f"{1e3 * cost:.1f} at {count}" for count, cost in costs.items())
     _print(f"processor time of the looks after one job's end, by jobs that wait: {shown}")
     slope, _ = statistics.linear_regression(
@@ -205,13 +212,13 @@ async def _requests(size: Size) -> None:
 @contextlib.contextmanager
 def _controller(redis_url: str) -> Iterator[httpx.Client]:
     """A controller in a process of its own, as long as the block lasts."""
-    environment = os.environ | {
+    environment = os.environ | {  # noqa: TID251 what the controller's process inherits
         "MESHLOOM_REDIS_URL": redis_url,
         "MESHLOOM_PORT": "0",
         "MESHLOOM_RATE_PER_S": "1000000",
         "MESHLOOM_RATE_BURST": "1000000",
     }
-    with subprocess.Popen(  # noqa: S603 our own program
+    with subprocess.Popen(
         [sys.executable, "-m", "services.controller"],
         env=environment,
         stderr=subprocess.PIPE,
@@ -266,19 +273,27 @@ def _versions(redis: Redis) -> dict[str, int]:
         return {n: int(v) for n, v in zip(names, pipe.execute(), strict=True) if v is not None}
 
 
-async def _timed(work: Callable[[], Awaitable[object]], count: int) -> list[float]:
-    """Seconds of each of so many calls, of fewer once they have taken long."""
-    took: list[float] = []
-    while len(took) < count and (sum(took) < _LONGEST_S or len(took) < 3):  # noqa: PLR2004
-        began = time.perf_counter()
-        await work()
-        took.append(time.perf_counter() - began)
-    return took
+async def _look_often(reconciler: Reconciler) -> None:
+    """Idle looks: on the clock, and what they take of the processor, which others do not add to."""
+    clock: list[float] = []
+    worked: list[float] = []
+    while _goes_on(clock, _LOOKS):
+        began, busy = time.perf_counter(), time.process_time()
+        await reconciler.look()
+        clock.append(time.perf_counter() - began)
+        worked.append(time.process_time() - busy)
+    _report("idle look", clock)
+    _report("idle look, processor time", worked)
+
+
+def _goes_on(took: Sequence[float], count: int) -> bool:
+    """Whether there are to be more: so many in all, fewer where they take long, but some."""
+    return len(took) < count and (sum(took) < _LONGEST_S or len(took) < _FEWEST)
 
 
 def _timed_now(work: Callable[[], object], count: int) -> list[float]:
     took: list[float] = []
-    while len(took) < count and (sum(took) < _LONGEST_S or len(took) < 3):  # noqa: PLR2004
+    while _goes_on(took, count):
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)
