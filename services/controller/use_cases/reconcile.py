@@ -258,7 +258,8 @@ class Reconciler:
     ) -> tuple[Chance, ...]:
         """Do what is due to those that wait; answers which of those that run could grow.
 
-        Why the others wait is not written down: ``waiting`` works it out for whoever asks.
+        Why the others wait is written down once after an attempt, for their event logs: who asks later
+        is told what ``waiting`` works out.
         """
         open_nodes = {name: lease.incarnation for name, lease in leases.items()}
         view = _View(tuple(jobs), tuple(known.values()), open_nodes)
@@ -272,12 +273,17 @@ class Reconciler:
             match turn.outcome:
                 case Seated() as seated:
                     await self._apply(turn.job, _placed(turn.job, seated), now_ms)
-                case MakeRoom(victims=victims):
+                case MakeRoom(victims=victims, reason=reason):
+                    await self._say_once(turn.job, reason, now_ms)
                     for victim in victims:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
-                case Waits():
-                    pass
+                case Waits(reason=reason):
+                    await self._say_once(turn.job, reason, now_ms)
         return found.chances
+
+    async def _say_once(self, job: Job, reason: str, now_ms: int) -> None:
+        if job.waiting_fence != job.fence:
+            await self._apply(job, PlacementDelayed(reason), now_ms)
 
     async def _apply(self, job: Job, event: JobEvent, now_ms: int) -> Job:
         try:
