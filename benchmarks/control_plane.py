@@ -135,12 +135,13 @@ async def _looks(size: Size) -> None:
         _reigning(ports, redis) as (reconciler, epoch),
     ):
         await _look_often(reconciler)
+        ends = cluster.running[0]
         before = _versions(redis)
-        cluster.end(cluster.running[0])
+        cluster.end(ends)
         await _heed_all(ports, epoch)
         took = await _settled(reconciler, redis)
         _print(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
-        after = _versions(redis)
+        after = _versions(redis, [ends.id])
         written = sum(after[name] - before.get(name, 0) for name in after)
         _print(f"{'one job ends: records written':<44}{written:9d}")
 
@@ -264,9 +265,9 @@ async def _heed_all(ports: Ports, epoch: int) -> None:
         await ports.facts.acknowledge([entry.id for entry in entries])
 
 
-def _versions(redis: Redis) -> dict[str, int]:
-    """The versions of all jobs to which something may happen, and of those of the simulated nodes."""
-    names = sorted(str(name) for name in redis.zrange(keys.JOBS, -5_000, -1))
+def _versions(redis: Redis, others: Sequence[str] = ()) -> dict[str, int]:
+    """The versions of all active jobs, and of these others."""
+    names = sorted({str(name) for name in redis.smembers(keys.ACTIVE_JOBS)} | {*others})
     with redis.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hget(keys.job(name), "version")

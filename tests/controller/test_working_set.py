@@ -1,6 +1,8 @@
 """The active jobs in a controller's memory: true whoever writes, and read again only where they changed."""
 
 import asyncio
+import dataclasses
+import math
 import os
 import random
 from collections.abc import AsyncIterator
@@ -13,7 +15,7 @@ from services.contract import redis_keys as keys
 from services.contract.ids import new_job_id
 from services.contract.states import JobState
 from services.contract.views import StopRequest
-from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis import redis_ports, working_set
 from services.controller.adapters.redis.connection import connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.domain.decide import first_decision
@@ -24,6 +26,7 @@ from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import Actor, Change, Stored
 from services.controller.ports.office import Ports
+from services.controller.use_cases import reconcile
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import node, play, spec
@@ -53,7 +56,11 @@ class Pair:
 
     def records_read(self) -> int:
         """How many records of jobs Redis was asked for: each with its checkpoints."""
-        stats = self.redis.info("commandstats").get("cmdstat_hgetall", {})
+        return self.calls("hgetall")
+
+    def calls(self, command: str) -> int:
+        """How often Redis was asked this."""
+        stats = self.redis.info("commandstats").get(f"cmdstat_{command}", {})
         return int(stats.get("calls", 0))
 
 
@@ -64,10 +71,17 @@ def _job(number: int) -> Job:
 
 
 @pytest.fixture
-async def pair(redis_url: str) -> AsyncIterator[Pair]:
+async def pair(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    """Here nothing is known but by the stream: versions are never compared."""
+    monkeypatch.setattr(working_set, "_FEW", -1)
     with Redis.from_url(redis_url, decode_responses=True) as redis:
-        async with redis_ports(redis_url) as here, redis_ports(redis_url) as there:
-            yield Pair(here, there, redis)
+        async with (
+            connected(redis_url) as clients,
+            redis_ports(redis_url) as ports,
+            redis_ports(redis_url) as there,
+        ):
+            jobs = RedisJobs(clients, compared_every_s=math.inf)
+            yield Pair(dataclasses.replace(ports, jobs=jobs), there, redis)
 
 
 async def test_what_another_controller_writes_is_seen_at_once(pair: Pair) -> None:
@@ -207,6 +221,37 @@ async def test_the_next_leader_acts_upon_what_came_under_the_last_one(pair: Pair
     with pytest.raises(DeposedError):
         await last.look()
     assert (await pair.there.jobs.load(other)).job.state is JobState.QUEUED
+
+
+async def test_a_look_goes_through_the_queue_only_when_something_changed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "SURVEYED_EVERY_MS", 10**9)
+    epoch = await pair.here.leadership.take("here")
+    assert epoch is not None
+    await pair.here.nodes.put(node(slots=2), epoch, None)
+    pair.redis.set(keys.node_lease(node().id), "life-1", px=600_000)
+    runs, waits = await pair.keep(), await pair.keep(1)
+    reconciler = Reconciler(pair.here, epoch)
+    for _ in range(3):
+        await reconciler.look()
+    seen = await pair.seen()
+    assert [seen[name].job.state for name in (runs, waits)] == [JobState.PLACING, JobState.QUEUED]
+
+    async def steps_read() -> int:
+        """The speed of jobs that run is read where the queue is gone through."""
+        before = pair.calls("xrevrange")
+        await reconciler.look()
+        return pair.calls("xrevrange") - before
+
+    assert await steps_read() == 0
+    await pair.keep(2)
+    assert await steps_read() == 1
+    assert await steps_read() == 0
+    pair.redis.delete(keys.node_lease(node().id))
+    assert await steps_read() == 1
+    await pair.happen(runs, KillAsked())
+    assert await steps_read() == 1
 
 
 def _as_before(redis: Redis, job: Job, *, active: bool) -> None:
