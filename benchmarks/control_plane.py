@@ -1,6 +1,6 @@
 """What the control plane costs with thousands of jobs and ranks.
 
-    python -m benchmarks.control_plane [--short]
+    python -m benchmarks.control_plane [--short] [--only looks history growth requests]
 
 A real Redis that syncs every write, as the local stack has it, and jobs in it as the controller itself writes
 them: some have ended, some run on simulated nodes, the rest wait for slots. The looks of the leader are timed
@@ -45,6 +45,7 @@ _FEWEST: Final = 3
 _FACTS: Final = 128
 _CORES: Final = 2
 _HISTORY: Final = 10
+_PARTS: Final = ("looks", "history", "growth", "requests")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--no-history", action="store_true", help="leave ten times the history out")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts")
     chosen = parser.parse_args()
     size = _SHORT if chosen.short else Size()
     with contextlib.suppress(AttributeError):
@@ -73,13 +74,16 @@ def main() -> None:
         f"{size.ended} jobs have ended, {size.waiting} wait, {size.running} run; "
         f"those that wait or run have {size.ranks} ranks"
     )
-    asyncio.run(_looks(size))
-    if not chosen.no_history:
-        more = replace(size, ended=size.ended * _HISTORY)
+    more = replace(size, ended=size.ended * _HISTORY)
+    if "looks" in chosen.only:
+        asyncio.run(_looks(size))
+    if "history" in chosen.only:
         _print(f"{more.ended} jobs have ended")
         asyncio.run(_idle_looks(more))
-    asyncio.run(_growth(size))
-    asyncio.run(_requests(size))
+    if "growth" in chosen.only:
+        asyncio.run(_growth(size))
+    if "requests" in chosen.only:
+        asyncio.run(_requests(size))
 
 
 @contextlib.asynccontextmanager
@@ -95,6 +99,7 @@ async def _cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, R
             epoch = await ports.leadership.take("seeder")
             if epoch is None:
                 raise AssertionError("somebody else leads")
+            redis.config_set("auto-aof-rewrite-percentage", 0)
             redis.config_set("appendfsync", "no")
             await cluster.fill(epoch, ended=size.ended, waiting=size.waiting, running=size.running)
             redis.config_set("appendfsync", "always")

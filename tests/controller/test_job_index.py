@@ -18,6 +18,7 @@ from services.contract.views import StopRequest
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decide import first_decision
+from services.controller.domain.effects import Decision
 from services.controller.domain.errors import StateConflictError
 from services.controller.domain.events import (
     JobEvent,
@@ -28,7 +29,7 @@ from services.controller.domain.events import (
 )
 from services.controller.domain.history import Occurrence
 from services.controller.domain.job import Job
-from services.controller.ports.jobs import Actor, JobSummary
+from services.controller.ports.jobs import Actor, Change, JobSummary
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
@@ -167,6 +168,24 @@ async def test_jobs_are_counted_without_asking_for_any(world: World) -> None:
     counted = await world.ports.jobs.counts()
     assert (counted[JobState.QUEUED], counted[JobState.CANCELLED]) == (9, 1)
     assert (world.calls("hget"), world.calls("hmget")) == before
+
+
+@pytest.mark.anyio
+async def test_of_deleted_jobs_no_index_holds_anything(world: World) -> None:
+    chance = random.Random(7)  # noqa: S311 no secret
+    kept, *names = [await world.keep(number, chance) for number in range(4)]
+    jobs = world.ports.jobs
+    await jobs.delete(await jobs.load(names[0]))
+    await jobs.delete_unread(names[1])
+    before, doomed = await jobs.load(kept), await jobs.load(names[2])
+    changed = Decision(before.job.model_copy(update={"reason": "another"}))
+    await jobs.commit(Change(before, changed, ACTOR, deletes=doomed))
+    held = {
+        member
+        for key in world.redis.scan_iter("ml:jobs:*", _type="zset")
+        for member in world.redis.zrange(key, 0, -1)
+    }
+    assert held == {kept}
 
 
 @pytest.mark.anyio
