@@ -1,6 +1,6 @@
 """How long a step takes with each engine, side by side in one run.
 
-    python -m benchmarks.engine [--ranks 2] [--rounds 15] [--shapes tiny many-small ...]
+    python -m benchmarks.engine [--ranks 2] [--rounds 15] [--shapes tiny ...] [--optimizer default]
 
 The ranks train one model by each way in turns, a step at a time, with AdamW: without any communication (each
 rank alone: the limit), DDP, PyTorch's FSDP2, and `fsdp_core` over the process group and in shared memory.
@@ -166,14 +166,13 @@ class Training:
     generator: torch.Generator
 
     @classmethod
-    def by(cls, way: Way, shape: Shape, mesh: DeviceMesh) -> Training:
-        """With the same values and batches whatever the way."""
+    def by(cls, way: Way, shape: Shape, mesh: DeviceMesh, *, is_fused: bool) -> Training:
+        """With the same values and batches whatever the way; AdamW fused, or as it is by default."""
         torch.manual_seed(0)
         model = way(shape, mesh)
         generator = torch.Generator().manual_seed(1 + mesh.get_rank())
-        return cls(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), shape, generator
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=is_fused or None)
+        return cls(model, optimizer, shape, generator)
 
     def step(self) -> tuple[float, float]:
         """One step; seconds, and its loss."""
@@ -189,13 +188,17 @@ class Training:
         return perf_counter() - began, loss.item()
 
 
-def measure(shape: Shape, mesh: DeviceMesh, rounds: int) -> dict[str, list[float]]:
+def measure(
+    shape: Shape, mesh: DeviceMesh, rounds: int, *, is_fused: bool = True
+) -> dict[str, list[float]]:
     """Seconds of each step by each way, in turns.
 
     Raises:
         AssertionError: On two ranks, a sharded way had other losses than FSDP2.
     """
-    trainings = {name: Training.by(way, shape, mesh) for name, way in WAYS.items()}
+    trainings = {
+        name: Training.by(way, shape, mesh, is_fused=is_fused) for name, way in WAYS.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(_WARM_UP + rounds):
         losses = {}
@@ -219,14 +222,16 @@ def _table(name: str, seconds: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def _rank(rank: int, world: int, port: int, shapes: Sequence[str], rounds: int) -> None:
+def _rank(
+    rank: int, world: int, port: int, shapes: Sequence[str], rounds: int, optimizer: str
+) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     speed_ups: dict[str, list[float]] = {}
     for name in shapes:
-        seconds = measure(SHAPES[name], mesh, rounds)
+        seconds = measure(SHAPES[name], mesh, rounds, is_fused=optimizer == "fused")
         if rank == 0:
             sys.stdout.write(_table(name, seconds) + "\n")
             sys.stdout.flush()
@@ -250,11 +255,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="steps by each way, after warm-up")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--optimizer",
+        choices=["fused", "default"],
+        default="fused",
+        help="AdamW as one kernel, or parameter by parameter as it is without further options",
+    )
     chosen = parser.parse_args()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(  # type: ignore[no-untyped-call]  # PyTorch's
         _rank,
-        (chosen.ranks, store.port, chosen.shapes, chosen.rounds),
+        (chosen.ranks, store.port, chosen.shapes, chosen.rounds, chosen.optimizer),
         nprocs=chosen.ranks,
     )
 

@@ -18,14 +18,20 @@ from fsdp_core.comm.strategies import (
 if TYPE_CHECKING:
     from fsdp_core.comm.mesh_info import Axis
 
+by_group_on_one_rank = False
+"""Whether an axis of one rank communicates by its process group all the same. Only tests set it, so that one
+accelerator suffices to run its backend."""
+
 _ALL_GATHER = DefaultAllGather()
 _REDUCE_SCATTER = DefaultReduceScatter()
 
 
 class Collectives(Protocol):
-    """Asynchronous collectives of one axis.
+    """Collectives of one axis, which the host does not wait for.
 
-    A returned work object is waited for exactly once; None means the result is already there.
+    On a stream (`on_stream`) they are work of the current one, like any kernel. Else, on a host backend for
+    example, they run beside it. A returned work object is waited for exactly once; None means that the
+    result is already there, or is on its way on the current stream.
     """
 
     @property
@@ -47,7 +53,9 @@ class Collectives(Protocol):
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1D memory for the output of a gather."""
 
-    def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
+    def all_gather(
+        self, output: torch.Tensor, contribution: torch.Tensor, *, on_stream: bool
+    ) -> dist.Work | None:
         """Fills `output` (1D, size * n) from all ranks.
 
         `contribution` (1D, n) is this rank's row of `output` itself, already written.
@@ -57,11 +65,13 @@ class Collectives(Protocol):
         """1D memory for either side of a reduce-scatter."""
 
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp, *, on_stream: bool
     ) -> dist.Work | None:
         """Reduces `contribution` (1D, size * n) over ranks; `output` (1D, n) gets this row."""
 
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp, *, on_stream: bool
+    ) -> dist.Work | None:
         """Reduces `buffer` over ranks in place; every rank gets the whole."""
 
 
@@ -115,23 +125,29 @@ class GroupCollectives:
         """From the strategy."""
         return self._gather.allocate((numel,), dtype=dtype, device=device)
 
-    def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
+    def all_gather(
+        self, output: torch.Tensor, contribution: torch.Tensor, *, on_stream: bool
+    ) -> dist.Work | None:
         """By the strategy."""
-        return self._gather(output, contribution, self._group, async_op=True)
+        return self._gather(output, contribution, self._group, async_op=not on_stream)
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the strategy."""
         return self._reduce.allocate((numel,), dtype=dtype, device=device)
 
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp, *, on_stream: bool
     ) -> dist.Work | None:
         """By the strategy."""
-        return self._reduce(output, contribution, self._reduce_group, op, async_op=True)
+        return self._reduce(output, contribution, self._reduce_group, op, async_op=not on_stream)
 
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp, *, on_stream: bool
+    ) -> dist.Work | None:
         """By the backend."""
-        work: dist.Work | None = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(
+            buffer, op=op, group=self._group, async_op=not on_stream
+        )
         return work
 
 
@@ -165,9 +181,11 @@ class LoopbackCollectives:
         """Ordinary memory."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work | None:
+    def all_gather(
+        self, output: torch.Tensor, contribution: torch.Tensor, *, on_stream: bool
+    ) -> dist.Work | None:
         """Nothing to do: the contribution is the whole output."""
-        del output, contribution
+        del output, contribution, on_stream
         return None
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -175,16 +193,18 @@ class LoopbackCollectives:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(
-        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp
+        self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp, *, on_stream: bool
     ) -> dist.Work | None:
         """Copies: the sum and the mean of one summand are the summand."""
-        del op
+        del op, on_stream
         output.copy_(contribution)
         return None
 
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> dist.Work | None:
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp, *, on_stream: bool
+    ) -> dist.Work | None:
         """Nothing to do."""
-        del buffer, op
+        del buffer, op, on_stream
         return None
 
 
@@ -196,7 +216,7 @@ def collectives_on(
     reduce_group: dist.ProcessGroup | None = None,
 ) -> Collectives:
     """The collectives that suit `axis`; see `GroupCollectives` for the choices."""
-    if axis.group is None or axis.size == 1:
+    if axis.group is None or (axis.size == 1 and not by_group_on_one_rank):
         return LoopbackCollectives(axis.name)
     return GroupCollectives(
         axis.name,

@@ -30,7 +30,15 @@ class Mark(Protocol):
 
 
 class Lanes(Protocol):
-    """Places work on lanes and orders them."""
+    """Places work on lanes and orders them.
+
+    Attributes:
+        are_streams: Whether what is placed on a lane runs on a stream of its own. A collective must then be
+            placed on that stream as well: handed over to its process group's stream it would have
+            ordinary priority, and both streams would have to wait for each other.
+    """
+
+    are_streams: bool
 
     def enter(self, lane: Lane) -> AbstractContextManager[object]:
         """Work and allocations within belong to `lane`."""
@@ -57,6 +65,8 @@ class _HostMark:
 
 class HostLanes:
     """All lanes are the calling thread."""
+
+    are_streams = False
 
     _MARK = _HostMark()
 
@@ -107,6 +117,8 @@ class DeviceLanes:
     The streams are of the accelerator's own class. A plain `torch.Stream` takes an event of
     that class, which is what users record, for a plain one and reads memory that is not there.
     """
+
+    are_streams = True
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device

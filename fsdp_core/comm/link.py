@@ -34,9 +34,24 @@ class CommLink:
     lanes: Lanes
     ledger: CollectiveLedger
     uncopied: list[Lent] = field(default_factory=list)
+    _gathered: list[tuple[torch.Tensor, Mark]] = field(default_factory=list, init=False)
     _held: list[tuple[torch.Tensor, Mark]] = field(default_factory=list, init=False)
     _awaited: list[Mark] = field(default_factory=list, init=False)
     _with_results: dict[Lane, None] = field(default_factory=dict, init=False)
+
+    def hold_gathered(self, buffer: torch.Tensor, mark: Mark) -> None:
+        """Keeps a gather's buffer that is copied out until `mark`.
+
+        While it is held, the next gather need not wait for that copy before it takes its memory.
+        """
+        self._gathered.append((buffer, mark))
+
+    def let_go_gathered(self) -> None:
+        """Gives the buffers back: gathers that are issued from now on come after their copies."""
+        for _, mark in self._gathered:
+            self.lanes.follow_mark(Lane.PACK, mark)
+            self.lanes.follow_mark(Lane.GATHER, mark)
+        self._gathered.clear()
 
     def note_results(self, lane: Lane) -> None:
         """Has the compute lane follow `lane`, which made gradients, at the end of backward."""

@@ -58,7 +58,7 @@ class QuantizedReduceScatter(OrdinaryMemory, ReduceScatter):
                 f"QuantizedReduceScatter sums or averages, and was asked for {op}. Use the default "
                 "reduce-scatter with this operation."
             )
-        exchange = _Exchange(self._code, input_tensor, group)
+        exchange = _Exchange(self._code, input_tensor, group, async_op=async_op)
         work = _SumOfExchange(exchange, output_tensor, is_mean=op == dist.ReduceOp.AVG)
         if async_op:
             return work
@@ -70,7 +70,12 @@ class _Exchange:
     """Rows of bytes, one to each rank and one from each: scales first, so that they are aligned."""
 
     def __init__(
-        self, code: BlockCode, contribution: torch.Tensor, group: dist.ProcessGroup
+        self,
+        code: BlockCode,
+        contribution: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool,
     ) -> None:
         self.ranks, self.rank = group.size(), group.rank()
         self.own = contribution.view(self.ranks, -1)
@@ -82,7 +87,7 @@ class _Exchange:
         self._received = torch.empty_like(self._sent)
         code.encode(self.own, *self._parts(self._sent))
         self._work: dist.Work | None = dist.all_to_all_single(
-            self._received, self._sent, group=group, async_op=True
+            self._received, self._sent, group=group, async_op=async_op
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_core.layout.box import Box, check_tiling
 from fsdp_core.layout.chunking import Chunking
 from fsdp_core.layout.owning import OwnedPacking, balanced_owners
-from fsdp_core.layout.packing import Packing
+from fsdp_core.layout.packing import Packing, View
 from fsdp_core.layout.slicing import Slicing
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "OwnedPacking",
     "Packing",
     "Slicing",
+    "View",
     "balanced_owners",
     "check_tiling",
 ]

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
+
+View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and start of a tensor within a row, as `torch.Tensor.as_strided` takes them."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,15 @@ class Packing:
     def offsets(self) -> tuple[int, ...]:
         """Start of each slice within a row."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    def views(self, shapes: Sequence[tuple[int, ...]]) -> tuple[View, ...]:
+        """Where within a row the first elements of each slice, of `shapes`, lie."""
+        return tuple(
+            (shape, _contiguous(shape), offset)
+            for shape, offset in zip(shapes, self.offsets, strict=True)
+        )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+    return tuple(strides)[::-1] if shape else ()

@@ -38,7 +38,7 @@ from fsdp_core.param.memory_order import MemoryOrder
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.placing import place, whole_local
 from fsdp_core.param.replacement import check_replacement
-from fsdp_core.param.sharded_grad import add_to_grad, check_grad
+from fsdp_core.param.sharded_grad import add_to_grad
 from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
 from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.unreduced_grad import UnreducedGrad
@@ -62,6 +62,8 @@ class FSDPParam:
         sharded_param: The DTensor parameter that the optimizer holds.
         awaits_reduce: Whether some backward since the last reduction may have left a gradient on
             some rank: then it takes part in the next one, frozen by then or not.
+        changes: Counts how often one of its tensors, or a place where it is registered, became
+            another: what was worked out for them is out of date then.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class FSDPParam:
         self.slot = slot
         self._unreduced = UnreducedGrad()
         self.awaits_reduce = False
+        self.changes = 0
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)
@@ -156,10 +159,12 @@ class FSDPParam:
                 not isinstance(self._unsharded, ExtendedParam)
                 or self._unsharded.dtype != self.compute_dtype
             ):
+                self.changes += 1
                 self._unsharded = ExtendedParam(self._extension_place(), self.compute_dtype)
             return self._unsharded
         known = self._unsharded
         if not isinstance(known, UnshardedParam) or known.flat.dtype != self.compute_dtype:
+            self.changes += 1
             self._unsharded = UnshardedParam(
                 self._flat_numel,
                 self._whole_from_flat,
@@ -172,6 +177,7 @@ class FSDPParam:
     def hang_also_at(self, slot: ParamSlot) -> None:
         """Adds the places where another unit's modules have the same parameter."""
         self.slot = self.slot.joined(slot)
+        self.changes += 1
         self.slot.register(self.sharded_param)
 
     # -- Between its forms
@@ -220,7 +226,7 @@ class FSDPParam:
         self._take_over(self.slot.registered())
         self.slot.register(self.sharded_param)  # at all places: ties survive an assignment to one
         local = self._local
-        self._is_extended = is_extended(local, self.fqn)
+        self._set_extended(is_extended(local, self.fqn))
         if self._is_extended and self._smaller is not None:
             raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
@@ -236,7 +242,7 @@ class FSDPParam:
                 torch_private.replace_local(
                     self._dtensor, self._order.seen(self._own_slice(padded))
                 )
-        self._send_data = padded.view(-1)
+        self._set_send_data(padded.view(-1))
 
     # -- What a gather sends and fills
 
@@ -285,6 +291,16 @@ class FSDPParam:
         return not self._is_extended and self._smaller is None
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether slices live on the host and are copied to the device for a gather."""
+        return self._memory.offloads
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether it lies on axes of its own besides those of data parallelism."""
+        return self._placing.is_dtensor
+
+    @property
     def send_data(self) -> torch.Tensor:
         """What a gather sends before it is cast: the padded slice, 1D."""
         return self._send_data
@@ -295,12 +311,13 @@ class FSDPParam:
             memory.copy_(self._send_data)
             padded = memory.view(self.slicing.padded_shape)
             torch_private.replace_local(self._dtensor, self._order.seen(self._own_slice(padded)))
-        self._send_data = memory
+        self._set_send_data(memory)
 
     def share_whole(self, memory: torch.Tensor | None) -> None:
         """Has modules compute in `memory`, which all ranks of the host share; None: in its own."""
         self._whole_memory = memory
         self._unsharded = None
+        self.changes += 1
 
     def pieces(self, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of which copies the whole parameter is made.
@@ -335,7 +352,11 @@ class FSDPParam:
         It lies in memory as the whole local does.
         """
         grad = self._unreduced.take(self._computed)
-        return None if grad is None else self._order.physical(self._placing.local_grad(grad))
+        return None if grad is None else self.in_memory_order(self._placing.local_grad(grad))
+
+    def in_memory_order(self, seen: torch.Tensor) -> torch.Tensor:
+        """A tensor of the whole local's form with its dims in the order in which they lie in memory."""
+        return self._order.physical(seen)
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
@@ -385,14 +406,28 @@ class FSDPParam:
             link: Whose lane a copy to the host is placed on.
             lane: On which the caller is.
         """
-        padded = row.view(self.slicing.padded_shape)
-        self._add_local_grad(self._order.seen(self._own_slice(padded)), link, lane)
+        self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), link, lane)
+
+    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        """The same with the slice in the order in which it lies in memory, without padding."""
+        own = own if own.dtype == self.orig_dtype else own.to(self.orig_dtype)
+        self._add_local_grad(self._order.seen(own), link, lane)
 
     def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        check_grad(self.fqn, self.sharded_param, local)
-        add_to_grad(self.sharded_param, local, self._placing, self._memory, link, lane)
+        sharded, placing = self.sharded_param, self._placing
+        add_to_grad(self.fqn, sharded, local, placing, self._memory, link, lane)
 
     # -- Inside
+
+    def _set_extended(self, value: bool) -> None:  # noqa: FBT001 - a setter
+        if value != self._is_extended:
+            self._is_extended = value
+            self.changes += 1
+
+    def _set_send_data(self, data: torch.Tensor) -> None:
+        if data is not self._send_data:
+            self._send_data = data
+            self.changes += 1
 
     @property
     def _dtensor(self) -> DTensor:
@@ -407,6 +442,7 @@ class FSDPParam:
             self.fqn, registered, self._placing.sharded_spec, self._held_shapes
         )
         if registered is not self.sharded_param:
+            self.changes += 1
             self._placing = self._placing.rebased(spec)
             inherit(self.sharded_param, registered)
         self.sharded_param = registered

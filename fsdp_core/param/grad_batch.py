@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from fsdp_core.comm import CommLink, Lane
-    from fsdp_core.layout import Slicing
+    from fsdp_core.layout import Slicing, View
 
 
 class GradTarget(Protocol):
@@ -58,6 +58,30 @@ class GradSource(Protocol):
         """Removes and returns the whole gradient; None if there is none to reduce."""
 
 
+class PlainTarget(GradTarget, Protocol):
+    """A parameter whose gradient is its slice."""
+
+    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
+        """Adds the slice, in the order in which it lies in memory, without padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlainGrads:
+    """Parameters that all have a gradient and no other row than their slice; the same at each step.
+
+    Attributes:
+        params: In packing order.
+        slicings: Theirs.
+        flagged: The same, and at the end that of one flag for each.
+        views: Where this rank's slices, without padding, lie in a row of `slicings`.
+    """
+
+    params: tuple[PlainTarget, ...]
+    slicings: tuple[Slicing, ...]
+    flagged: tuple[Slicing, ...]
+    views: tuple[View, ...]
+
+
 @dataclass
 class GradBatch:
     """Whole gradients of one dtype, in packing order.
@@ -73,6 +97,7 @@ class GradBatch:
         present: Whether this rank had a gradient.
         is_agreed: Whether flags travel.
         reduce_dtype: In which the gradients travel.
+        plain: The parameters, if each gives a gradient of its own; None: some may not.
     """
 
     params: list[GradTarget]
@@ -81,6 +106,7 @@ class GradBatch:
     present: list[bool]
     is_agreed: bool
     reduce_dtype: torch.dtype
+    plain: PlainGrads | None = None
 
 
 def batches_of(

@@ -69,6 +69,7 @@ class OwnedParam(FSDPParam):
         self.owner = owner
         self._unreduced = UnreducedGrad()
         self.awaits_reduce = False
+        self.changes = 0
         self._info = info
         self._policy = options.policy
         self._memory = HostMemory.of(options.offload, info.device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from fsdp_core.comm import Lane, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.param.grad_batch import GradBatch, batches_of
 from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.param.group_plan import GroupPlan
 from fsdp_core.param.owned_param import OwnedParam
 from fsdp_core.param.owned_section import OwnedSection, sections_of
 from fsdp_core.param.partial_reduce import PartialReduce
@@ -31,6 +33,18 @@ if TYPE_CHECKING:
     )
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.policy import SharedMemoryPolicy
+
+
+_REDUCE_OPTIONS = attrgetter(
+    "reduce_scatter",
+    "reduce_group",
+    "all_reduce_grads",
+    "all_reduce_hook",
+    "all_reduce_hook_stream",
+    "divide_factor",
+    "force_sum",
+)
+"""What of `GroupOptions` decides where gradients go."""
 
 
 class FSDPParamGroup:
@@ -63,6 +77,7 @@ class FSDPParamGroup:
         """
         self.params = tuple(params)
         owned = [param for param in params if isinstance(param, OwnedParam)]
+        self._has_owned = bool(owned)
         # What gathers and reductions see, in packing order.
         self._travellers: tuple[FSDPParam | OwnedSection, ...] = (
             *(param for param in params if not isinstance(param, OwnedParam)),
@@ -80,9 +95,13 @@ class FSDPParamGroup:
         self._shared_reducer: SharedReducer | None = None
         if shared_memory is not None and (axis := self._find_shared_axis()) is not None:
             self._shared_reducer = SharedReducer(axis)
-            if all(not isinstance(param, OwnedParam) and param.is_plain for param in params):
+            if not owned and all(param.is_plain for param in params):
                 self._shared_slices = SharedSlices(params, axis, shared_memory, self._end_use)
+        self._plan: GroupPlan | None = None
         self._partial = PartialReduce()
+        self._route: ReduceRoute | None = None
+        self._route_key: tuple[object, ...] = ()
+        self._keeps_grads = False
         self._awaits_reduce = False
         self._resharded: Mark | None = None
 
@@ -134,7 +153,12 @@ class FSDPParamGroup:
         info = self._post_forward if self._is_post_forward else self.info
         axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self._travellers, axis, self.info.device, link, label=self._label
+            self._travellers,
+            axis,
+            self.info.device,
+            link,
+            label=self._label,
+            plan=None if self._is_post_forward else self._current_plan,
         )
 
     def finish_unshard(self) -> None:
@@ -146,8 +170,7 @@ class FSDPParamGroup:
         self._sharded_state = ShardedState.UNSHARDED
         try:
             gather.land()
-            for param in self.params:
-                param.to_unsharded()
+            self._register_whole()
         except BaseException:
             self.reshard()
             raise
@@ -161,12 +184,30 @@ class FSDPParamGroup:
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
         if self._sharded_state is not ShardedState.SHARDED:
-            for param in self.params:
-                param.to_sharded()
+            if (plan := self._current_plan) is not None:
+                plan.register_slices()
+            else:
+                for param in self.params:
+                    param.to_sharded()
             self._sharded_state = ShardedState.SHARDED
             self._resharded = None
             if self._shared_slices is not None:
                 self._shared_slices.release()
+
+    def _register_whole(self) -> None:
+        if (plan := self._current_plan) is not None:
+            plan.register_whole()
+            return
+        for param in self.params:
+            param.to_unsharded()
+        if not self._has_owned:
+            self._plan = GroupPlan.of(self.params, self.info.shard.rank)
+
+    @property
+    def _current_plan(self) -> GroupPlan | None:
+        if self._plan is not None and not self._plan.is_current:
+            self._plan = None
+        return self._plan
 
     def _end_use(self) -> None:
         # Others would read, or have announced, slices that are about to be written.
@@ -207,7 +248,7 @@ class FSDPParamGroup:
         for param in self.params:
             param.drop_grads()
         self._partial.clear()
-        self._awaits_reduce = False
+        self._keeps_grads = self._awaits_reduce = False
         self._holders.clear()
         self.reshard()
 
@@ -244,6 +285,7 @@ class FSDPParamGroup:
             was_reached: See `take_grads`.
         """
         self._awaits_reduce |= was_reached
+        self._keeps_grads = True
         self.lent_in_backward = False
         for param in self.params:
             param.awaits_reduce = param.may_have_grad
@@ -267,20 +309,33 @@ class FSDPParamGroup:
         self._awaits_reduce = self.lent_in_backward = False
         takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
-        batches = batches_of(
-            self._travellers,
-            covers_unused=agrees or self.options.reduce_unused,
-            is_agreed=agrees and not self.options.reduce_unused,
-        )
+        is_agreed = agrees and not self.options.reduce_unused
+        batches = self._take_all(is_agreed=is_agreed)
+        if batches is None:
+            covers_unused = agrees or self.options.reduce_unused
+            batches = batches_of(self._travellers, covers_unused=covers_unused, is_agreed=is_agreed)
         is_complete = self.options.all_reduce_grads or not self.replicates
         for param in self.params:
-            param.awaits_reduce = param.may_have_grad and not is_complete
+            param.awaits_reduce = not is_complete and param.may_have_grad
         return batches
+
+    def _take_all(self, *, is_agreed: bool) -> list[GradBatch] | None:
+        keeps, self._keeps_grads = self._keeps_grads, False
+        if keeps or (plan := self._current_plan) is None:
+            return None
+        batch = plan.take_grads(is_agreed=is_agreed)
+        return None if batch is None else [batch]
 
     def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""
+        key = (self._label, *_REDUCE_OPTIONS(self.options))
+        if self._route is None or key != self._route_key:
+            self._route, self._route_key = self._new_route(), key
+        return PendingReduce.issue(batch, self._route, link)
+
+    def _new_route(self) -> ReduceRoute:
         options = self.options
-        route = ReduceRoute(
+        return ReduceRoute(
             label=self._label,
             shards=collectives_on(
                 self.info.shard,
@@ -304,7 +359,6 @@ class FSDPParamGroup:
                 else None
             ),
         )
-        return PendingReduce.issue(batch, route, link)
 
     @property
     def _slices_to_share(self) -> SharedSlices | None:

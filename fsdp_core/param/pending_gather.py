@@ -13,12 +13,12 @@ from fsdp_core.comm import Lane, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import Collectives, CommLink, Lanes
+    from fsdp_core.comm import Collectives, CommLink
 
 
 # What every backend gathers. The 16-bit integers and the one-byte floating-point numbers, for
 # example, are unknown to gloo.
-_COMMON_DTYPES = frozenset(
+COMMON_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -30,6 +30,36 @@ _COMMON_DTYPES = frozenset(
         torch.uint8,
     }
 )
+
+
+class PlainSlices(Protocol):
+    """What plain parameters of one dtype send."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which they travel."""
+
+    @property
+    def packing(self) -> Packing:
+        """How they lie in a row."""
+
+    def pack(self, row: torch.Tensor) -> None:
+        """Copies the slices into this rank's row."""
+
+
+class PlainGroup(Protocol):
+    """Plain parameters whose gather was worked out once."""
+
+    @property
+    def slices(self) -> PlainSlices | None:
+        """What a gather sends; None if each parameter has to be asked."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what was worked out still holds."""
+
+    def fill(self, rows: torch.Tensor) -> None:
+        """Makes the parameters whole from (ranks, elements)."""
 
 
 class Gathered(Protocol):
@@ -62,16 +92,20 @@ class PendingGather:
         ticket: Ticket,
         packing: Packing,
         inputs: Sequence[_Inputs],
-        lanes: Lanes,
+        link: CommLink,
         *,
+        plan: PlainGroup | None,
         as_bytes: bool,
     ) -> None:
         self._ticket = ticket
         self._packing = packing
         self._inputs = inputs
-        self._lanes = lanes
-        self._placed = lanes.mark(Lane.GATHER)
+        self._link = link
+        self._placed = link.lanes.mark(Lane.GATHER)
+        self._plan = plan
         self._as_bytes = as_bytes
+        # Other parameters may keep memory of the PACK lane themselves.
+        self._may_overlap = plan is not None and link.lanes.are_streams
 
     @classmethod
     @torch.no_grad()
@@ -83,6 +117,7 @@ class PendingGather:
         link: CommLink,
         *,
         label: str,
+        plan: PlainGroup | None,
     ) -> PendingGather:
         """Packs the slices, cast to the dtype of computation, and starts the gather.
 
@@ -95,50 +130,72 @@ class PendingGather:
             device: On which modules compute.
             link: Lanes and ledger.
             label: Whose parameters they are; the same on all ranks.
+            plan: Of the parameters, if they are all plain.
         """
         lanes = link.lanes
-        with lanes.enter(Lane.PACK):
-            inputs = [_inputs_of(param) for param in params]
-            dtypes = {dtype for each in inputs for dtype in each.dtypes}
-            as_bytes = len(dtypes) > 1 or not dtypes <= _COMMON_DTYPES
-            sends = [
-                tensor.to(dtype).view(torch.uint8) if as_bytes else tensor
-                for each in inputs
-                for tensor, dtype in zip(each.tensors, each.dtypes, strict=True)
-            ]
-            packing = Packing.of([send.numel() for send in sends], axis.size)
-            dtype = torch.uint8 if as_bytes else next(iter(dtypes))
-            buffer = axis.gather_buffer(packing.total, dtype, device)
-            own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
-            torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
+        as_bytes = False
+        if plan is not None and (known := plan.slices) is not None:
+            inputs = [_Inputs(param, (), (known.dtype,)) for param in params]
+            with lanes.enter(Lane.PACK):
+                packing = known.packing
+                buffer = axis.gather_buffer(packing.total, known.dtype, device)
+                own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
+                known.pack(own_row)
+        else:
+            plan = None
+            with lanes.enter(Lane.PACK):
+                inputs = [_inputs_of(param) for param in params]
+                dtypes = {dtype for each in inputs for dtype in each.dtypes}
+                as_bytes = len(dtypes) > 1 or not dtypes <= COMMON_DTYPES
+                sends = [
+                    tensor.to(dtype).view(torch.uint8) if as_bytes else tensor
+                    for each in inputs
+                    for tensor, dtype in zip(each.tensors, each.dtypes, strict=True)
+                ]
+                packing = Packing.of([send.numel() for send in sends], axis.size)
+                dtype = torch.uint8 if as_bytes else next(iter(dtypes))
+                buffer = axis.gather_buffer(packing.total, dtype, device)
+                own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
+                torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
         lanes.follow(Lane.GATHER, Lane.PACK)
         keep_step(axis.group, device, f"all-gather of {label}")
         with lanes.enter(Lane.GATHER):
             sequence = link.ledger.issue(axis.name)
-            work = axis.all_gather(buffer, own_row)
+            work = axis.all_gather(buffer, own_row, on_stream=lanes.are_streams)
         ticket = Ticket(
             work,
             buffer,
             group=axis.group,
             on_complete=lambda: link.ledger.complete(axis.name, sequence),
         )
-        return cls(ticket, packing, inputs, lanes, as_bytes=as_bytes)
+        return cls(
+            ticket,
+            packing,
+            inputs,
+            link,
+            plan=plan,
+            as_bytes=as_bytes,
+        )
 
     @torch.no_grad()
     def land(self) -> None:
         """Waits, and makes the unsharded parameters from the rows, on the compute lane."""
         buffer = self._arrive()
+        self._link.let_go_gathered()
         try:
             self._copy_out(buffer)
         finally:
-            self._release()
+            self._release(buffer)
 
     def _copy_out(self, buffer: torch.Tensor) -> None:
+        rows = buffer.view(self._packing.parts, self._packing.row)
+        if self._plan is not None and self._plan.is_current:
+            self._plan.fill(rows)
+            return
         arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
         outs = [out for of_param in arrived for out in of_param]
         if self._as_bytes:
             outs = [out.view(torch.uint8) for out in outs]
-        rows = buffer.view(self._packing.parts, self._packing.row)
         with torch_private.preserve_version(outs):
             torch.split_with_sizes_copy(rows, list(self._packing.sizes), dim=1, out=outs)
         for each, of_param in zip(self._inputs, arrived, strict=True):
@@ -146,21 +203,24 @@ class PendingGather:
 
     def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
-        self._arrive()
-        self._release()
+        buffer = self._arrive()
+        self._link.let_go_gathered()
+        self._release(buffer)
 
     def _arrive(self) -> torch.Tensor:
         # A collective that left no work object to wait for ran on the GATHER lane itself.
-        self._lanes.follow_mark(Lane.COMPUTE, self._placed)
+        self._link.lanes.follow_mark(Lane.COMPUTE, self._placed)
         return self._ticket.wait()
 
-    def _release(self) -> None:
+    def _release(self, buffer: torch.Tensor) -> None:
         # The buffer came from the PACK lane's pool, and so may what a tensor subclass has passed
         # on to itself: whatever that lane allocates next may be this memory, so it must come
         # after the copy out.
-        mark = self._lanes.mark(Lane.COMPUTE)
-        self._lanes.follow_mark(Lane.PACK, mark)
-        self._lanes.follow_mark(Lane.GATHER, mark)
+        self._link.hold_gathered(buffer, self._link.lanes.mark(Lane.COMPUTE))
+        # The next gather may start while this one's result is copied out, at the cost of one buffer more. In
+        # backward, where memory is scarcest, there is none to spare.
+        if not self._may_overlap or torch_private.in_backward():
+            self._link.let_go_gathered()
 
 
 def _inputs_of(param: Gathered) -> _Inputs:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from fsdp_core.param.grad_batch import GradBatch
     from fsdp_core.param.partial_reduce import PartialReduce
     from fsdp_core.param.shared_reduce import SharedReducer
+
+
+_ALIGNMENT: Final = 128
+"""Bytes. Of rows that begin elsewhere an accelerator's backend reads a few bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,15 @@ class ReduceRoute:
     granularity: int = 1
     shared: SharedReducer | None = None
     lends: bool = False
+    _reductions: dict[torch.dtype, Reduction] = field(default_factory=dict, init=False)
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """The operations in `dtype`."""
+        if (known := self._reductions.get(dtype)) is None:
+            known = self._reductions[dtype] = self._new_reduction(dtype)
+        return known
+
+    def _new_reduction(self, dtype: torch.dtype) -> Reduction:
         return Reduction.of(
             dtype,
             shards=self.shards.size,
@@ -98,7 +108,7 @@ class PendingReduce:
         if route.shared is not None:
             return cls._issue_shared(batch, route, route.shared, link)
         shards, lanes, dtype = route.shards, link.lanes, batch.reduce_dtype
-        packing, contribution = _pack(batch, route)
+        packing, contribution = _pack(batch, route, aligns_rows=lanes.are_streams)
         reduction = route.reduction(dtype)
         lanes.follow(Lane.REDUCE, Lane.COMPUTE)
         what = f"reduce-scatter of {route.label} ({packing.total} elements)"
@@ -108,7 +118,9 @@ class PendingReduce:
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
             sequence = link.ledger.issue(shards.name)
-            work = shards.reduce_scatter(result, contribution, reduction.scatter_op)
+            work = shards.reduce_scatter(
+                result, contribution, reduction.scatter_op, on_stream=lanes.are_streams
+            )
         ticket = Ticket(
             work,
             result,
@@ -123,16 +135,15 @@ class PendingReduce:
         cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, link: CommLink
     ) -> PendingReduce:
         wholes = list(batch.grads)
-        slicings = [param.slicing for param in batch.params]
         batch.grads.clear()
         if batch.is_agreed:
-            flags = _flags(batch.present, batch.reduce_dtype, route.device)
-            wholes.append(flags)
-            slicings.append(Slicing.of(flags.shape, None, route.shards.size))
+            # Plain gradients have one dtype, in which flags travel best.
+            dtype = wholes[0].dtype if batch.plain is not None else batch.reduce_dtype
+            wholes.append(_flags(batch.present, dtype, route.device))
         sequence = link.ledger.issue(route.shards.name)
         started = shared.start(
             wholes,
-            tuple(slicings),
+            _slicings(batch, route.shards.size),
             route.reduction(batch.reduce_dtype),
             lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
             dtype=batch.reduce_dtype,
@@ -147,6 +158,9 @@ class PendingReduce:
         The result lives in the reduce lane's memory pool and must not be read on another lane
         before that one follows; the end of backward sees to it.
         """
+        if isinstance(self._ticket, SharedReduction) and self._needs_no_row:
+            self._land_slices(self._ticket, link)
+            return
         lanes = link.lanes
         with lanes.enter(Lane.REDUCE):
             result = self._ticket.wait()
@@ -172,6 +186,28 @@ class PendingReduce:
         with link.lanes.enter(Lane.REDUCE):
             self._ticket.wait()
         link.lanes.follow(Lane.COMPUTE, Lane.REDUCE)
+
+    @property
+    def _needs_no_row(self) -> bool:
+        """Whether nothing else is done with the result than to give each parameter its slice."""
+        route = self._route
+        return self._batch.plain is not None and route.replicas.size == 1 and route.hook is None
+
+    def _land_slices(self, reduction: SharedReduction, link: CommLink) -> None:
+        own = reduction.wait_for_slices()
+        if self._reduction.post_divide != 1:
+            torch_private.foreach_div(own, self._reduction.post_divide)
+        with_grad = self._with_grad(own.pop() if self._batch.is_agreed else own[0])
+        self._give_slices(own, with_grad, link, Lane.REDUCE)
+        link.note_results(Lane.REDUCE)
+
+    def _give_slices(
+        self, own: Sequence[torch.Tensor], with_grad: Sequence[bool], link: CommLink, lane: Lane
+    ) -> None:
+        params = self._batch.plain.params if self._batch.plain is not None else ()
+        for param, each, has_grad in zip(params, own, with_grad, strict=True):
+            if has_grad:
+                param.add_own_grad(each, link, lane)
 
     def _finish(self, result: torch.Tensor, link: CommLink) -> None:
         lane = Lane.REDUCE
@@ -199,7 +235,9 @@ class PendingReduce:
         replicas = self._route.replicas
         sequence = link.ledger.issue(replicas.name)
         ticket = Ticket(
-            replicas.all_reduce(result, self._reduction.replica_op),
+            replicas.all_reduce(
+                result, self._reduction.replica_op, on_stream=link.lanes.are_streams
+            ),
             result,
             group=replicas.group,
             on_complete=lambda: link.ledger.complete(replicas.name, sequence),
@@ -226,6 +264,15 @@ class PendingReduce:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
         flags = result[len(result) - len(self._batch.present) :]
+        if self._batch.plain is not None:
+            row = result.to(wanted.pop()) if len(wanted) == 1 else result
+            start = row.storage_offset()
+            own = [
+                row.as_strided(shape, strides, start + offset)
+                for shape, strides, offset in self._batch.plain.views
+            ]
+            self._give_slices(own, self._with_grad(flags), link, lane)
+            return
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
@@ -245,7 +292,9 @@ class PendingReduce:
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 
-def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
+def _pack(
+    batch: GradBatch, route: ReduceRoute, *, aligns_rows: bool
+) -> tuple[Packing, torch.Tensor]:
     shards, dtype = route.shards, batch.reduce_dtype
     grads = [
         slices.stack(grad, param.slicing)
@@ -256,9 +305,14 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     if batch.is_agreed:
         # In the gradients' own dtype, or all of them would be cast, each into memory of its own.
         own = {grad.dtype for grad in grads}
-        flags = _flags(batch.present, own.pop() if len(own) == 1 else dtype, route.device)
+        flag_dtype = own.pop() if len(own) == 1 else dtype
         # Flags that share a block with gradients could be rounded to zero.
-        flags = torch.nn.functional.pad(flags, (-sum(sizes) % route.granularity, 0))
+        padding = -sum(sizes) % route.granularity
+        if aligns_rows and route.granularity == 1:
+            padding = -(sum(sizes) + len(batch.present)) % (_ALIGNMENT // dtype.itemsize)
+        flags = _flags(batch.present, flag_dtype, route.device)
+        if padding:
+            flags = torch.nn.functional.pad(flags, (padding, 0))
         grads.append(flags.expand(shards.size, -1))
         sizes.append(len(flags))
     if len({grad.dtype for grad in grads}) > 1:
@@ -272,7 +326,19 @@ def _pack(batch: GradBatch, route: ReduceRoute) -> tuple[Packing, torch.Tensor]:
     return packing, contribution
 
 
+def _slicings(batch: GradBatch, parts: int) -> tuple[Slicing, ...]:
+    """Of a batch's gradients, and of the flags that travel with them."""
+    if batch.plain is not None:
+        return batch.plain.flagged if batch.is_agreed else batch.plain.slicings
+    slicings = [param.slicing for param in batch.params]
+    if batch.is_agreed:
+        slicings.append(Slicing.of((len(batch.present),), None, parts))
+    return tuple(slicings)
+
+
 def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if all(present):
+        return torch.ones(len(present), dtype=dtype, device=device)
     # Made on the device, run by run: a copy from the host would wait for it.
     runs = [(flag, len(list(run))) for flag, run in groupby(present)]
     filled = [torch.full((n,), float(flag), dtype=dtype, device=device) for flag, n in runs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch.distributed.tensor import DTensor
 
@@ -18,24 +18,8 @@ if TYPE_CHECKING:
     from fsdp_core.param.placing import Placing
 
 
-def check_grad(fqn: str, sharded: nn.Parameter, local: torch.Tensor) -> None:
-    """Checks that `local`, a reduced slice, can be added to the gradient.
-
-    Raises:
-        TensorKindError: The user has set one that is no DTensor, or that lies otherwise.
-    """
-    total = sharded.grad
-    if total is None:
-        return
-    if not isinstance(total, DTensor) or torch_private.local_tensor(total).shape != local.shape:
-        raise TensorKindError(
-            f"The gradient of parameter {fqn!r} was set to a {type(total).__name__} of which this "
-            "rank does not hold the same slice as of the parameter. Set a DTensor of the "
-            "parameter's placements, or None."
-        )
-
-
-def add_to_grad(
+def add_to_grad(  # noqa: PLR0913, PLR0917 - all of them are one gradient's
+    fqn: str,
     sharded: nn.Parameter,
     local: torch.Tensor,
     placing: Placing,
@@ -46,21 +30,36 @@ def add_to_grad(
     """Adds a reduced slice to the gradient and runs the user's hooks.
 
     Args:
-        sharded: The parameter; see `check_grad`.
+        fqn: Of the parameter.
+        sharded: The parameter.
         local: Of the shape of its local tensor; kept, not copied.
         placing: Makes a DTensor of it.
         memory: In which gradients live.
         link: Whose lane a copy to the host is placed on.
         lane: On which the caller is.
+
+    Raises:
+        TensorKindError: The user has set a gradient that is no DTensor, or that lies otherwise.
     """
     hooks = torch_private.post_accumulate_hooks(sharded)
     total = sharded.grad
+    if total is not None:
+        _check(fqn, total, local)
     # With hooks, nobody on the host may look at it before the copy has arrived.
     local = memory.take_grad(local, link, lane, may_overlap=total is None and not hooks)
-    if isinstance(total, DTensor):
-        summed = torch_private.local_tensor(total)
-        summed += local
-    else:
+    if total is None:
         sharded.grad = placing.sharded(local)
+    else:
+        summed = torch_private.local_tensor(cast("DTensor", total))
+        summed += local
     for hook in hooks:
         hook(sharded)
+
+
+def _check(fqn: str, total: torch.Tensor, local: torch.Tensor) -> None:
+    if not isinstance(total, DTensor) or torch_private.local_tensor(total).shape != local.shape:
+        raise TensorKindError(
+            f"The gradient of parameter {fqn!r} was set to a {type(total).__name__} of which this "
+            "rank does not hold the same slice as of the parameter. Set a DTensor of the "
+            "parameter's placements, or None."
+        )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
+from fsdp_core.param.unsharded_param import WholeMemory
 
 if TYPE_CHECKING:
     import mmap
@@ -72,15 +74,13 @@ class _Plan:
         casts: (own row, slice) of those that are cast.
         targets: Views of whole parameters.
         sources: Of as many rows, as they lie in the segments.
-        wholes: The parameters that are filled.
-        flats: Their memory.
+        memory: Of the parameters that are filled.
     """
 
     casts: tuple[list[torch.Tensor], list[torch.Tensor]]
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
-    wholes: tuple[UnshardedParam, ...]
-    flats: list[torch.Tensor]
+    memory: WholeMemory
 
 
 class SharedSlices:
@@ -109,6 +109,7 @@ class SharedSlices:
         self._counters: list[Counters] = []
         self._landed = 0
         self._released = 0
+        self._are_copied = True
         self._own_rows: list[torch.Tensor] = []
         self._plan: _Plan | None = None
         self._planned_for: list[torch.Tensor] = []
@@ -132,6 +133,7 @@ class SharedSlices:
         self._segments = self._axis.peers.exchange(_end(rows))
         self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
         self._landed = self._released = 0
+        self._are_copied = not all(map(_is_one_copy, rows))
         rank = self._axis.rank
         whole_bytes = sum(_padded_bytes(row, self._axis.size) for row in rows if _is_one_copy(row))
         common = self._axis.peers.share(whole_bytes) if whole_bytes else None
@@ -157,7 +159,8 @@ class SharedSlices:
         plan = self._current_plan()
         if plan.casts[0]:
             self.await_copied()
-            torch_private.foreach_copy(*plan.casts)
+            with torch.no_grad():
+                torch_private.foreach_copy(*plan.casts)
         self._what = what
         self._number = self._axis.start(what)
 
@@ -166,13 +169,17 @@ class SharedSlices:
         plan = self._plan_of_issue
         self._axis.await_started(self._number, self._what)
         try:
-            for whole in plan.wholes:
-                whole.allocate()
             if plan.targets:
-                with torch_private.preserve_version(plan.flats):
-                    torch_private.foreach_copy(plan.targets, plan.sources)
+                with torch.no_grad():
+                    copy = partial(torch_private.foreach_copy, plan.targets, plan.sources)
+                    plan.memory.fill(copy)
         finally:
             self._note_landed()
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether others copy this rank's slices; of what is one copy nothing is."""
+        return self._are_copied
 
     def drop(self) -> None:
         """Ends a gather that nobody used; there is nothing to wait for."""
@@ -211,6 +218,8 @@ class SharedSlices:
         return self._plan
 
     def _note_landed(self) -> None:
+        if not self._are_copied:
+            return
         self._landed += 1
         self._counters[self._axis.rank].publish(_LANDED, self._landed)
 
@@ -235,9 +244,10 @@ class SharedSlices:
         # What the user replaces, in another dtype for example, is taken over into another tensor.
         current = [param.send_data for param in self._params]
         if self._plan is None or any(map(operator.is_not, self._planned_for, current)):
-            self.place()
-            self._planned_for = [param.send_data for param in self._params]
-            self._plan = self._new_plan()
+            with torch.no_grad():
+                self.place()
+                self._planned_for = [param.send_data for param in self._params]
+                self._plan = self._new_plan()
         return self._plan
 
     def _new_plan(self) -> _Plan:
@@ -259,8 +269,7 @@ class SharedSlices:
                 sources.append(source)
         for whole in wholes:
             whole.free()
-        filled = tuple(whole for whole in wholes if not whole.is_shared)
-        return _Plan(casts, targets, sources, filled, [whole.flat for whole in filled])
+        return _Plan(casts, targets, sources, WholeMemory(wholes))
 
 
 _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
@@ -307,7 +316,6 @@ class SharedGather:
         self._sequence = sequence
 
     @classmethod
-    @torch.no_grad()
     def issue(cls, slices: SharedSlices, link: CommLink, axis_name: str, *, label: str) -> Self:
         """Announces the slices.
 
@@ -320,7 +328,6 @@ class SharedGather:
         slices.issue(f"all-gather of {label}")
         return cls(slices, link, axis_name, link.ledger.issue(axis_name))
 
-    @torch.no_grad()
     def land(self) -> None:
         """Waits for all ranks' slices and makes the unsharded parameters of them."""
         self._slices.land()
@@ -333,4 +340,5 @@ class SharedGather:
 
     def _end(self) -> None:
         self._link.ledger.complete(self._axis_name, self._sequence)
-        self._link.uncopied.append(self._slices)
+        if self._slices.are_copied:
+            self._link.uncopied.append(self._slices)

@@ -1,15 +1,22 @@
 """Reduce-scatters through memory that the ranks of one host share.
 
-Each rank leaves in its segment what the others need of its gradients, and keeps its own part. Once all
-have announced theirs, each adds the parts of its slices in the order of ranks, straight into the result.
-So every element is written once for another rank and read once, and the sum of three or more does not
-depend on where an element lies.
+Each rank leaves in a box of its segment what the others need of its gradients. Once all have announced
+theirs, each adds the parts that are its slices, in the order of ranks. So every element is written once for
+another rank and read once, and the sum of three or more does not depend on where an element lies.
+
+How a box is laid out depends on what the gradients are:
+
+- `_Tensors`: each whole tensor has a place, of which a rank fills the parts that are not its own;
+- `_Rows`: there is a row for each rank, in which its slices of all tensors lie end to end, its own row too. Then
+  all of them are added at once. For small tensors, to cut off a part takes longer than to copy it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.distributed import ReduceOp
@@ -23,97 +30,200 @@ if TYPE_CHECKING:
     from fsdp_core.comm import OutBox, Reduction, SharedMemoryAxis
     from fsdp_core.layout import Slicing
 
+_ALIGNMENT: Final = 64
+_SMALL_BYTES: Final = 1 << 18
+"""Of whole gradients: so many are copied in about the time that cutting them takes."""
+_AT_ONCE: Final = 1 << 16
+"""Elements that are added, and then divided, while they are in the processor's cache."""
 
-@dataclass(frozen=True)
-class _Piece:
-    """The part of a contribution that one rank gets.
+
+class _Plan(ABC):
+    """What a reduction of certain tensors needs at each step; made once.
 
     Attributes:
-        index: Of the contribution.
-        dim: On which it is cut; None: the whole.
-        start: Of the part, along `dim`.
-        length: Of it.
-        shape: The part's.
-        offset: In the packed row of the rank, in elements.
+        slicings: How each tensor is cut.
+        packing: How their slices lie in one row.
+        dtype: In which they are added.
+        box_bytes: Of what a rank leaves.
     """
 
-    index: int
-    dim: int | None
-    start: int
-    length: int
-    shape: torch.Size
-    offset: int
-
-    def of(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A view."""
-        whole = wholes[self.index]
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.length)
-
-
-class _Plan:
-    """What a reduction of certain tensors needs at each step; made once."""
+    box_bytes: int
 
     def __init__(
-        self, slicings: Sequence[Slicing], dtype: torch.dtype, axis: SharedMemoryAxis
+        self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
     ) -> None:
+        self.slicings = slicings
         self.packing = Packing.of([each.row for each in slicings], axis.size)
         self.dtype = dtype
         self._axis = axis
-        self.others = [rank for rank in range(axis.size) if rank != axis.rank]
-        self._by_rank = [_pieces(slicings, self.packing, rank) for rank in range(axis.size)]
-        self.own = self._by_rank[axis.rank]
-        # In the order of `targets`; what is empty is not copied.
-        self.to_others = [
-            piece for rank in self.others for piece in self._by_rank[rank] if piece.shape.numel()
+
+    @staticmethod
+    def of(slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis) -> _Plan:
+        """The one that suits the tensors."""
+        nbytes = sum(each.total for each in slicings) * dtype.itemsize
+        kind = _Rows if nbytes <= _SMALL_BYTES and all(map(_is_even, slicings)) else _Tensors
+        return kind(slicings, dtype, axis)
+
+    @abstractmethod
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        """Fills this rank's box, and divides by `divisor`.
+
+        Returns:
+            This rank's own part, as `total` takes it.
+        """
+
+    @abstractmethod
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        """Adds all ranks' parts and divides the sums.
+
+        Args:
+            own: From `leave`.
+            places: Of all ranks' boxes.
+            divisor: 1 for the sum.
+
+        Returns:
+            This rank's slice of each tensor, without padding.
+        """
+
+
+class _Rows(_Plan):
+    """Rows of small tensors."""
+
+    def __init__(
+        self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
+    ) -> None:
+        super().__init__(slicings, dtype, axis)
+        self.box_bytes = self.packing.total * dtype.itemsize
+        self._boxes: dict[int, torch.Tensor] = {}
+        self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._views = self.packing.views([each.shape_of(axis.rank) for each in slicings])
+
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        if (rows := self._boxes.get(box.place)) is None:
+            rows = self._boxes[box.place] = self._rows(self._axis.rank, box.place)
+        tensors = [
+            whole if slicing.dim == 0 else whole.expand(self._axis.size, -1)
+            for whole, slicing in zip(wholes, self.slicings, strict=True)
+            if slicing.total  # one of no elements the operator refuses
         ]
-        self.has_padding = any(
-            piece.shape.numel() < size
-            for piece, size in zip(self.own, self.packing.sizes, strict=True)
-        )
+        if len({each.dtype for each in tensors}) > 1:
+            tensors = [each.to(self.dtype) for each in tensors]
+        torch_private.chunk_cat(tensors, self._axis.size, rows)
+        if divisor != 1:
+            rows.div_(divisor)
+        return []
+
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        del own
+        first, second, *more = (self._row_for_us(*left) for left in enumerate(places))
+        total = first + second
+        for row in more:
+            total += row
+        if divisor != 1:
+            total.div_(divisor)
+        return [total.as_strided(*view) for view in self._views]
+
+    def _row_for_us(self, rank: int, place: int) -> torch.Tensor:
+        if (known := self._own_rows.get((rank, place))) is None:
+            known = self._own_rows[rank, place] = self._rows(rank, place)[self._axis.rank]
+        return known
+
+    def _rows(self, rank: int, place: int) -> torch.Tensor:
+        flat = self._axis.view(rank, place, self.packing.total, self.dtype)
+        return flat.view(self.packing.parts, self.packing.row)
+
+
+class _Tensors(_Plan):
+    """Places for whole tensors."""
+
+    def __init__(
+        self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
+    ) -> None:
+        super().__init__(slicings, dtype, axis)
+        sizes = [_aligned(each.total * dtype.itemsize) for each in slicings]
+        *self._places, self.box_bytes = accumulate(sizes, initial=0)
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self._rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    @property
-    def box_bytes(self) -> int:
-        """Of what this rank leaves to the others."""
-        return self.packing.row * self.dtype.itemsize * len(self.others)
+    def leave(
+        self, wholes: Sequence[torch.Tensor], box: OutBox, divisor: float
+    ) -> list[torch.Tensor]:
+        if (targets := self._targets.get(box.place)) is None:
+            targets = self._for_others(self._wholes(self._axis.rank, box.place))
+            self._targets[box.place] = targets
+        own = [
+            part if part.dtype == self.dtype else part.to(self.dtype) for part in self._own(wholes)
+        ]
+        if targets:
+            torch_private.foreach_copy(targets, self._for_others(wholes))
+        if divisor != 1:
+            torch_private.foreach_div(targets, divisor)
+            own = [part.div(divisor) for part in own]
+        return own
 
-    def targets(self, box: OutBox) -> list[torch.Tensor]:
-        """Where each of `to_others` is left."""
-        if (known := self._targets.get(box.place)) is None:
-            numel = self.packing.row * len(self.others)
-            rows = self._axis.view(self._axis.rank, box.place, numel, self.dtype)
-            known = self._targets[box.place] = [
-                row[piece.offset : piece.offset + piece.shape.numel()].view(piece.shape)
-                for rank, row in zip(self.others, rows.view(len(self.others), -1), strict=True)
-                for piece in self._by_rank[rank]
-                if piece.shape.numel()
-            ]
+    def total(
+        self, own: list[torch.Tensor], places: Sequence[int], divisor: int
+    ) -> list[torch.Tensor]:
+        rank = self._axis.rank
+        parts = [own if each == rank else self._left_by(each, at) for each, at in enumerate(places)]
+        return [_mean(tensors, divisor) for tensors in zip(*parts, strict=True)]
+
+    def _for_others(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of what is not this rank's slice, and of what every rank needs."""
+        views = []
+        for whole, slicing in zip(wholes, self.slicings, strict=True):
+            if slicing.dim is None:
+                views.append(whole)
+                continue
+            start, length = slicing.bounds(self._axis.rank)
+            end = start + length
+            if start > 0:
+                views.append(whole.narrow(slicing.dim, 0, start))
+            if end < slicing.shape[slicing.dim]:
+                views.append(whole.narrow(slicing.dim, end, slicing.shape[slicing.dim] - end))
+        return views
+
+    def _own(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rank = self._axis.rank
+        return [
+            whole if slicing.dim is None else whole.narrow(slicing.dim, *slicing.bounds(rank))
+            for whole, slicing in zip(wholes, self.slicings, strict=True)
+        ]
+
+    def _left_by(self, rank: int, place: int) -> list[torch.Tensor]:
+        if (known := self._parts.get((rank, place))) is None:
+            known = self._parts[rank, place] = self._own(self._wholes(rank, place))
         return known
 
-    def left_by(self, rank: int, place: int) -> list[torch.Tensor]:
-        """What `rank` has left for this rank in its box at `place`, 1D, without padding."""
-        if (known := self._rows.get((rank, place))) is None:
-            index = self._axis.rank - (self._axis.rank > rank)
-            start = place + index * self.packing.row * self.dtype.itemsize
-            row = self._axis.view(rank, start, self.packing.row, self.dtype)
-            known = self._rows[rank, place] = [
-                row[piece.offset : piece.offset + piece.shape.numel()] for piece in self.own
-            ]
-        return known
+    def _wholes(self, rank: int, place: int) -> list[torch.Tensor]:
+        return [
+            self._axis.view(rank, place + start, slicing.total, self.dtype).view(slicing.shape)
+            for start, slicing in zip(self._places, self.slicings, strict=True)
+        ]
 
 
-def _pieces(slicings: Sequence[Slicing], packing: Packing, rank: int) -> list[_Piece]:
-    return [
-        _Piece(
-            index,
-            slicing.dim,
-            *((0, 0) if slicing.dim is None else slicing.bounds(rank)),
-            torch.Size(slicing.shape_of(rank)),
-            offset,
-        )
-        for index, (slicing, offset) in enumerate(zip(slicings, packing.offsets, strict=True))
-    ]
+def _mean(parts: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+    """The sum of `parts` in their order, divided; contiguous."""
+    total = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+    is_flat = all(part.is_contiguous() for part in parts)
+    flats = [each.view(-1) if is_flat else each for each in (total, *parts)]
+    length = _AT_ONCE if is_flat else max(len(flats[0]), 1)
+    for start in range(0, len(flats[0]), length):
+        sums, first, second, *more = (each[start : start + length] for each in flats)
+        torch.add(first, second, out=sums)
+        for part in more:
+            sums += part
+        if divisor != 1:
+            sums.div_(divisor)
+    return total
 
 
 class SharedReducer:
@@ -126,6 +236,7 @@ class SharedReducer:
     def __init__(self, axis: SharedMemoryAxis) -> None:
         self.axis = axis
         self._plans: dict[tuple[tuple[Slicing, ...], torch.dtype], _Plan] = {}
+        self._last: _Plan | None = None
 
     def start(
         self,
@@ -151,33 +262,32 @@ class SharedReducer:
             PeerError: A rank has ended.
             StateError: Too many collectives are in flight.
         """
-        key = (slicings, dtype)
-        if (plan := self._plans.get(key)) is None:
-            plan = self._plans[key] = _Plan(slicings, dtype, self.axis)
+        plan = self._plan_of(slicings, dtype)
         box = self.axis.take_box(plan.box_bytes)
-        targets = plan.targets(box)
-        if targets:
-            torch_private.foreach_copy(targets, [piece.of(wholes) for piece in plan.to_others])
-        own = [piece.of(wholes).reshape(-1) for piece in plan.own]
-        own = [part if part.dtype == dtype else part.to(dtype) for part in own]
-        if reduction.pre_divide != 1:
-            own = [part.div(reduction.pre_divide) for part in own]
-            for target in targets:
-                target.div_(reduction.pre_divide)
+        own = plan.leave(wholes, box, reduction.pre_divide)
         name = what(plan.packing)
         number = self.axis.start(name, box.place)
         return SharedReduction(self.axis, plan, box, own, reduction, number, name, on_complete)
 
+    def _plan_of(self, slicings: tuple[Slicing, ...], dtype: torch.dtype) -> _Plan:
+        # Comparing what is the same object is quick; hashing many slicings is not.
+        last = self._last
+        if last is None or last.slicings is not slicings or last.dtype != dtype:
+            if (last := self._plans.get((slicings, dtype))) is None:
+                last = self._plans[slicings, dtype] = _Plan.of(slicings, dtype, self.axis)
+            self._last = last
+        return last
+
 
 @dataclass(eq=False)
 class SharedReduction:
-    """A reduction in flight; `wait` ends it.
+    """A reduction in flight; `wait` or `wait_for_slices` ends it.
 
     Attributes:
         axis: Whose ranks share memory.
         plan: Of the tensors that are reduced.
         box: Where the others find their parts.
-        own: This rank's part of each tensor, 1D, without padding.
+        own: This rank's part, unless it lies in the box.
         reduction: How parts become a sum or a mean.
         number: Among the axis's collectives.
         what: Its name.
@@ -195,15 +305,13 @@ class SharedReduction:
 
     @property
     def packing(self) -> Packing:
-        """How the result lies."""
+        """How the result of `wait` lies."""
         return self.plan.packing
 
     def drop(self) -> None:
         """Forgets it without waiting: the others may have failed elsewhere, and never start it."""
         self.axis.abandon(self.number)
-        self.axis.give_back(self.box)
-        self.own.clear()
-        self.on_complete()
+        self._end()
 
     def wait(self) -> torch.Tensor:
         """Waits for all ranks' parts and adds them: 1D, one padded row.
@@ -212,26 +320,43 @@ class SharedReduction:
             DesyncError: A rank has started another collective in its place.
             PeerError: A rank has ended.
         """
-        axis, plan = self.axis, self.plan
-        places = axis.await_started(self.number, self.what)
-        make = torch.zeros if plan.has_padding else torch.empty
-        result = make(plan.packing.row, dtype=plan.dtype)
-        parts = [
-            self.own if rank == axis.rank else plan.left_by(rank, place)
-            for rank, place in enumerate(places)
-        ]
-        totals = torch.split(result, list(plan.packing.sizes))
-        if plan.has_padding:
-            totals = tuple(
-                total[: own.numel()] for total, own in zip(totals, self.own, strict=True)
-            )
-        for total, first, second in zip(totals, parts[0], parts[1], strict=True):
-            torch.add(first, second, out=total)
-        for more in parts[2:]:
-            torch_private.foreach_add(list(totals), more)
-        axis.give_back(self.box)
-        self.own.clear()
-        if self.reduction.scatter_op == ReduceOp.AVG:
-            result.div_(axis.size)
+        slices = self.wait_for_slices()
+        row = torch.zeros(self.packing.row, dtype=self.plan.dtype)
+        starts = self.packing.offsets
+        torch_private.foreach_copy(
+            [
+                row[start : start + each.numel()].view(each.shape)
+                for start, each in zip(starts, slices, strict=True)
+            ],
+            slices,
+        )
+        return row
+
+    def wait_for_slices(self) -> list[torch.Tensor]:
+        """Waits for all ranks' parts and adds them: this rank's slice of each tensor, unpadded.
+
+        Raises:
+            DesyncError: A rank has started another collective in its place.
+            PeerError: A rank has ended.
+        """
+        places = self.axis.await_started(self.number, self.what)
+        is_mean = self.reduction.scatter_op == ReduceOp.AVG
+        slices = self.plan.total(self.own, places, self.axis.size if is_mean else 1)
+        self._end()
+        return slices
+
+    def _end(self) -> None:
+        self.axis.give_back(self.box)
+        self.own = []
         self.on_complete()
-        return result
+
+
+def _is_even(slicing: Slicing) -> bool:
+    """Whether the slices of all ranks, end to end, are the tensor; or each has the whole, 1D."""
+    if slicing.dim is None:
+        return len(slicing.shape) == 1
+    return slicing.dim == 0 and slicing.row * slicing.parts == slicing.total
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_core import torch_private
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fsdp_core.layout import Slicing
 
@@ -54,11 +52,9 @@ def join(rows: torch.Tensor, slicing: Slicing, whole: torch.Tensor) -> None:
         # Every rank sent the same; the first is as good as any.
         whole.copy_(rows[0].view(slicing.shape))
         return
-    targets, sources = [], []
-    for part in range(slicing.parts):
-        targets.append(whole.narrow(slicing.dim, *slicing.bounds(part)))
-        sources.append(own(rows[part].view(slicing.padded_shape), slicing, part))
-    torch_private.foreach_copy(targets, sources)
+    padded = rows.view(slicing.parts, *slicing.padded_shape)
+    for of_whole, of_padded in _pairs(whole, padded, slicing, slicing.dim):
+        of_whole.copy_(of_padded)
 
 
 def stack(whole: torch.Tensor, slicing: Slicing) -> torch.Tensor:
@@ -71,9 +67,27 @@ def stack(whole: torch.Tensor, slicing: Slicing) -> torch.Tensor:
     if slicing.dim is None:
         return whole.expand(slicing.parts, *slicing.shape)
     stacked = whole.new_zeros((slicing.parts, *slicing.padded_shape))
-    for part in range(slicing.parts):
-        own(stacked[part], slicing, part).copy_(whole.narrow(slicing.dim, *slicing.bounds(part)))
+    for of_whole, of_padded in _pairs(whole, stacked, slicing, slicing.dim):
+        of_padded.copy_(of_whole)
     return stacked
+
+
+def _pairs(
+    whole: torch.Tensor, padded: torch.Tensor, slicing: Slicing, dim: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of a whole and of its padded slices that are equal: of all full slices, of the rest.
+
+    However many ranks there are, these are two at most, hence two kernels.
+    """
+    width, size = slicing.padded_shape[dim], slicing.shape[dim]
+    full = size // width if width else 0
+    if full:
+        # (..., full * width, ...) as (full, ..., width, ...)
+        shape = (*slicing.shape[:dim], full, width, *slicing.shape[dim + 1 :])
+        parts = whole.narrow(dim, 0, full * width).view(shape)
+        yield parts.movedim(dim, 0), padded[:full]
+    if rest := size - full * width:
+        yield whole.narrow(dim, full * width, rest), own(padded[full], slicing, full)
 
 
 def _lead(padded: torch.Tensor, slicing: Slicing, shape: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -84,6 +84,45 @@ class UnshardedParam:
         """Gives the memory back; what all ranks share stays."""
         if not self.is_shared:
             free_for_autograd(self.flat)
+
+
+class WholeMemory:
+    """The memory of several whole parameters, which comes and goes together.
+
+    Args:
+        wholes: Those that all ranks share, or that have no elements, need none and are passed over.
+    """
+
+    def __init__(self, wholes: Sequence[UnshardedParam]) -> None:
+        self._flats = tuple(w.flat for w in wholes if not w.is_shared and w.flat.numel())
+        self._storages = [flat.untyped_storage() for flat in self._flats]
+        self._sizes = [flat.numel() * flat.itemsize for flat in self._flats]
+
+    def fill(self, copy: Callable[[], None]) -> None:
+        """Gets memory and has `copy` fill it; autograd takes the values for those that it saved."""
+        flats = self._flats
+        # A version that was counted when memory was given back is taken back with it.
+        versions = [
+            version - (storage.size() == 0)
+            for version, storage in zip(torch_private.versions(flats), self._storages, strict=True)
+        ]
+        filled = 0
+        try:
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                if storage.size() != size:
+                    storage.resize_(size)  # may raise
+                filled += 1
+            copy()
+        finally:
+            torch_private.set_versions(flats[:filled], versions[:filled])
+
+    def free(self) -> None:
+        """Gives memory back, as `free_for_autograd` does."""
+        held = [i for i, storage in enumerate(self._storages) if storage.size() != 0]
+        flats = [self._flats[i] for i in held]
+        torch_private.set_versions(flats, [each + 1 for each in torch_private.versions(flats)])
+        for i in held:
+            self._storages[i].resize_(0)
 
 
 def allocate(tensor: torch.Tensor) -> None:

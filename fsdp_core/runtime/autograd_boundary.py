@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TypeVar, cast
 
 import torch
@@ -51,11 +52,12 @@ def weakly(method: Callable[[], None]) -> Callable[[torch.Tensor], None]:
     A parameter that owned its unit would keep it alive: the garbage collector does not see all
     that autograd refers to.
     """
-    found = weakref.WeakMethod(method)
+    bound = cast("MethodType", method)
+    owner, function = weakref.ref(bound.__self__), bound.__func__
 
     def hook(_: torch.Tensor) -> None:
-        if (alive := found()) is not None:
-            alive()
+        if (alive := owner()) is not None:
+            function(alive)
 
     return hook
 
@@ -78,7 +80,9 @@ def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
     tensors = grad_tensors(tree)
     if not tensors:
         return tree
-    passed = iter(_InputBoundary.pass_through(callback, tensors))
+    boundary = _TransformedInputBoundary if torch_private.transforms_active() else _InputBoundary
+    apply = cast("Callable[..., tuple[torch.Tensor, ...]]", boundary.apply)
+    passed = iter(apply(callback, *tensors))
     return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
 
 
@@ -126,28 +130,14 @@ class _OutputBoundary(torch.autograd.Function):
 class _InputBoundary(torch.autograd.Function):
     """The identity of several tensors; its backward calls back when all gradients are there."""
 
-    generate_vmap_rule = True
-
-    @classmethod
-    def pass_through(
-        cls, callback: Callable[[], None], tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        apply = cast("Callable[..., tuple[torch.Tensor, ...]]", cls.apply)
-        return apply(callback, *tensors)
-
     @staticmethod
-    def forward(callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        del callback
-        return tensors
-
-    @staticmethod
-    def setup_context(
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        inputs: tuple[object, ...],
-        output: tuple[torch.Tensor, ...],
-    ) -> None:
-        del output
-        ctx.callback = inputs[0]  # type: ignore[attr-defined]  # how a Function keeps values
+        callback: Callable[[], None],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback  # type: ignore[attr-defined]  # how a Function keeps values
+        return tensors
 
     @staticmethod
     def backward(
@@ -163,6 +153,32 @@ class _InputBoundary(torch.autograd.Function):
         """Tangents pass: the end of the whole backward stands in for theirs."""
         del ctx
         return tangents
+
+
+class _TransformedInputBoundary(_InputBoundary):
+    """The same within a transform of `torch.func`.
+
+    Only a function that sets its context apart can be transformed. To call it costs seven times as
+    much, for PyTorch inspects its signature.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # the other form of forward
+        callback: Callable[[], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        del callback
+        return tensors
+
+    @staticmethod
+    def setup_context(
+        ctx: torch.autograd.function.FunctionCtx,
+        inputs: tuple[object, ...],
+        output: tuple[torch.Tensor, ...],
+    ) -> None:
+        del output
+        ctx.callback = inputs[0]  # type: ignore[attr-defined]  # how a Function keeps values
 
 
 def _warn_of_view(modules: Sequence[nn.Module]) -> None:

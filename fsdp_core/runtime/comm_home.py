@@ -9,7 +9,7 @@ from fsdp_core.comm import CollectiveLedger, CommLink, HostLanes, Lent, lanes_fo
 from fsdp_core.schedule import InFlightWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection
 
     import torch
 
@@ -65,13 +65,16 @@ class CommHome:
 
     def on_issue(self, group: str, sequence: int) -> None:
         """Tells every observer once, even if it watches several roots."""
-        self._each(lambda observer: observer.on_issue(group, sequence))
+        for observer in self._observers():
+            observer.on_issue(group, sequence)
 
     def on_complete(self, group: str, sequence: int) -> None:
         """The same for completion."""
-        self._each(lambda observer: observer.on_complete(group, sequence))
+        for observer in self._observers():
+            observer.on_complete(group, sequence)
 
-    def _each(self, tell: Callable[[Observer], None]) -> None:
+    def _observers(self) -> Collection[Observer]:
+        if len(self._relays) == 1:
+            return (self._relays[0].target,)
         # By identity: an observer need not be hashable.
-        for observer in {id(relay.target): relay.target for relay in self._relays}.values():
-            tell(observer)
+        return {id(relay.target): relay.target for relay in self._relays}.values()

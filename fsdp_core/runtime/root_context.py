@@ -225,6 +225,7 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
+        self.link.let_go_gathered()
         self.await_copied()
 
     def await_copied(self) -> None:
@@ -243,6 +244,8 @@ class RootContext:
         may run alone, and what a module returns may hide a tensor, or be kept elsewhere. Then
         the other units' iteration goes on.
         """
+        if unit in self._reached and self._end is not None and self._end() is not None:
+            return  # told by another of its gradients
         self._queue_end()
         self._reached.add(unit)
 
@@ -325,6 +328,7 @@ class RootContext:
         for unit in self.units:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
+        self.link.let_go_gathered()
         self.link.end_backward()
         self._home.forget_uncopied()
         self.backward_order.clear()

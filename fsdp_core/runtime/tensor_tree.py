@@ -22,33 +22,46 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
 
 def grad_tensors(tree: object) -> list[torch.Tensor]:
     """The tensors in `tree` that require a gradient, in the order of `map_tensors`."""
-    found: list[torch.Tensor] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(look, tree)
-    return found
+    return [tensor for tensor in _tensors(tree) if tensor.requires_grad]
 
 
 def has_no_tensor(tree: object) -> bool:
     """Whether `map_tensors` finds nothing in `tree`."""
+    return not _tensors(tree)
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
 
-    map_tensors(look, tree)
-    return not found
+def _collect(tree: object, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif _is_dataclass(tree):
+        for field in dataclasses.fields(tree):  # type: ignore[arg-type]  # just checked
+            _collect(getattr(tree, field.name), found)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, list | tuple | set | frozenset):
+        for item in tree:
+            _collect(item, found)
+
+
+def _is_dataclass(tree: object) -> bool:
+    # The builtin kinds, of which nearly all trees are made, need no look at their attributes.
+    kind = type(tree)
+    if kind is tuple or kind is dict or kind is list:
+        return False
+    return dataclasses.is_dataclass(kind)
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if _is_dataclass(tree):
         return _map_dataclass(fn, tree)
     if isinstance(tree, dict):
         return _map_dict(fn, tree)

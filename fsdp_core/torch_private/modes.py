@@ -31,6 +31,16 @@ def shift_version(tensor: torch.Tensor, by: int) -> None:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + by,))
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor counts as modified."""
+    return [tensor._version for tensor in tensors]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+    """Sets how often each tensor counts as modified; see `shift_version`."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(counts))
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` once, when the running backward has finished all its work."""
     Variable._execution_engine.queue_callback(callback)

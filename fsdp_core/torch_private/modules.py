@@ -49,6 +49,12 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         setattr(module, name, parameter)
 
 
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None] | None:
+    """Where `set_parameter` writes, for whoever does so at every step; None: it assigns the attribute."""
+    is_ordinary = type(module).__setattr__ is nn.Module.__setattr__
+    return module._parameters if is_ordinary else None
+
+
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The module's direct parameters with every name, tied ones repeated."""
     return [(name, param) for name, param in module._parameters.items() if param is not None]

@@ -24,9 +24,14 @@ def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> No
     torch._foreach_copy_(targets, sources)
 
 
-def foreach_add(totals: list[torch.Tensor], summands: list[torch.Tensor]) -> None:
-    """Adds each summand to its total in place, in as few kernels as possible."""
-    torch._foreach_add_(totals, summands)
+def cat_into(target: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Lays 1D tensors of one dtype end to end into `target`; quicker than to cut and copy."""
+    torch.cat(tensors, out=target)
+
+
+def foreach_div(tensors: list[torch.Tensor], divisor: float) -> None:
+    """Divides each tensor in place by the one number, in as few kernels as possible."""
+    torch._foreach_div_(tensors, divisor)
 
 
 def foreach_norm(

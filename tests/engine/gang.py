@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_core.comm import collectives
 from tests.forking import forking
 
 P = ParamSpec("P")
@@ -171,6 +172,7 @@ def _serve(pipe: connection.Connection, rank: int, world: int, port: int, device
     faulthandler.enable()
     sys.path.insert(0, ROOT)
     torch.set_num_threads(1)
+    collectives.by_group_on_one_rank = device == "cuda"  # so that one GPU runs NCCL
     context = _join(rank, world, port, device)
     gc.freeze()  # what was imported is no garbage, and half a million objects to look at each time
     warnings.simplefilter("error")

@@ -16,8 +16,8 @@ Reported as a race:
 Besides, every look of the host at a tensor's values is noted: there the host would wait for the
 device.
 
-A collective runs on a stream of its group's own, as NCCL's do, which starts after the current
-stream; waiting for its work makes the current stream wait.
+A collective of `async_op=True` runs on a stream of its group's own, as NCCL's do, which starts after the
+current stream; waiting for its work makes the current stream wait. Any other runs on the current stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 from unittest import mock
 
 import torch
@@ -102,16 +102,38 @@ def _asker() -> str:
     return frame.f_code.co_qualname
 
 
+class Collective(NamedTuple):
+    """One that was started.
+
+    Attributes:
+        name: Of the function.
+        stream: On which it runs.
+        result_bytes: Of what it writes.
+        after: How many kernels of COMPUTE it runs after.
+    """
+
+    name: str
+    stream: str
+    result_bytes: int
+    after: int
+
+
 class SimulatedDevice:
     """Stands in for `torch.cuda` where the engine asks for streams.
 
     Args:
         deaf_to: An edge that is asked for in vain.
+
+    Attributes:
+        collectives: In the order in which they were started.
+        copies_out: Of gathers: which kernels of COMPUTE they were.
     """
 
     def __init__(self, deaf_to: str | None = None) -> None:
         self.stack: list[Timeline] = [Timeline(self, "COMPUTE")]
         self.edges: dict[str, None] = {}
+        self.collectives: list[Collective] = []
+        self.copies_out: list[int] = []
         self._deaf_to = deaf_to
         self._names = iter(_LANE_NAMES)
         self._of_groups: dict[str, Timeline] = {}
@@ -206,6 +228,8 @@ class Watch(TorchDispatchMode):
         """One kernel on `stream`."""
         self._collect()
         now = stream.tick()
+        if name.startswith("aten.split_with_sizes_copy"):
+            self._device.copies_out.append(now)
         for tensor in reads:
             if (block := self._block(tensor.untyped_storage(), None, made_by="earlier")) is None:
                 continue
@@ -348,17 +372,19 @@ def simulated(deaf_to: str | None = None) -> Iterator[Simulation]:
         watch.note_host_read(_asker())
         return tolist(tensor)
 
-    def collective(real: Callable[..., object], operands: int) -> Callable[..., Work]:
-        def call(*tensors: torch.Tensor, async_op: bool = False, **kwargs: object) -> Work:
-            stream = device.of_group(cast("dist.ProcessGroup", kwargs["group"]))
-            stream.join(device.current.record_event())
+    def collective(real: Callable[..., object], operands: int) -> Callable[..., Work | None]:
+        def call(*tensors: torch.Tensor, async_op: bool = False, **kwargs: object) -> Work | None:
+            stream = device.current
+            if async_op:
+                stream = device.of_group(cast("dist.ProcessGroup", kwargs["group"]))
+                stream.join(device.current.record_event())
             with watch.paused():
                 real(*tensors, **kwargs)
             watch.use(stream, tensors[1:operands], tensors[:1], real.__name__)
-            work = Work(device, stream.record_event())
-            if not async_op:
-                work.wait()
-            return work
+            row_bytes = tensors[0].numel() * tensors[0].itemsize
+            after = stream.clock.get("COMPUTE", 0)
+            device.collectives.append(Collective(real.__name__, stream.name, row_bytes, after))
+            return Work(device, stream.record_event()) if async_op else None
 
         return call
 

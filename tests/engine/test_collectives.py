@@ -13,6 +13,7 @@ from fsdp_core.comm import (
     GroupCollectives,
     LoopbackCollectives,
     Reduction,
+    collectives,
     collectives_on,
     mesh_info_of,
 )
@@ -23,34 +24,40 @@ from tests.engine.sharded import backward_once, shard_decoder
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.parametrize("on_stream", [False, True])
 @pytest.mark.parametrize("world", [1, 3])
-def test_collectives_gather_rows_and_reduce_them(gangs: Gangs, world: int) -> None:
-    gangs(world).run(check_residents)
+def test_collectives_gather_rows_and_reduce_them(
+    gangs: Gangs, world: int, *, on_stream: bool
+) -> None:
+    gangs(world).run(check_residents, on_stream)
 
 
-def check_residents(ctx: RankContext) -> None:
+def check_residents(ctx: RankContext, on_stream: bool) -> None:  # noqa: FBT001 - passed on
     chosen = collectives_on(mesh_info_of(ctx.mesh).shard)
-    assert isinstance(chosen, LoopbackCollectives if ctx.world == 1 else GroupCollectives)
-    check_collectives(ctx, chosen)
+    is_alone = ctx.world == 1 and not collectives.by_group_on_one_rank
+    assert isinstance(chosen, LoopbackCollectives if is_alone else GroupCollectives)
+    check_collectives(ctx, chosen, on_stream=on_stream)
     if ctx.world == 1:
-        check_collectives(ctx, GroupCollectives("dp_shard", ctx.mesh.get_group(0)))
+        check_collectives(
+            ctx, GroupCollectives("dp_shard", ctx.mesh.get_group(0)), on_stream=on_stream
+        )
 
 
-def check_collectives(ctx: RankContext, group: Collectives) -> None:
+def check_collectives(ctx: RankContext, group: Collectives, *, on_stream: bool) -> None:
     assert (group.name, group.size, group.rank) == ("dp_shard", ctx.world, ctx.rank)
     buffer = group.gather_buffer(2 * ctx.world, torch.float32, ctx.device).fill_(-1.0)
     row = buffer.narrow(0, 2 * ctx.rank, 2)
     row.copy_(torch.tensor([ctx.rank, ctx.rank + 0.5]))
-    wait(group.all_gather(buffer, row))
+    wait(group.all_gather(buffer, row, on_stream=on_stream))
     assert buffer.tolist() == [half for rank in range(ctx.world) for half in (rank, rank + 0.5)]
     grads = group.reduce_buffer(2 * ctx.world, torch.float32, ctx.device)
     grads.copy_(torch.arange(2.0 * ctx.world) + ctx.rank)
     mean = group.reduce_buffer(2, torch.float32, ctx.device)
     reduction = Reduction.of(torch.float32, shards=ctx.world)
-    wait(group.reduce_scatter(mean, grads, reduction.scatter_op))
+    wait(group.reduce_scatter(mean, grads, reduction.scatter_op, on_stream=on_stream))
     offset = (ctx.world - 1) / 2
     assert mean.tolist() == [2 * ctx.rank + offset, 2 * ctx.rank + 1 + offset]
-    wait(group.all_reduce(mean, dist.ReduceOp.SUM))
+    wait(group.all_reduce(mean, dist.ReduceOp.SUM, on_stream=on_stream))
     assert mean.tolist() == [
         sum(2 * rank + odd + offset for rank in range(ctx.world)) for odd in (0, 1)
     ]

@@ -187,7 +187,7 @@ NEEDED: dict[str, tuple[Scenario, int]] = {
     "PendingGather.issue: GATHER after PACK": (sharded, 4),
     # Where no work object stands for the collective.
     "PendingGather._arrive: COMPUTE after GATHER": (sharded, 1),
-    "PendingGather._release: PACK after COMPUTE": (low_precision_weights, 4),
+    "CommLink.let_go_gathered: PACK after COMPUTE": (low_precision_weights, 4),
     "FSDPParamGroup.issue_unshard: PACK after COMPUTE": (smaller_mesh, 4),
     "PendingReduce.issue: REDUCE after COMPUTE": (sharded, 4),
     "PendingReduce.land: COMPUTE after REDUCE": (sharded, 4),
@@ -203,7 +203,7 @@ NEEDED: dict[str, tuple[Scenario, int]] = {
 # all-gather that does.
 SPARE = {
     "RootContext._follow_optimizer: GATHER after COMPUTE",
-    "PendingGather._release: GATHER after COMPUTE",
+    "CommLink.let_go_gathered: GATHER after COMPUTE",
 }
 
 
@@ -243,6 +243,60 @@ def check_order(ctx: RankContext, scenario: Scenario) -> None:
     assert not simulation.races, simulation.races
     assert simulation.watch.host_reads == []
     assert simulation.edges <= {*NEEDED, *SPARE}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "streams"),
+    [
+        (sharded, {"GATHER", "REDUCE"}),
+        (quantized_gradients, {"GATHER", "REDUCE"}),
+        (replicated, {"GATHER", "REDUCE", "ALL_REDUCE"}),
+    ],
+    ids=["sharded", "quantized", "replicated"],
+)
+def test_collectives_are_work_of_their_lanes(
+    gangs: Gangs, scenario: Scenario, streams: set[str]
+) -> None:
+    gangs(4).run(check_streams, scenario, streams)
+
+
+def check_streams(ctx: RankContext, scenario: Scenario, streams: set[str]) -> None:
+    assert {each.stream for each in run(ctx, scenario).device.collectives} == streams
+
+
+def test_in_forward_a_gather_overlaps_the_copy_out_of_the_one_before(gangs: Gangs) -> None:
+    gangs(4).run(check_overlap)
+
+
+def check_overlap(ctx: RankContext) -> None:
+    with simulated() as simulation:
+        model = shard(mlp(), mesh=ctx.mesh)
+        simulation.takes(model)
+        with torch.no_grad():
+            for step in range(2):
+                model(ctx.batch(step, 2, WIDTH))
+    device = simulation.device
+    # The second pass knows what follows. Only its first gather follows the pass before.
+    gathers = device.collectives[-len(model) :]
+    copies = device.copies_out[-len(model) :]
+    assert all(each.name.startswith("all_gather") for each in gathers)
+    for gather, copy_before in zip(gathers[1:], copies, strict=False):
+        assert gather.after < copy_before
+    assert not simulation.races
+
+
+@pytest.mark.parametrize("scenario", [sharded, mixed_precision, replicated], ids=NAME)
+def test_rows_of_a_reduction_are_aligned_whatever_the_flags_add(
+    gangs: Gangs, scenario: Scenario
+) -> None:
+    gangs(4).run(check_aligned, scenario)
+
+
+def check_aligned(ctx: RankContext, scenario: Scenario) -> None:
+    collectives = run(ctx, scenario).device.collectives
+    rows = {each.result_bytes for each in collectives if each.name.startswith("reduce_scatter")}
+    assert rows
+    assert {row % 128 for row in rows} == {0}
 
 
 @pytest.mark.parametrize("edge", NEEDED)

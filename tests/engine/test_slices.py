@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.errors import ArgumentError
 from fsdp_core.layout import Slicing
@@ -53,6 +55,38 @@ def test_joined_slices_are_the_whole(slicing: Slicing) -> None:
     again = torch.zeros_like(whole)
     slices.join(rows, slicing, again)
     assert torch.equal(again, whole)
+
+
+@pytest.mark.parametrize("rows", [64, 61])
+@pytest.mark.parametrize("operation", ["join", "stack"])
+def test_copies_do_not_grow_with_the_ranks(rows: int, operation: str) -> None:
+    slicing = Slicing.of((3, rows, 2), 1, 16)
+    whole = torch.zeros(slicing.shape)
+    with CountedCopies() as counted:
+        if operation == "join":
+            slices.join(torch.zeros(16, slicing.row), slicing, whole)
+        else:
+            slices.stack(whole, slicing)
+    assert counted.copies == (1 if rows == 64 else 2)
+
+
+class CountedCopies(TorchDispatchMode):
+    """Counts kernels that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's
+        self.copies = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        del types
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **dict(kwargs or {}))
 
 
 @given(slicings())

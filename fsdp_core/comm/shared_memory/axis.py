@@ -37,6 +37,8 @@ _COUNTERS: Final = 16
 _ENTRIES: Final = 1024
 _ENTRY: Final = struct.Struct("<QQQ224s")
 """Number, digest of the name, place of what is shared, and the name."""
+_HEAD: Final = struct.Struct("<QQQ")
+"""An entry without its name."""
 _RING_START: Final = 4096
 _BOXES_START: Final = _RING_START + _ENTRIES * _ENTRY.size
 _SEGMENT_BYTES: Final = 1 << 40
@@ -131,8 +133,7 @@ class SharedMemoryAxis:
             if rank != self.rank:
                 self._await(rank, self._counters[rank], _STARTED, number, what)
                 self._compare(rank, number)
-            _, _, place, _ = self._entry(rank, number)
-            places.append(place)
+            places.append(self._head(rank, number)[2])
         return tuple(places)
 
     def _compare(self, rank: int, last: int) -> None:
@@ -143,9 +144,9 @@ class SharedMemoryAxis:
         for number in range(self._compared[rank] + 1, last + 1):
             if not self._counters[rank].has_reached(_STARTED, number):
                 return
-            theirs, mine = self._entry(rank, number), self._entry(self.rank, number)
+            theirs, mine = self._head(rank, number), self._head(self.rank, number)
             if theirs[:2] != mine[:2]:
-                names = [each[3].rstrip(b"\0").decode(errors="replace") for each in (mine, theirs)]
+                names = [self._name(each, number) for each in (self.rank, rank)]
                 raise DesyncError(
                     f"Ranks ran different units: collective number {number} is the {names[0]} on rank "
                     f"{self.rank}, but the {names[1]} on rank {rank}. Run every unit on every rank, if "
@@ -153,9 +154,14 @@ class SharedMemoryAxis:
                 )
             self._compared[rank] = number
 
-    def _entry(self, rank: int, number: int) -> tuple[int, int, int, bytes]:
+    def _head(self, rank: int, number: int) -> tuple[int, int, int]:
         at = _RING_START + number % _ENTRIES * _ENTRY.size
-        return cast("tuple[int, int, int, bytes]", _ENTRY.unpack_from(self._segments[rank], at))
+        return cast("tuple[int, int, int]", _HEAD.unpack_from(self._segments[rank], at))
+
+    def _name(self, rank: int, number: int) -> str:
+        at = _RING_START + number % _ENTRIES * _ENTRY.size
+        name: bytes = _ENTRY.unpack_from(self._segments[rank], at)[3]
+        return name.rstrip(b"\0").decode(errors="replace")
 
     def wait_for_others(self, words: list[Counters], index: int, value: int, what: str) -> None:
         """Waits until a word of every other rank has reached `value`.
