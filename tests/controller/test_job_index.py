@@ -189,6 +189,24 @@ async def test_of_deleted_jobs_no_index_holds_anything(world: World) -> None:
 
 
 @pytest.mark.anyio
+async def test_what_an_older_version_deleted_is_shown_nowhere_and_removed(world: World) -> None:
+    await world.ports.jobs.index()
+    chance = random.Random(7)  # noqa: S311 no secret
+    kept, gone = [await world.keep(number, chance) for number in range(2)]
+    # As the script of the last release did it.
+    world.redis.zrem(keys.JOBS, gone)
+    world.redis.srem(keys.ACTIVE_JOBS, gone)
+    world.redis.delete(keys.job(gone))
+    waiting = JobFilter(states=frozenset({JobState.QUEUED}))
+    found, _ = await page(world.ports, waiting, "-created", None, 50)
+    assert [stored.job.id for stored in found] == [kept]
+    assert (await world.ports.jobs.counts())[JobState.QUEUED] == 1
+    assert gone in world.redis.zrange(keys.jobs_in_state("QUEUED"), 0, -1)
+    await world.ports.jobs.index()
+    assert world.redis.zrange(keys.jobs_in_state("QUEUED"), 0, -1) == [kept]
+
+
+@pytest.mark.anyio
 async def test_an_index_of_another_type_costs_its_list_time_and_no_write(world: World) -> None:
     await world.ports.jobs.index()
     chance = random.Random(7)  # noqa: S311 no secret

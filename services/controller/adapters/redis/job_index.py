@@ -59,6 +59,8 @@ class JobIndex:
         self._read = read
         self._load = load
         self._put = clients.writes.register_script(scripts.LIST_JOB)
+        # By how much the indexes differed when they were built last, for records that nobody can list.
+        self._surplus = 0
 
     async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
         """See ``JobStore.summaries``."""
@@ -95,26 +97,52 @@ class JobIndex:
         """How many jobs are in each state; None while the indexes do not hold all of them."""
         if not await self._is_whole():
             return None
-        counted = await self._cards([keys.jobs_in_state(state) for state in JobState])
-        found = {state: counted[keys.jobs_in_state(state)] or 0 for state in JobState}
-        with self._clients.answering(keys.JOBS):
-            all_jobs: Any = await self._clients.reads.zcard(keys.JOBS)
+        found, total = await self._counted()
         # One that is in no index, or was left in one by an older version, is counted by its record.
-        return found if sum(found.values()) == all_jobs else None
+        return found if sum(found.values()) == total else None
 
     async def build(self) -> int:
-        """Add what older versions left out; answers of how many jobs."""
+        """Add what older versions left out, and remove what they left behind; answers of how many jobs."""
         if await self._is_whole():
-            return 0
+            found, total = await self._counted()
+            surplus = sum(found.values()) - total
+            if surplus in {0, self._surplus}:
+                return 0
         count = 0
         before: Place | None = None
         while places := await self.places(keys.JOBS, before, _PAGE):
             await self.list_again([place.id for place in places])
             count += len(places)
             before = places[-1]
+        for state in JobState:
+            await self._remove_deleted(keys.jobs_in_state(state))
         with answering():
             await self._clients.writes.set(keys.JOB_INDEX, keys.JOB_INDEX_FORMAT)
+        found, total = await self._counted()
+        self._surplus = sum(found.values()) - total
         return count
+
+    async def _counted(self) -> tuple[dict[JobState, int], int]:
+        """How many jobs each index by state holds, and how many there are."""
+        names = {state: keys.jobs_in_state(state) for state in JobState}
+        counted = await self._cards([*names.values()])
+        with self._clients.answering(keys.JOBS):
+            total: Any = await self._clients.reads.zcard(keys.JOBS)
+        return {state: counted[name] or 0 for state, name in names.items()}, int(total)
+
+    async def _remove_deleted(self, name: str) -> None:
+        """Take jobs out of an index that an older version deleted."""
+        before: Place | None = None
+        while places := await self.places(name, before, _PAGE):
+            with answering():
+                async with self._clients.reads.pipeline(transaction=False) as pipe:
+                    for place in places:
+                        pipe.zscore(keys.JOBS, place.id)
+                    scores = await pipe.execute()
+                gone = [p.id for p, score in zip(places, scores, strict=True) if score is None]
+                if gone:
+                    await self._clients.writes.zrem(name, *gone)
+            before = places[-1]
 
     async def list_again(self, job_ids: Sequence[str]) -> None:
         """Put these jobs into the indexes in which their present records are to stand."""
