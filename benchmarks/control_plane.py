@@ -189,6 +189,9 @@ async def _requests(size: Size) -> None:
     async with _cluster(replace(size, waiting=queued)) as (cluster, _, redis, url):
         with _controller(url) as client:
             until(lambda: "leading" in client.get("/readyz").text, timeout_s=60)
+            began = time.perf_counter()
+            until(lambda: redis.exists(keys.JOB_INDEX), timeout_s=600)
+            _print(f"{'all records indexed after, s':<44}{time.perf_counter() - began:9.1f}")
             body = spec(size.ranks).model_dump(mode="json", exclude_unset=True)
             await _answered("until it has looked at everything", client, "/v1/queue", count=1)
             _report(

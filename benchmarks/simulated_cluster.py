@@ -5,6 +5,7 @@ written in the messages of the contract. No rank runs.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
@@ -30,6 +31,7 @@ from services.contract.states import NodeState
 from services.controller.domain import planner
 from services.controller.domain.decide import decide, first_decision
 from services.controller.domain.effects import Decision
+from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.events import GangPlaced, JobEvent
 from services.controller.domain.job import Job
 from services.controller.domain.node import Node
@@ -45,6 +47,7 @@ _LIFE: Final = "life-1"
 _LEASE_MS: Final = 3_600_000
 _STEPS_TOLD: Final = 40
 _AT_ONCE: Final = 32
+_TRIES: Final = 10
 _DIGEST: Final = "ab" * 32
 
 
@@ -115,7 +118,7 @@ class SimulatedCluster:
             new = _renamed(
                 template, now_ms + number, dict(zip((first, second), names, strict=True))
             )
-            await self._ports.jobs.restore(Decision(new), _ACTOR, epoch)
+            await self._restore(new, epoch)
             self._tell_telemetry(new)
             self.running.append(new)
 
@@ -130,9 +133,17 @@ class SimulatedCluster:
 
         async def add(number: int) -> None:
             new = _renamed(template, now_ms + number, {})
-            await self._ports.jobs.restore(Decision(new), _ACTOR, epoch)
+            await self._restore(new, epoch)
 
         await _in_turns(add(number) for number in range(count))
+
+    async def _restore(self, job: Job, epoch: int) -> None:
+        """Write it; again if Redis did not answer in time, for one that is there stays as it is."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(StoreUnavailableError):
+                await self._ports.jobs.restore(Decision(job), _ACTOR, epoch)
+                return
+        raise StoreUnavailableError(f"Redis did not take {job.id} in {_TRIES} tries")
 
     def _tell_telemetry(self, job: Job) -> None:
         seats = () if job.plan is None else job.plan.ranks
