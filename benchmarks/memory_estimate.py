@@ -14,8 +14,8 @@ import os
 import sys
 from statistics import median
 
-from tests.engine.gang import Gangs
-from tests.plan.suite import CASES, estimated, measured
+from tests.engine.gang import Gang, Gangs
+from tests.plan.suite import CASES, SHARED, estimated, measured
 from tests.plan.wide_suite import WIDE, measured_wide
 
 
@@ -28,13 +28,17 @@ def main() -> None:
         f"{'off':>9}{'workspace':>12}  peak in"
     )
     wanted = sys.argv[1:] or [""]
-    cases = {**CASES, **WIDE}.values()
+    cases = {**CASES, **WIDE, **SHARED}.values()
     for case in sorted(cases, key=lambda case: case.plan.mesh.ranks):
         if not any(part in case.name for part in wanted):
             continue
         ranks = case.plan.mesh.ranks
-        measure = measured if case.name in CASES else measured_wide
-        held = gangs(ranks).run(measure, case.name)
+        measure = measured_wide if case.name in WIDE else measured
+        # What earlier cases left in memory that ranks share would be used again.
+        own = Gang(ranks, "cpu") if case.name in SHARED else None
+        held = (own or gangs(ranks)).run(measure, case.name)
+        if own is not None:
+            own.close()
         tensors, allocated = (max(each) for each in zip(*map(tuple, held), strict=True))
         peak = estimated(case).peak
         errors.append(peak.memory.total / allocated - 1)

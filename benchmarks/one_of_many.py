@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core import torch_private
-from fsdp_core.api import observe
 from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.plan.model import MeshPlan, ShardingPlan
+from fsdp_core.runtime import observe
 from fsdp_core.states import TrainingState
 
 

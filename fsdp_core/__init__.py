@@ -10,41 +10,40 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp_core.api import (
+    from fsdp_core.comm import (
         AllGather,
-        CPUOffloadPolicy,
-        DataParallelMeshDims,
         DDPMeshInfo,
-        DTensorExtensions,
-        Float8Weight,
-        FSDPExtensions,
         FSDPMeshInfo,
-        FSDPModule,
-        FSDPParam,
-        FSDPParamGroup,
-        FSDPState,
         HSDPMeshInfo,
-        Int8Weight,
-        MixedPrecisionPolicy,
-        Observer,
-        OffloadPolicy,
-        Owned,
         QuantizedReduceScatter,
         ReduceScatter,
-        ShardedState,
         ShardPlacementResult,
+    )
+    from fsdp_core.fsdp1 import DTensorExtensions, FSDPExtensions
+    from fsdp_core.low_precision import Float8Weight, Int8Weight, gather_in_low_precision
+    from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.policy import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        Owned,
         SharedMemoryPolicy,
-        TrainingState,
+    )
+    from fsdp_core.runtime import (
+        FSDPModule,
+        FSDPState,
+        Observer,
         UnshardHandle,
         clip_grad_norm_,
         disable_fsdp_module_new_init,
         fully_shard,
-        gather_in_low_precision,
         get_cls_to_fsdp_cls,
         observe,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from fsdp_core.states import ShardedState, TrainingState
 
 __all__ = [
     "AllGather",
@@ -83,10 +82,15 @@ __all__ = [
 ]
 
 
+_OWNERS = ("runtime", "param", "comm", "policy", "states", "low_precision", "fsdp1")
+"""Modules that own a public name, the one that imports the others first."""
+
+
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module("fsdp_core.api"), name)
+    owners = (importlib.import_module(f"{__name__}.{owner}") for owner in _OWNERS)
+    value: object = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""What the user decides once per unit: precision, where the slices live, which axes share data."""
+"""What the user decides once: precision, where slices live, who owns a parameter, which axes share data."""
 
 from __future__ import annotations
 
@@ -65,6 +65,26 @@ class SharedMemoryPolicy:
     """
 
     share_storage: bool = False
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What `shard_placement_fn` returns for a parameter that is not to be cut.
+
+    For optimizers that need whole matrices, such as Muon and Shampoo: one rank holds the
+    parameter, its whole gradient arrives there alone, and only that rank updates it. While
+    modules compute it is whole everywhere, as any other.
+
+    Attributes:
+        rank: Place of the owner on the shard axis. None: owners of the unit's parameters are
+            chosen such that each owns about as much. With fewer of them than ranks the first
+            ranks own them, in every unit: then name the owners, to spread the units.
+
+    Clip with `fsdp_core.clip_grad_norm_`; PyTorch's refuses. `torch.amp.GradScaler` sees an
+    overflow in an owned gradient on its owner only: with it, shard the parameter instead.
+    """
+
+    rank: int | None = None
 
 
 def offload_policy_of(policy: object) -> OffloadPolicy:

@@ -9,18 +9,14 @@ from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
 from fsdp_core.checkpoint.local_shards import ShardEntry, local_shards
 from fsdp_core.checkpoint.model_state import load_model_state, model_state
 from fsdp_core.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
-from fsdp_core.checkpoint.tp_shards import fill_from_tp_shards, tp_shards, whole_tensors
 
 __all__ = [
     "SavedShard",
     "ShardEntry",
     "fill_from_shards",
-    "fill_from_tp_shards",
     "load_model_state",
     "load_optimizer_state",
     "local_shards",
     "model_state",
     "optimizer_state",
-    "tp_shards",
-    "whole_tensors",
 ]

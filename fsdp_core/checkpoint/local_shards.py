@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
-from fsdp_core.extensions import full_precision
 from fsdp_core.layout import Box
+from fsdp_core.low_precision import full_precision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -84,7 +84,7 @@ def load_optimizer_state(
 
 
 def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    model.state_dict(keep_vars=True)  # its hooks hang the slices, which the optimizer holds
+    model.state_dict(keep_vars=True)  # its hooks register the slices, which the optimizer holds
     names = {param: fqn for fqn, param in model.named_parameters()}
     found: dict[str, nn.Parameter] = {}
     for group in optimizer.param_groups:

@@ -9,18 +9,8 @@ from fsdp_core.comm.collectives import (
     LoopbackCollectives,
     collectives_on,
 )
+from fsdp_core.comm.context import CommContext, InFlightReduction
 from fsdp_core.comm.desync import keep_step
-from fsdp_core.comm.lanes import (
-    DeviceLanes,
-    HostLanes,
-    Lane,
-    Lanes,
-    Mark,
-    Streams,
-    lanes_for,
-)
-from fsdp_core.comm.ledger import CollectiveLedger, CollectiveListener
-from fsdp_core.comm.link import CommLink, Lent
 from fsdp_core.comm.mesh_info import (
     Axis,
     DataParallelMeshInfo,
@@ -32,8 +22,6 @@ from fsdp_core.comm.mesh_info import (
     post_forward_mesh_info,
     resolve_placement,
 )
-from fsdp_core.comm.owned import Owned
-from fsdp_core.comm.process_group_memory import ProcessGroupAllGather, ProcessGroupReduceScatter
 from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.shared_memory import (
@@ -47,9 +35,20 @@ from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
     DefaultReduceScatter,
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
     ReduceScatter,
+    SymmetricAllGather,
+    SymmetricReduceScatter,
 )
-from fsdp_core.comm.symmetric_memory import SymmetricAllGather, SymmetricReduceScatter
+from fsdp_core.comm.streams import (
+    DeviceStreams,
+    Event,
+    HostStreams,
+    Stream,
+    Streams,
+    streams_for,
+)
 from fsdp_core.comm.ticket import Ticket
 
 __all__ = [
@@ -58,27 +57,22 @@ __all__ = [
     "AllGather",
     "Axis",
     "BlockCode",
-    "CollectiveLedger",
-    "CollectiveListener",
     "Collectives",
-    "CommLink",
+    "CommContext",
     "Counters",
     "DDPMeshInfo",
     "DataParallelMeshInfo",
     "DefaultAllGather",
     "DefaultReduceScatter",
-    "DeviceLanes",
+    "DeviceStreams",
+    "Event",
     "FSDPMeshInfo",
     "GroupCollectives",
     "HSDPMeshInfo",
-    "HostLanes",
-    "Lane",
-    "Lanes",
-    "Lent",
+    "HostStreams",
+    "InFlightReduction",
     "LoopbackCollectives",
-    "Mark",
     "OutBox",
-    "Owned",
     "ProcessGroupAllGather",
     "ProcessGroupReduceScatter",
     "QuantizedReduceScatter",
@@ -86,6 +80,7 @@ __all__ = [
     "Reduction",
     "ShardPlacementResult",
     "SharedMemoryAxis",
+    "Stream",
     "Streams",
     "SymmetricAllGather",
     "SymmetricReduceScatter",
@@ -93,9 +88,9 @@ __all__ = [
     "collectives_on",
     "elements_of",
     "keep_step",
-    "lanes_for",
     "mesh_info_of",
     "post_forward_mesh_info",
     "resolve_placement",
     "shared_memory_of",
+    "streams_for",
 ]

@@ -164,17 +164,17 @@ class LoopbackCollectives:
 
     @property
     def size(self) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
     @property
     def rank(self) -> int:
-        """Zero."""
+        """Always 0."""
         return 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """None."""
+        """Always None: nobody can fall out of step."""
         return None
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -57,7 +57,7 @@ class _Log:
         count: Collectives so far.
         last: The youngest of them, by number.
         predictions: What followed three collectives the last time.
-        surprises: Collectives that were not foreseen.
+        surprises: Collectives that were not predicted.
         told: Numbers of those that this rank has told of.
     """
 
@@ -75,18 +75,18 @@ class _Log:
         return cls(_store().add(f"{_PREFIX}/{group.group_name}/{dist.get_rank()}", 1))
 
     def add(self, what: str) -> bool:
-        """Adds a collective; returns whether it was foreseen."""
+        """Adds a collective; returns whether it was predicted."""
         self.count += 1
         self.last[self.count] = what
         self.last.pop(self.count - _REMEMBERED, None)
         if len(self.predictions) > _MOST_PREDICTIONS:
             self.predictions.clear()  # on all ranks at once, for they know the same
         context = tuple(self.context)
-        foreseen = self.predictions.get(context) == what
+        predicted = self.predictions.get(context) == what
         self.predictions[context] = what
         self.context.append(what)
-        self.surprises += not foreseen
-        return foreseen
+        self.surprises += not predicted
+        return predicted
 
 
 _logs: WeakKeyDictionary[dist.ProcessGroup, _Log] = WeakKeyDictionary()

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_core import torch_private
-from fsdp_core.comm.owned import Owned
 from fsdp_core.errors import ArgumentError, MeshError
+from fsdp_core.policy import Owned
 
 if TYPE_CHECKING:
     from fsdp_core.policy import DataParallelMeshDims

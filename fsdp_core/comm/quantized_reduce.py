@@ -46,7 +46,7 @@ class QuantizedReduceScatter(OrdinaryMemory, ReduceScatter):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         op: ReduceOp,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - the reference's signature
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Quantises and starts the exchange; the sum is made by the work's `wait`.
 

@@ -56,7 +56,7 @@ class Ticket:
             DesyncError: Other ranks have started another collective.
         """
         if not self._held:
-            raise TicketError("This collective was waited for before; its buffers are gone.")
+            raise TicketError("This collective was waited for before; its buffers were let go.")
         held, self._held = self._held, ()
         work, self._work = self._work, None
         if work is not None:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from fsdp_core.api import FSDPModule
+from fsdp_core.runtime import FSDPModule
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from fsdp_core.param.fsdp_param import FSDPParam
-from fsdp_core.param.group_options import GroupOptions
-from fsdp_core.param.naming import name_from_root
-from fsdp_core.param.owned_param import OwnedParam, owned_over
-from fsdp_core.param.ownership import Charge, charge_of, claim
+from fsdp_core.param.grouping import UnitGroups, group_params
+from fsdp_core.param.owned import OwnedParam, owned_over
 from fsdp_core.param.param_group import FSDPParamGroup
-from fsdp_core.param.param_options import ParamOptions
-from fsdp_core.param.pending_reduce import PendingReduce
-from fsdp_core.param.slot import ParamSlot, find_slots
+from fsdp_core.param.reduce import PendingReduce
 
 __all__ = [
-    "Charge",
     "FSDPParam",
     "FSDPParamGroup",
-    "GroupOptions",
     "OwnedParam",
-    "ParamOptions",
-    "ParamSlot",
     "PendingReduce",
-    "charge_of",
-    "claim",
-    "find_slots",
-    "name_from_root",
+    "UnitGroups",
+    "group_params",
     "owned_over",
 ]

@@ -3,7 +3,7 @@
 The tensors of a parameter, in the order in which they arise:
 
 original
-    What hung on the module when `fully_shard` was called.
+    What was registered on the module when `fully_shard` was called.
 whole local
     What this rank holds of it before it is sharded over data-parallel ranks: the original, or
     the local tensor of an original that tensor parallelism or an SPMD mesh has split. All slicing
@@ -32,24 +32,21 @@ from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.attachment import inherit
-from fsdp_core.param.grad_batch import Contribution
-from fsdp_core.param.memory_order import MemoryOrder
+from fsdp_core.param.extension import ExtendedParam, ExtensionPlace, is_extended
+from fsdp_core.param.grads import Contribution, UnreducedGrad
 from fsdp_core.param.offload import HostMemory
-from fsdp_core.param.placing import place, whole_local
-from fsdp_core.param.replacement import check_replacement
-from fsdp_core.param.sharded_grad import add_to_grad
-from fsdp_core.param.smaller_mesh import SmallerMesh, cannot_keep_part
-from fsdp_core.param.tensor_extension import ExtendedParam, ExtensionPlace, is_extended
-from fsdp_core.param.unreduced_grad import UnreducedGrad
-from fsdp_core.param.unsharded_param import Unsharded, UnshardedParam
+from fsdp_core.param.post_forward import PostForwardSlice, cannot_keep_part
+from fsdp_core.param.registration import check_grad, check_replacement, inherit
+from fsdp_core.param.sharding_spec import whole_local
+from fsdp_core.param.slices import MemoryOrder
+from fsdp_core.param.unsharded import Unsharded, UnshardedParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fsdp_core.comm import CommLink, DataParallelMeshInfo, Lane
-    from fsdp_core.param.param_options import ParamOptions
-    from fsdp_core.param.slot import ParamSlot
+    from fsdp_core.comm import CommContext, Stream
+    from fsdp_core.param.registration import ParamSlot
+    from fsdp_core.param.sharding_spec import ShardingChoice
 
 
 class FSDPParam:
@@ -57,59 +54,52 @@ class FSDPParam:
 
     Attributes:
         fqn: Name from the root module once the root is known, before that from the unit.
-        slot: Where the parameter hangs.
+        slot: Where the parameter is registered.
         slicing: How the whole local is cut over the shard axis.
         sharded_param: The DTensor parameter that the optimizer holds.
+        post_forward: Its slice for a smaller mesh, which forward may reshard to; None: there is none.
         awaits_reduce: Whether some backward since the last reduction may have left a gradient on
             some rank: then it takes part in the next one, frozen by then or not.
         changes: Counts how often one of its tensors, or a place where it is registered, became
             another: what was worked out for them is out of date then.
     """
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        slot: ParamSlot,
-        info: DataParallelMeshInfo,
-        dim: int | None,
-        options: ParamOptions,
-    ) -> None:
-        """Shards `param`.
-
-        Args:
-            param: On `info.device` or meta.
-            slot: Where it hangs.
-            info: Mesh and roles of its axes.
-            dim: Tensor dim to shard on; None: every rank holds the whole.
-            options: Dtypes, where slices live, and the smaller mesh, if any.
-        """
-        self.fqn = slot.fqn
-        self.slot = slot
+    def __init__(self, choice: ShardingChoice) -> None:
+        """Shards a parameter as was chosen for it."""
+        self.fqn = choice.slot.fqn
+        self.slot = choice.slot
         self._unreduced = UnreducedGrad()
         self.awaits_reduce = False
         self.changes = 0
-        self._info = info
-        self._policy = options.policy
-        self._memory = HostMemory.of(options.offload, info.device)
+        self._info = choice.info
+        self._policy = choice.options.mp_policy
+        self._memory = HostMemory.of(choice.options.offload, choice.info.device)
         self._unsharded: Unsharded | None = None
         self._whole_memory: torch.Tensor | None = None
 
-        self._placing = place(param, slot.fqn, info, dim)
-        whole = whole_local(param).detach()
+        self._spec = choice.spec
+        whole = whole_local(choice.original).detach()
         self._order = MemoryOrder.of(whole)
-        physical = self._order.physical(whole)
-        cut_dim = None if dim is None else self._order.dims.index(dim)
-        self.slicing = Slicing.of(physical.shape, cut_dim, info.shard.size)
-        smaller = options.post_forward
-        self._smaller = None if smaller is None else SmallerMesh(smaller, self.slicing)
-        padded = self._memory.take(slices.cut(physical, self.slicing, info.shard.rank))
+        self.slicing, padded = self._cut(self._order.physical(whole), choice.dim)
+        smaller = choice.post_forward
+        self.post_forward = None if smaller is None else PostForwardSlice(smaller, self.slicing)
+        padded = self._memory.take(padded)
         self._send_data = padded.view(-1)
         self.sharded_param = nn.Parameter(
-            self._placing.sharded(self._order.seen(self._own_slice(padded))),
-            requires_grad=param.requires_grad,
+            self._spec.sharded(self._seen(padded)), requires_grad=choice.original.requires_grad
         )
         self._is_extended = is_extended(self._local, self.fqn)
-        slot.register(self.sharded_param)
+        self.slot.register(self.sharded_param)
+
+    def _cut(self, whole: torch.Tensor, dim: int | None) -> tuple[Slicing, torch.Tensor]:
+        """How `whole`, as it lies in memory, is cut on `dim` as users see it; and the padded slice."""
+        cut_dim = None if dim is None else self._order.dims.index(dim)
+        slicing = Slicing.of(whole.shape, cut_dim, self._info.shard.size)
+        return slicing, slices.cut(whole, slicing, self._info.shard.rank)
+
+    def _seen(self, padded: torch.Tensor) -> torch.Tensor:
+        """A padded slice as users see it."""
+        return self._order.seen(self._own_slice(padded))
 
     # -- What it is
 
@@ -174,7 +164,7 @@ class FSDPParam:
             )
         return cast("Unsharded", self._unsharded)
 
-    def hang_also_at(self, slot: ParamSlot) -> None:
+    def register_also_at(self, slot: ParamSlot) -> None:
         """Adds the places where another unit's modules have the same parameter."""
         self.slot = self.slot.joined(slot)
         self.changes += 1
@@ -183,27 +173,27 @@ class FSDPParam:
     # -- Between its forms
 
     def to_sharded(self) -> None:
-        """Hangs the slice on the modules and frees everything else."""
+        """Registers the slice and frees everything else."""
         self.slot.register(self.sharded_param)
         self._drop_smaller()
         if self._unsharded is not None:
             self._unsharded.free()
 
     def to_sharded_post_forward(self) -> None:
-        """Hangs this rank's slice for the smaller mesh on the modules and frees the whole.
+        """Registers this rank's slice for the smaller mesh and frees the whole.
 
         Raises:
             StateError: There is no smaller mesh, or the parameter is not whole.
         """
-        smaller, whole = self._smaller, self._unsharded
+        smaller, whole = self.post_forward, self._unsharded
         if smaller is None or not isinstance(whole, UnshardedParam):
             raise StateError(f"Parameter {self.fqn!r} cannot be resharded to a smaller mesh.")
-        part = smaller.keep(whole.flat, self._order, self._dtensor)
+        part = smaller.keep(whole, self._order, self._dtensor)
         self.slot.register(nn.Parameter(part, requires_grad=self.is_trainable))
         whole.free()
 
     def to_unsharded(self) -> None:
-        """Hangs the whole parameter, already filled, on the modules."""
+        """Registers the whole parameter, already filled."""
         parameter = self.unsharded().parameter
         if parameter.requires_grad != self.is_trainable:
             # The method is forbidden within a transform of torch.func, even where that is off.
@@ -213,7 +203,7 @@ class FSDPParam:
         self._drop_smaller()
 
     def refresh(self) -> None:
-        """Takes over what the user hung on the module, and pads it again.
+        """Takes over what the user registered on the module, and pads it again.
 
         `Module.to`, `to_empty` and `load_state_dict(assign=True)` replace the parameter or its
         local tensor by one without padding.
@@ -227,7 +217,7 @@ class FSDPParam:
         self.slot.register(self.sharded_param)  # at all places: ties survive an assignment to one
         local = self._local
         self._set_extended(is_extended(local, self.fqn))
-        if self._is_extended and self._smaller is not None:
+        if self._is_extended and self.post_forward is not None:
             raise cannot_keep_part("extended", self.fqn)
         if local.is_meta or self._is_padded_already(local):
             return
@@ -239,17 +229,13 @@ class FSDPParam:
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
             if padded is not physical:
-                torch_private.replace_local(
-                    self._dtensor, self._order.seen(self._own_slice(padded))
-                )
+                torch_private.replace_local(self._dtensor, self._seen(padded))
         self._set_send_data(padded.view(-1))
 
     # -- What a gather sends and fills
 
     def all_gather_inputs(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """What this rank sends, each 1D on the device, and the dtype it travels in."""
-        if self._smaller is not None and self._smaller.kept is not None:
-            return [(self._smaller.kept, self.compute_dtype)]
         if self._is_extended:
             extended = cast("ExtendedParam", self.unsharded())
             sent = extended.inputs(self._memory.to_device(self._local))
@@ -264,31 +250,22 @@ class FSDPParam:
         whole = self.unsharded()
         if isinstance(whole, ExtendedParam):
             return whole.destinations(dtypes, self._info.device)
-        plain = cast("UnshardedParam", whole)
-        plain.allocate()
-        slicing = self._travelling
-        if slicing.leads:
-            return [plain.flat[: slicing.row * slicing.parts].view(slicing.parts, slicing.row)]
-        return [plain.flat.new_empty((slicing.parts, slicing.row))]
+        return [cast("UnshardedParam", whole).destination(self.slicing)]
 
     def finish_gather(self, arrived: list[torch.Tensor]) -> None:
         """Makes the whole parameter from what `all_gather_outputs` returned, now filled."""
         whole = self.unsharded()
         if isinstance(whole, ExtendedParam):
             whole.complete(self._local, self._whole_from_extended)
-            return
-        plain, slicing = cast("UnshardedParam", whole), self._travelling
-        if not slicing.leads:
-            physical = plain.flat[: slicing.total].view(slicing.shape)
-            with torch_private.preserve_version([plain.flat]):
-                slices.join(arrived[0], slicing, physical)
+        else:
+            cast("UnshardedParam", whole).fill(arrived[0], self.slicing)
 
     # -- Slices in shared memory
 
     @property
     def is_plain(self) -> bool:
         """Whether it is gathered as it is: no tensor class of its own, no smaller mesh."""
-        return not self._is_extended and self._smaller is None
+        return not self._is_extended and self.post_forward is None
 
     @property
     def is_offloaded(self) -> bool:
@@ -298,7 +275,7 @@ class FSDPParam:
     @property
     def has_axes(self) -> bool:
         """Whether it lies on axes of its own besides those of data parallelism."""
-        return self._placing.is_dtensor
+        return self._spec.is_dtensor
 
     @property
     def send_data(self) -> torch.Tensor:
@@ -310,7 +287,7 @@ class FSDPParam:
         with torch_private.outside_inference_mode(), torch.no_grad():
             memory.copy_(self._send_data)
             padded = memory.view(self.slicing.padded_shape)
-            torch_private.replace_local(self._dtensor, self._order.seen(self._own_slice(padded)))
+            torch_private.replace_local(self._dtensor, self._seen(padded))
         self._set_send_data(memory)
 
     def share_whole(self, memory: torch.Tensor | None) -> None:
@@ -352,7 +329,7 @@ class FSDPParam:
         It lies in memory as the whole local does.
         """
         grad = self._unreduced.take(self._computed)
-        return None if grad is None else self.in_memory_order(self._placing.local_grad(grad))
+        return None if grad is None else self.in_memory_order(self._spec.local_grad(grad))
 
     def in_memory_order(self, seen: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole local's form with its dims in the order in which they lie in memory."""
@@ -392,30 +369,42 @@ class FSDPParam:
         self._unreduced.drop(self._computed)
 
     def add_sharded_grads(
-        self, row: torch.Tensor, present: Sequence[bool], link: CommLink, lane: Lane
+        self, row: torch.Tensor, present: Sequence[bool], comm: CommContext, stream: Stream
     ) -> None:
         """Adds a reduced slice if `present`, of one flag, says that some rank had a gradient."""
         if all(present):
-            self.add_sharded_grad(row, link, lane)
+            self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), comm, stream)
 
-    def add_sharded_grad(self, row: torch.Tensor, link: CommLink, lane: Lane) -> None:
+    def add_own_grad(self, own: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         """Adds a reduced slice to the sharded parameter's gradient and runs the user's hooks.
 
         Args:
-            row: 1D, `slicing.row` elements in the original dtype; kept, not copied.
-            link: Whose lane a copy to the host is placed on.
-            lane: On which the caller is.
+            own: Without padding, its dims in the order in which they lie in memory; kept, not copied,
+                where it has the original dtype.
+            comm: Whose stream a copy to the host is placed on.
+            stream: On which the caller is.
+
+        Raises:
+            TensorKindError: The user has set a gradient that is no DTensor, or that lies otherwise.
         """
-        self.add_own_grad(self._own_slice(row.view(self.slicing.padded_shape)), link, lane)
+        local = self._order.seen(own if own.dtype == self.orig_dtype else own.to(self.orig_dtype))
+        self._accumulate(local, comm, stream)
 
-    def add_own_grad(self, own: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        """The same with the slice in the order in which it lies in memory, without padding."""
-        own = own if own.dtype == self.orig_dtype else own.to(self.orig_dtype)
-        self._add_local_grad(self._order.seen(own), link, lane)
-
-    def _add_local_grad(self, local: torch.Tensor, link: CommLink, lane: Lane) -> None:
-        sharded, placing = self.sharded_param, self._placing
-        add_to_grad(self.fqn, sharded, local, placing, self._memory, link, lane)
+    def _accumulate(self, local: torch.Tensor, comm: CommContext, stream: Stream) -> None:
+        sharded = self.sharded_param
+        hooks = torch_private.post_accumulate_hooks(sharded)
+        total = sharded.grad
+        if total is not None:
+            check_grad(self.fqn, total, local)
+        # With hooks, nobody on the host may look at it before the copy has arrived.
+        local = self._memory.take_grad(local, comm, stream, may_overlap=total is None and not hooks)
+        if total is None:
+            sharded.grad = self._spec.sharded(local)
+        else:
+            summed = torch_private.local_tensor(cast("DTensor", total))
+            summed += local
+        for hook in hooks:
+            hook(sharded)
 
     # -- Inside
 
@@ -438,12 +427,10 @@ class FSDPParam:
         return torch_private.local_tensor(self._dtensor)
 
     def _take_over(self, registered: nn.Parameter) -> None:
-        spec = check_replacement(
-            self.fqn, registered, self._placing.sharded_spec, self._held_shapes
-        )
+        spec = check_replacement(self.fqn, registered, self._spec.sharded_spec, self._held_shapes)
         if registered is not self.sharded_param:
             self.changes += 1
-            self._placing = self._placing.rebased(spec)
+            self._spec = self._spec.rebased(spec)
             inherit(self.sharded_param, registered)
         self.sharded_param = registered
 
@@ -455,22 +442,20 @@ class FSDPParam:
         return whole.parameter
 
     @property
-    def _travelling(self) -> Slicing:
-        if self._smaller is not None and self._smaller.kept is not None:
-            return self._smaller.slicing
-        return self.slicing
-
-    @property
     def _flat_numel(self) -> int:
-        ways = [self.slicing] if self._smaller is None else [self.slicing, self._smaller.slicing]
+        ways = (
+            [self.slicing]
+            if self.post_forward is None
+            else [self.slicing, self.post_forward.slicing]
+        )
         return max(each.row * each.parts if each.leads else each.total for each in ways)
 
     def _own_slice(self, padded: torch.Tensor) -> torch.Tensor:
         return slices.own(padded, self.slicing, self._info.shard.rank)
 
     def _drop_smaller(self) -> None:
-        if self._smaller is not None:
-            self._smaller.kept = None
+        if self.post_forward is not None:
+            self.post_forward.drop()
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -480,14 +465,14 @@ class FSDPParam:
 
     def _whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:
         physical = flat[: self.slicing.total].view(self.slicing.shape)
-        return self._placing.unsharded(self._order.seen(physical))
+        return self._spec.unsharded(self._order.seen(physical))
 
     def _whole_from_extended(self, tensor: torch.Tensor) -> torch.Tensor:
         dim = self.slicing.dim or 0
         length = self.slicing.shape[dim]
         if tensor.size(dim) != length:
             tensor = tensor.narrow(dim, 0, length)
-        return self._placing.unsharded(tensor)
+        return self._spec.unsharded(tensor)
 
     def _extension_place(self) -> ExtensionPlace:
         module, _ = self.slot.places[0]

@@ -17,9 +17,9 @@ import torch
 from fsdp_core import torch_private
 from fsdp_core.errors import StateError
 from fsdp_core.layout import Packing, Slicing
-from fsdp_core.param.grad_batch import GradBatch, PlainGrads
-from fsdp_core.param.pending_gather import COMMON_DTYPES
-from fsdp_core.param.unsharded_param import WholeMemory
+from fsdp_core.param.gather import COMMON_DTYPES
+from fsdp_core.param.grads import GradBatch, PlainGrads
+from fsdp_core.param.unsharded import WholeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_core.param.fsdp_param import FSDPParam
-    from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.param.unsharded import UnshardedParam
 
 
 Where = TypeVar("Where")

@@ -10,7 +10,7 @@ import torch
 from fsdp_core.policy import CPUOffloadPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
-    from fsdp_core.comm import CommLink, Lane
+    from fsdp_core.comm import CommContext, Stream
 
 _HOST = torch.device("cpu")
 
@@ -55,20 +55,20 @@ class HostMemory:
         return not self.offloads or tensor.device == _HOST
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` where modules compute, copied on the current lane."""
+        """`tensor` where modules compute, copied on the current stream."""
         if not self.offloads:
             return tensor
         return tensor.to(self.device, non_blocking=True)
 
     def take_grad(
-        self, grad: torch.Tensor, link: CommLink, lane: Lane, *, may_overlap: bool
+        self, grad: torch.Tensor, comm: CommContext, stream: Stream, *, may_overlap: bool
     ) -> torch.Tensor:
         """`grad` in this memory.
 
         Args:
-            grad: On the device; the caller is on `lane`.
-            link: Waits for copies at the end of backward.
-            lane: Where the copy is placed.
+            grad: On the device; the caller is on `stream`.
+            comm: Waits for copies at the end of backward.
+            stream: Where the copy is placed.
             may_overlap: Whether the host may go on before the copy has arrived.
         """
         if not self.offloads:
@@ -76,5 +76,5 @@ class HostMemory:
         overlaps = may_overlap and self.pins
         copy = grad.to(_HOST, non_blocking=overlaps)
         if overlaps:
-            link.await_on_host(link.lanes.mark(lane))
+            comm.await_on_host(comm.streams.record_event(stream))
         return copy

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import Lane, collectives_on, shared_memory_of
+from fsdp_core.comm import Stream, collectives_on, shared_memory_of
 from fsdp_core.errors import MetaParameterError, OffloadError
-from fsdp_core.param.grad_batch import GradBatch, batches_of
-from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.options import GroupOptions
+from fsdp_core.param.gather import Gathered, PendingGather
+from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
 from fsdp_core.param.group_plan import GroupPlan
-from fsdp_core.param.owned_param import OwnedParam
-from fsdp_core.param.owned_section import OwnedSection, sections_of
-from fsdp_core.param.partial_reduce import PartialReduce
-from fsdp_core.param.pending_gather import PendingGather
-from fsdp_core.param.pending_reduce import PendingReduce, ReduceRoute
+from fsdp_core.param.owned import OwnedParam, OwnedSection, sections_of
+from fsdp_core.param.reduce import PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer
-from fsdp_core.param.unsharded_param import UnshardedParam
+from fsdp_core.param.unsharded import UnshardedParam
 from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fsdp_core.comm import (
-        CommLink,
+        CommContext,
         DataParallelMeshInfo,
+        Event,
         FSDPMeshInfo,
-        Mark,
         SharedMemoryAxis,
     )
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.policy import SharedMemoryPolicy
-
-
-_REDUCE_OPTIONS = attrgetter(
-    "reduce_scatter",
-    "reduce_group",
-    "all_reduce_grads",
-    "all_reduce_hook",
-    "all_reduce_hook_stream",
-    "divide_factor",
-    "force_sum",
-)
-"""What of `GroupOptions` decides where gradients go."""
 
 
 class FSDPParamGroup:
@@ -100,10 +86,9 @@ class FSDPParamGroup:
         self._plan: GroupPlan | None = None
         self._partial = PartialReduce()
         self._route: ReduceRoute | None = None
-        self._route_key: tuple[object, ...] = ()
         self._keeps_grads = False
         self._awaits_reduce = False
-        self._resharded: Mark | None = None
+        self._resharded: Event | None = None
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -130,36 +115,43 @@ class FSDPParamGroup:
         """Whether a gather is in flight."""
         return self._gather is not None
 
-    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
+    def issue_unshard(self, comm: CommContext, *, after_compute: bool) -> None:
         """Starts a gather, unless the parameters are whole or on their way.
 
         Args:
-            link: Lanes and ledger.
-            after_compute: Whether the slices may still be in use by work on the compute lane;
+            comm: Streams and counts.
+            after_compute: Whether the slices may still be in use by work on the compute stream;
                 at a root's forward and in backward they are known not to be.
         """
         if self.is_unsharded or self.is_gathering:
             return
         if after_compute:
-            link.lanes.follow(Lane.PACK, Lane.COMPUTE)
-            link.lanes.follow(Lane.GATHER, Lane.COMPUTE)
+            comm.streams.wait_stream(Stream.PACK, Stream.COMPUTE)
+            comm.streams.wait_stream(Stream.GATHER, Stream.COMPUTE)
         if self._resharded is not None:
-            # The slices for the smaller mesh were cut on the compute lane.
-            link.lanes.follow_mark(Lane.PACK, self._resharded)
+            # The slices for the smaller mesh were cut on the compute stream.
+            comm.streams.wait_event(Stream.PACK, self._resharded)
             self._resharded = None
         if (shared := self._slices_to_share) is not None:
-            self._gather = SharedGather.issue(shared, link, self.info.shard.name, label=self._label)
+            self._gather = SharedGather.issue(shared, comm, self.info.shard.name, label=self._label)
             return
-        info = self._post_forward if self._is_post_forward else self.info
-        axis = collectives_on((info or self.info).shard, all_gather=self.options.all_gather)
+        mesh, senders = self._gathered_over
+        axis = collectives_on(mesh.shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
-            self._travellers,
+            senders,
             axis,
             self.info.device,
-            link,
+            comm,
             label=self._label,
             plan=None if self._is_post_forward else self._current_plan,
         )
+
+    @property
+    def _gathered_over(self) -> tuple[DataParallelMeshInfo, Sequence[Gathered]]:
+        if self._post_forward is None or not self._is_post_forward:
+            return self.info, self._travellers
+        slices = [param.post_forward for param in self.params if param.post_forward is not None]
+        return self._post_forward, slices
 
     def finish_unshard(self) -> None:
         """Lands the gather in flight, if any, and registers the whole parameters."""
@@ -232,7 +224,7 @@ class FSDPParamGroup:
         """Whether another than `unit` is."""
         return bool(self._holders - {unit})
 
-    def reshard_after_forward(self, link: CommLink) -> None:
+    def reshard_after_forward(self, comm: CommContext) -> None:
         """Frees the whole parameters; keeps slices for a smaller mesh if there is one."""
         if self._post_forward is None or not self.options.reshards_to_smaller_mesh:
             self.reshard()
@@ -240,7 +232,7 @@ class FSDPParamGroup:
             for param in self.params:
                 param.to_sharded_post_forward()
             self._sharded_state = ShardedState.SHARDED_POST_FORWARD
-            self._resharded = link.lanes.mark(Lane.COMPUTE)
+            self._resharded = comm.streams.record_event(Stream.COMPUTE)
 
     def reset(self) -> None:
         """Ends what is in flight and drops gradients that were not reduced; registers slices."""
@@ -326,38 +318,23 @@ class FSDPParamGroup:
         batch = plan.take_grads(is_agreed=is_agreed)
         return None if batch is None else [batch]
 
-    def issue_reduce(self, batch: GradBatch, link: CommLink) -> PendingReduce:
+    def issue_reduce(self, batch: GradBatch, comm: CommContext) -> PendingReduce:
         """Starts the reduction of a batch from `take_grads`."""
-        key = (self._label, *_REDUCE_OPTIONS(self.options))
-        if self._route is None or key != self._route_key:
-            self._route, self._route_key = self._new_route(), key
-        return PendingReduce.issue(batch, self._route, link)
+        label, route = self._label, self._route
+        if route is None or route.options != self.options or route.label != label:
+            route = self._route = self._new_route(label)
+        return PendingReduce.issue(batch, route, comm)
 
-    def _new_route(self) -> ReduceRoute:
-        options = self.options
+    def _new_route(self, label: str) -> ReduceRoute:
+        custom, group = self.options.reduce_scatter, self.options.reduce_group
         return ReduceRoute(
-            label=self._label,
-            shards=collectives_on(
-                self.info.shard,
-                reduce_scatter=options.reduce_scatter,
-                reduce_group=options.reduce_group,
-            ),
+            label=label,
+            options=replace(self.options),  # setters do not change what is in flight
+            shards=collectives_on(self.info.shard, reduce_scatter=custom, reduce_group=group),
             replicas=collectives_on(self.info.replicate),
             device=self.info.device,
             partial=self._partial,
-            all_reduces=options.all_reduce_grads,
-            hook=options.all_reduce_hook,
-            hook_stream=options.all_reduce_hook_stream,
-            divide_factor=options.divide_factor,
-            force_sum=options.force_sum,
-            # A class written for the reference does not have it.
-            granularity=getattr(options.reduce_scatter, "granularity", 1),
-            lends=options.reduce_scatter is not None,
-            shared=(
-                self._shared_reducer
-                if options.reduce_scatter is None and options.reduce_group is None
-                else None
-            ),
+            shared=self._shared_reducer if custom is None and group is None else None,
         )
 
     @property

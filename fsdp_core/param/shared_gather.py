@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
-from fsdp_core.param.unsharded_param import WholeMemory
+from fsdp_core.param.unsharded import WholeMemory
 
 if TYPE_CHECKING:
     import mmap
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from fsdp_core.comm import CommLink, SharedMemoryAxis
+    from fsdp_core.comm import CommContext, SharedMemoryAxis
     from fsdp_core.param.fsdp_param import FSDPParam
-    from fsdp_core.param.unsharded_param import UnshardedParam
+    from fsdp_core.param.unsharded import UnshardedParam
     from fsdp_core.policy import SharedMemoryPolicy
 
 _WORDS: Final = 16
@@ -310,24 +310,26 @@ def _end(rows: Sequence[_Row]) -> int:
 class SharedGather:
     """A gather in flight; `land` fills the unsharded parameters from the others' memory."""
 
-    def __init__(self, slices: SharedSlices, link: CommLink, axis_name: str, sequence: int) -> None:
+    def __init__(
+        self, slices: SharedSlices, comm: CommContext, axis_name: str, sequence: int
+    ) -> None:
         self._slices = slices
-        self._link = link
+        self._comm = comm
         self._axis_name = axis_name
         self._sequence = sequence
 
     @classmethod
-    def issue(cls, slices: SharedSlices, link: CommLink, axis_name: str, *, label: str) -> Self:
+    def issue(cls, slices: SharedSlices, comm: CommContext, axis_name: str, *, label: str) -> Self:
         """Announces the slices.
 
         Args:
             slices: Of the group.
-            link: Ledger, and the gathers that others have yet to copy.
+            comm: Ledger, and the gathers that others have yet to copy.
             axis_name: Under which the gather is counted.
             label: Whose parameters they are; the same on all ranks.
         """
         slices.issue(f"all-gather of {label}")
-        return cls(slices, link, axis_name, link.ledger.issue(axis_name))
+        return cls(slices, comm, axis_name, comm.counts.issue(axis_name))
 
     def land(self) -> None:
         """Waits for all ranks' slices and makes the unsharded parameters of them."""
@@ -340,6 +342,6 @@ class SharedGather:
         self._end()
 
     def _end(self) -> None:
-        self._link.ledger.complete(self._axis_name, self._sequence)
+        self._comm.counts.complete(self._axis_name, self._sequence)
         if self._slices.are_copied:
-            self._link.uncopied.append(self._slices)
+            self._comm.uncopied.append(self._slices)

@@ -1,4 +1,4 @@
-"""Tensors cut into slices and put together again, as a `Slicing` says.
+"""Tensors as they lie in memory, cut into slices and put together again as a `Slicing` says.
 
 A padded slice begins with the slice's own elements without a gap, whichever dim is cut: what
 users hold is dense. Fused optimizers would silently go wrong on anything else.
@@ -6,15 +6,61 @@ users hold is dense. Fused optimizers would silently go wrong on anything else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from fsdp_core.layout import Slicing
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """Between a tensor as users see it and the contiguous tensor that lies in memory.
+
+    Attributes:
+        dims: The tensor's dims, the outermost in memory first. (0, 1, ...) for a contiguous
+            tensor; channels-last and transposed ones have another.
+    """
+
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """That of `tensor`; if it has gaps in memory, that of a contiguous one."""
+        natural = tuple(range(tensor.ndim))
+        if tensor.is_contiguous():
+            return cls(natural)
+        strides = tensor.stride()
+        dims = tuple(sorted(natural, key=lambda dim: -strides[dim]))
+        return cls(dims if tensor.permute(dims).is_contiguous() else natural)
+
+    def physical(self, seen: torch.Tensor) -> torch.Tensor:
+        """The tensor as it lies in memory; no copy."""
+        # A tensor subclass need not know how to be permuted into what it is.
+        return seen if self._is_natural else seen.permute(self.dims)
+
+    def seen(self, physical: torch.Tensor) -> torch.Tensor:
+        """Undoes `physical`."""
+        return physical if self._is_natural else physical.permute(self._inverse)
+
+    def seen_shape(self, physical: Sequence[int]) -> tuple[int, ...]:
+        """The shape that `seen` gives to a tensor of this shape."""
+        return tuple(physical[dim] for dim in self._inverse)
+
+    @cached_property
+    def _is_natural(self) -> bool:
+        return self.dims == tuple(range(len(self.dims)))
+
+    @cached_property
+    def _inverse(self) -> tuple[int, ...]:
+        return tuple(self.dims.index(dim) for dim in range(len(self.dims)))
 
 
 def cut(whole: torch.Tensor, slicing: Slicing, part: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core.comm import Owned
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import (
     MeshPlan,
@@ -20,10 +19,17 @@ from fsdp_core.plan.model import (
     ShardingPlan,
     UnitPlan,
     matches,
+    shared_memory_of_unit,
 )
 from fsdp_core.plan.model.resolve import ResolvedUnit, resolve_units
 from fsdp_core.plan.tensor_parallel import split
-from fsdp_core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_core.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Owned,
+    SharedMemoryPolicy,
+)
 from fsdp_core.runtime import FSDPModule, fully_shard
 
 if TYPE_CHECKING:
@@ -75,8 +81,13 @@ def apply_plan(
     data_mesh = _data_mesh(plan.mesh, mesh)
     named = model.named_parameters() if is_owned is not None else ()
     owned = {each for name, each in named if is_owned is not None and is_owned(name, each)}
+    writing = _units_that_write(units, model)
     for unit in units:
-        _shard(unit, modules, plan, data_mesh, owned)
+        shared = shared_memory_of_unit(
+            plan, unit.plan, mesh.device_type, is_written=unit in writing
+        )
+        policy = SharedMemoryPolicy(share_storage=shared == "storage")
+        _shard(unit, modules, plan, data_mesh, owned, None if shared == "none" else policy)
     _set_prefetch(units, modules)
     return model
 
@@ -87,6 +98,7 @@ def _shard(
     plan: ShardingPlan,
     mesh: DeviceMesh,
     owned: Collection[nn.Parameter],
+    shared_memory: SharedMemoryPolicy | None,
 ) -> None:
     targets = [modules[name] for name in unit.names]
     output_dtype = plan.output_dtype if unit.is_root else None
@@ -103,7 +115,30 @@ def _shard(
             output_dtype=_dtype(output_dtype),
         ),
         offload_policy=CPUOffloadPolicy() if unit.plan.offload else OffloadPolicy(),
+        shared_memory=shared_memory,
     )
+
+
+def written_in_forward(model: nn.Module) -> set[torch.Tensor]:
+    """Parameters that modules of PyTorch's write when they run: of embeddings with `max_norm`."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
+
+
+def _units_that_write(units: Sequence[ResolvedUnit], model: nn.Module) -> set[ResolvedUnit]:
+    written = written_in_forward(model)
+    holders = {name: unit for unit in units for name in unit.names}
+    found = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in written:
+            module = name.rpartition(".")[0]
+            while module not in holders:
+                module = module.rpartition(".")[0]
+            found.add(holders[module])
+    return found
 
 
 def _placement(

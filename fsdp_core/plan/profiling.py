@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
-from fsdp_core.plan.apply import DTYPES
+from fsdp_core.plan.apply import DTYPES, written_in_forward
 from fsdp_core.plan.candidates import candidate_units, used_within
 from fsdp_core.plan.model import (
     BufferFacts,
@@ -288,7 +288,7 @@ def _check_device(device_type: str) -> None:
 
 def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
     names: dict[nn.Parameter, list[str]] = {}
-    embeddings = set()
+    embeddings, written = set(), written_in_forward(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in torch_private.own_parameters(module):
             known = names.setdefault(parameter, [])
@@ -305,6 +305,7 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
             requires_grad=parameter.requires_grad,
             is_embedding=parameter in embeddings,
             also=tuple(others),
+            is_written=parameter in written,
         )
         for parameter, (first, *others) in names.items()
     )

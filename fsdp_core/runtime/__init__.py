@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from fsdp_core.runtime.fsdp_module import (
     FSDPModule,
+    UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
+    observe,
+    register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from fsdp_core.runtime.fsdp_state import FSDPState
+from fsdp_core.runtime.grad_clipping import clip_grad_norm_
 from fsdp_core.runtime.observer import NullObserver, Observer
 from fsdp_core.runtime.sharding import fully_shard
-from fsdp_core.runtime.unshard_handle import UnshardHandle
 
 __all__ = [
     "FSDPModule",
@@ -18,7 +22,11 @@ __all__ = [
     "NullObserver",
     "Observer",
     "UnshardHandle",
+    "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "observe",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

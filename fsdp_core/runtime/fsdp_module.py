@@ -1,22 +1,20 @@
-"""The class that a sharded module gets: its own, with these methods added."""
+"""The class that a sharded module gets, its own with these methods added, and functions for such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NoReturn, Self, cast
 
 from torch import nn
 
 from fsdp_core.errors import ArgumentError, NoDeepcopyError, RootError
-from fsdp_core.runtime.communication_setters import CommunicationSetters
-from fsdp_core.runtime.unshard_handle import UnshardHandle
+from fsdp_core.runtime.fsdp_state import FSDPState, state_of
+from fsdp_core.runtime.setters import Setters
 
 if TYPE_CHECKING:
-    import torch
-
-    from fsdp_core.runtime.fsdp_state import FSDPState
-    from fsdp_core.runtime.unit_options import UnitOptions
+    from fsdp_core.runtime.observer import Observer
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -27,7 +25,25 @@ class _Construction:
     runs_init = True
 
 
-class FSDPModule(CommunicationSetters):
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
+
+    The module's forward waits by itself; call `wait` to use the parameters before that.
+
+    Args:
+        finish: Waits for the unshard; None: there is nothing to wait for.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Returns when the current stream may use the whole parameters, now registered."""
+        if self._finish is not None:
+            self._finish()
+
+
+class FSDPModule(Setters):
     """Mixed into the class of every module that was given to `fully_shard`.
 
     The setters write configuration objects, of the unit and of its groups, which are read at the
@@ -44,18 +60,18 @@ class FSDPModule(CommunicationSetters):
             cast("Callable[..., None]", made.__init__)(*args, **kwargs)  # type: ignore[misc]  # the original's signature is unknown here
         return made
 
-    # -- Whole and sliced parameters
+    # -- Sharded and unsharded
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters of this unit; not recursive.
 
-        A gather in flight is waited for and dropped, so that the next one reads the slices anew.
+        A gather in flight is waited for and dropped, so that the next one reads the slices again.
         """
         state = self._get_fsdp_state()
         state.drop_gathers()
         state.reshard()
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002 - the reference's signature
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this unit; not recursive.
 
         Args:
@@ -68,99 +84,10 @@ class FSDPModule(CommunicationSetters):
         state.finish_unshard()
         return None
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:  # noqa: FBT001, FBT002 - the reference's signature
-        """Sets whether forward ends with the parameters sliced; overrides the root's rule.
-
-        Raises:
-            ArgumentError: Not a bool.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ArgumentError(
-                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
-            )
-        for state in self._states(recurse=recurse):
-            state.options.reshard_after_forward = reshard_after_forward
-            for group in state.groups:
-                group.options.reshards_to_smaller_mesh = False
-
-    def set_reshard_after_backward(
-        self,
-        reshard_after_backward: bool,  # noqa: FBT001 - the reference's signature
-        *,
-        recurse: bool = True,
-    ) -> None:
-        """Sets whether backward ends with the parameters sliced.
-
-        False saves the gathers of the following microbatches.
-        """
-        for state in self._states(recurse=recurse):
-            state.options.reshard_after_backward = reshard_after_backward
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
-        self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets, for all units below, whether forward and backward gather on the current stream.
-
-        That spares the memory pools of other streams, but only explicit prefetching then overlaps.
-        """
-        for state in self._states(recurse=True):
-            state.options.unshard_inline = async_op
-
-    # -- The iteration
-
-    def set_requires_gradient_sync(
-        self,
-        requires_gradient_sync: bool,  # noqa: FBT001 - the reference's signature
-        *,
-        recurse: bool = True,
-    ) -> None:
-        """Sets whether backward reduces gradients; False accumulates them whole, silently."""
-        for state in self._states(recurse=recurse):
-            state.options.reduce_grads = requires_gradient_sync
-            for group in state.groups:
-                group.options.all_reduce_grads = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within, backwards below this module accumulate gradients without communication.
-
-        At the end, also by an exception, every unit reduces as it did before.
-        """
-        before = [
-            (state, state.options.reduce_grads, [g.options.all_reduce_grads for g in state.groups])
-            for state in self._states(recurse=True)
-        ]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for state, reduce_grads, all_reduce_grads in before:
-                state.options.reduce_grads = reduce_grads
-                for group, value in zip(state.groups, all_reduce_grads, strict=True):
-                    group.options.all_reduce_grads = value
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001 - the reference's signature
-        """Sets, on the root, whether the next backward is the last before the optimizer.
-
-        Only the last one has the current stream wait for the gradients, and ends the order of
-        prefetching.
-        """
-        self._root_options.is_last_backward = is_last_backward
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Sets, on the root, what the gathers of the next forward wait for.
-
-        Without it they wait for everything that is on the current stream then. It is used once:
-        record a new event after each optimizer step.
-        """
-        self._root_options.post_optim_event = event
-
     def reset_iter_state(self) -> None:
         """Forgets, on the root, an iteration that raised in forward or backward.
 
-        All parameters are sliced, collectives in flight are waited for and their results
+        All parameters are resharded, collectives in flight are waited for and their results
         dropped, and so are gradients that were accumulated without a reduction: start the
         accumulation over. The next forward does the same by itself; call this to have the memory
         at once, or to give up an accumulation.
@@ -169,13 +96,9 @@ class FSDPModule(CommunicationSetters):
             RootError: The module is not the root.
         """
         state = self._get_fsdp_state()
-        if state.context.units[0] is not state:
+        if state.context.root is not state:
             raise RootError("reset_iter_state must be called on the root FSDP module")
         state.context.recover()
-
-    @property
-    def _root_options(self) -> UnitOptions:
-        return self._get_fsdp_state().context.units[0].options
 
     # -- Prefetch
 
@@ -197,7 +120,7 @@ class FSDPModule(CommunicationSetters):
 
     # -- Inside
 
-    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - nn.Module's signature
+    def _apply(self, fn: Callable[..., object], recurse: bool = True) -> Self:
         """`to`, `cuda`, `half`, `to_empty`: apply to the slices, then pad them again."""
         state = self._get_fsdp_state()
         state.drop_gathers()
@@ -232,6 +155,73 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         yield
     finally:
         _Construction.runs_init = before
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.<method_name>`` unshard and reshard as `forward` does.
+
+    Args:
+        module: A sharded module; any other is left as it is, so that one script serves both.
+        method_name: Name of a method that takes and returns tensors as forward does.
+
+    Raises:
+        ArgumentError: There is no such method.
+    """
+    state = state_of(module)
+    if state is None or not isinstance(module, FSDPModule):
+        return
+    method: Callable[..., object] | None = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentError(f"{type(module)} does not have a method {method_name}")
+
+    @functools.wraps(method)
+    def with_hooks(*args: object, **kwargs: object) -> object:
+        target = cast("nn.Module", module)
+        with state.running_method():
+            args, kwargs = state.pre_forward(target, args, kwargs)
+            return state.post_forward(target, args, method(*args, **kwargs))
+
+    setattr(module, method_name, with_hooks)
+
+
+def observe(model: nn.Module, observer: Observer) -> None:
+    """Tells `observer` of every state and collective of the units below `model` from now on.
+
+    Args:
+        model: The root: the module whose forward the training loop calls.
+        observer: Replaces the one before.
+
+    Raises:
+        ArgumentError: `model` was not given to `fully_shard`, or is not the root.
+    """
+    state = state_of(model)
+    if state is None or state.context.root is not state:
+        raise ArgumentError(
+            f"Only a root module can be observed, and {type(model).__name__} is "
+            f"{'not sharded' if state is None else f'the unit {state.fqn!r} of another'}. "
+            "Pass the model that fully_shard was applied to last."
+        )
+    state.relay.target = observer
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Gives several roots one set of streams, one count of collectives, one in-flight window.
+
+    Streams and the memory pools behind them are then not multiplied by the number of roots. The
+    order in which each root prefetches stays its own. Call it between iterations, on all ranks.
+
+    Args:
+        modules: Root modules on one device; none or one means nothing to do.
+
+    Raises:
+        ArgumentError: Some module is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ArgumentError(f"Expects list of FSDPModules but got {module}")
+    states = _states_of(modules)
+    for state in states[1:]:
+        state.context.move_to(states[0].context.shared)
 
 
 def _no_copy(*_: object) -> NoReturn:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from fsdp_core import torch_private
+from fsdp_core.comm import CommContext, streams_for
 from fsdp_core.runtime.autograd_boundary import (
     call_after_backward,
     call_before_backward,
     call_with_grads,
     weakly,
 )
-from fsdp_core.runtime.casting import Casting
-from fsdp_core.runtime.comm_home import CommHome
-from fsdp_core.runtime.forward_calls import ForwardCalls
+from fsdp_core.runtime.forward import Casting, ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.sharded_unit import ShardedUnit
@@ -27,9 +27,9 @@ from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
+    from fsdp_core.options import UnitOptions
+    from fsdp_core.param import UnitGroups
     from fsdp_core.policy import MixedPrecisionPolicy
-    from fsdp_core.runtime.grouping import UnitGroups
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 COMPOSABLE_NAME = "fully_shard"
 _STATE_KEY = "fsdp_core.fully_shard"
@@ -43,7 +43,7 @@ class FSDPState(ShardedUnit):
 
     Attributes:
         relay: Its observer, in effect if it is the root.
-        prefetch_after_forward: Units to gather while this one's forward runs; empty: foresee.
+        prefetch_after_forward: Units to gather while this one's forward runs; empty: predicted.
         prefetch_after_backward: The same for backward.
     """
 
@@ -56,9 +56,9 @@ class FSDPState(ShardedUnit):
         options: UnitOptions,
     ) -> None:
         relay = ObserverRelay()
-        home = CommHome(device)
-        context = RootContext([self], home, relay, is_solo=True)
-        super().__init__(modules, groups, options, home, context)
+        comm = CommContext(partial(streams_for, device))
+        context = RootContext([self], comm, relay, is_solo=True)
+        super().__init__(modules, groups, options, context)
         self.relay = relay
         self.prefetch_after_forward: tuple[FSDPState, ...] = ()
         self.prefetch_after_backward: tuple[FSDPState, ...] = ()
@@ -99,19 +99,19 @@ class FSDPState(ShardedUnit):
 
     def ensure_root(self) -> None:
         """Forms the tree below, if no root is known yet: this unit becomes it; see `form_tree`."""
-        if not self.is_alone:
+        if not self.context.is_solo:
             return
         members: dict[Member, list[str]] = {}
         for name, module in self.modules[0].named_modules():
             if (unit := state_of(module)) is not None:
                 members.setdefault(unit, []).append(name)
-        form_tree(self.modules, members, self.home, self.relay)
+        form_tree(self.modules, members, self.context.shared, self.relay)
 
     # -- Forward
 
     @torch_private.opaque_to_dynamo
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Makes the parameters whole, casts the inputs, and foresees the end of backward."""
+        """Unshards the parameters, casts the inputs, and registers the post-backward hook."""
         self._has_returned = False
         self._recover_if_failed(module)
         if self._is_recomputing:
@@ -143,7 +143,7 @@ class FSDPState(ShardedUnit):
 
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
-        """Slices the parameters again, unless they are kept, and foresees backward."""
+        """Reshards the parameters, unless they are kept, and registers the pre-backward hook."""
         if not self._is_recomputing:
             if self._calls.leave(module) or self._runs_alone_without_backward:
                 self._calls.forget()
@@ -179,7 +179,7 @@ class FSDPState(ShardedUnit):
         return self._casting.output(self._complete_forward(output))
 
     def abandon_forward(self) -> None:
-        """Slices the parameters again and ends a forward that did not."""
+        """Reshards the parameters and ends a forward that did not end."""
         self.drop_gathers()
         self.reshard()
         self._calls.forget()
@@ -197,7 +197,7 @@ class FSDPState(ShardedUnit):
                     self._may_miss_update = True
                     self._hidden_outputs += 1
                 elif self._reshards_after_forward:
-                    self._params.reshard_after_forward(self.context.link)
+                    self._params.reshard_after_forward(self.context.comm)
                 self.context.note_forward(self._index)
             if torch.is_grad_enabled():
                 self._awaits_backward = bool(grad_tensors(output))
@@ -208,8 +208,8 @@ class FSDPState(ShardedUnit):
     @property
     def _runs_alone_without_backward(self) -> bool:
         # The rest of a group need not follow, and what stayed whole would miss the next update.
-        is_alone = self.context.has_opened(self) and not self._calls.are_running
-        return is_alone and not torch.is_grad_enabled()
+        runs_alone = self.context.has_opened(self) and not self._calls.are_running
+        return runs_alone and not torch.is_grad_enabled()
 
     @property
     def _is_recomputing(self) -> bool:
@@ -222,7 +222,7 @@ class FSDPState(ShardedUnit):
     def _reshards_after_forward(self) -> bool:
         chosen = self.options.reshard_after_forward
         # Backward begins with the root, right after its forward ends.
-        return self.context.units[0] is not self if chosen is None else chosen
+        return self.context.root is not self if chosen is None else chosen
 
     # -- Backward
 
@@ -300,7 +300,7 @@ class FSDPState(ShardedUnit):
             self._reduce_and_stay_whole()
 
     def _reduce_and_stay_whole(self) -> None:
-        """No other backward need follow, so that the next forward has to gather anew."""
+        """No other backward need follow, so that the next forward has to gather again."""
         self._may_miss_update = True
         self._has_new_grads = False
         self._params.hold()
@@ -348,7 +348,7 @@ class FSDPState(ShardedUnit):
 
     def _enter(self, state: TrainingState) -> None:
         self._training_state = state
-        self.context.relay.on_state(state, self._index, self.fqn)
+        self.context.relay.target.on_state(state, self._index, self.fqn)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

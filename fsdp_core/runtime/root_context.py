@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import CommLink, Lane, Mark
+from fsdp_core.comm import CommContext, Event, InFlightReduction, Stream
 from fsdp_core.errors import StateError
 from fsdp_core.runtime.ending import Ends, ending_of
-from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.observer import UnitTracer
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
 if TYPE_CHECKING:
-    from fsdp_core.param import PendingReduce
-    from fsdp_core.runtime.comm_home import CommHome
+    from fsdp_core.options import UnitOptions
     from fsdp_core.runtime.observer import ObserverRelay
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class Unit(Ends, Protocol):
@@ -47,7 +45,7 @@ class Unit(Ends, Protocol):
         """Ends a forward in which only some of the unit's modules ran."""
 
     def abandon_forward(self) -> None:
-        """Slices the parameters again and ends a forward that did not."""
+        """Reshards the parameters and ends a forward that did not end."""
 
     def complete_backward(self, *, is_whole: bool) -> None:
         """Runs the post-backward that autograd did not, if so."""
@@ -71,20 +69,21 @@ class RootContext:
     Attributes:
         units: In pre-order of the root's modules; the root first.
         relay: The root's observer.
+        shared: Where it communicates, perhaps with other roots.
         is_solo: Whether no root has been determined yet.
         backward_order: Post-forwards of this iteration.
         forward_order: Pre-forwards of this and the previous iteration.
     """
 
     def __init__(
-        self, units: Sequence[Unit], home: CommHome, relay: ObserverRelay, *, is_solo: bool
+        self, units: Sequence[Unit], shared: CommContext, relay: ObserverRelay, *, is_solo: bool
     ) -> None:
         self.units = tuple(units)
         self.relay = relay
         self.is_solo = is_solo
         self.backward_order = BackwardOrder()
         self.forward_order = ForwardOrder()
-        self._home = home
+        self.shared = shared
         self._forward_root: Unit | None = None
         self._forward_thread: weakref.ref[threading.Thread] | None = None
         self._expects_backward = True
@@ -92,27 +91,32 @@ class RootContext:
         self._ends_all = False
         self._reached: set[Unit] = set()
         self._prefetched: list[Unit] = []
-        home.tell(relay)
+        shared.counts.tell(relay)
 
     @property
-    def link(self) -> CommLink:
+    def root(self) -> Unit:
+        """Whose forward runs first; a unit alone is its own."""
+        return self.units[0]
+
+    @property
+    def comm(self) -> CommContext:
         """Where collectives are placed and counted; without a root, on the current stream."""
-        return self._home.inline_link if self.is_solo else self._home.link
+        return self.shared.inline if self.is_solo else self.shared
 
     @property
-    def inline_link(self) -> CommLink:
+    def inline_comm(self) -> CommContext:
         """Counted alike, but placed on the current stream."""
-        return self._home.inline_link
+        return self.shared.inline
 
     @property
-    def reduces(self) -> InFlightWindow[PendingReduce]:
-        """Reductions in flight, those of roots that share the home included."""
-        return self._home.reduces
+    def reduces(self) -> InFlightWindow[InFlightReduction]:
+        """Reductions in flight, those of roots that share the context included."""
+        return self.shared.reduces
 
-    def move_to(self, home: CommHome) -> None:
-        """Shares another root's lanes, counts and window; between iterations."""
-        self._home = home
-        home.tell(self.relay)
+    def move_to(self, shared: CommContext) -> None:
+        """Shares another root's streams, counts and window; between iterations."""
+        self.shared = shared
+        shared.counts.tell(self.relay)
 
     @property
     def in_backward(self) -> bool:
@@ -136,7 +140,7 @@ class RootContext:
         goes on as a part of the root's.
         """
         if (opener := self._forward_root) is not None and (
-            opener.is_running or unit is not self.units[0]
+            opener.is_running or unit is not self.root
         ):
             return False
         self._forward_root = unit
@@ -154,23 +158,23 @@ class RootContext:
 
     def _follow_optimizer(self) -> None:
         # The optimizer's update of the slices must be done before they are packed.
-        options, lanes = self.units[0].options, self.link.lanes
+        options, streams = self.root.options, self.comm.streams
         event, options.post_optim_event = options.post_optim_event, None
-        for lane in (Lane.PACK, Lane.GATHER):
+        for stream in (Stream.PACK, Stream.GATHER):
             if event is None:
-                lanes.follow(lane, Lane.COMPUTE)
+                streams.wait_stream(stream, Stream.COMPUTE)
             else:
-                lanes.follow_mark(lane, cast("Mark", event))
+                streams.wait_event(stream, cast("Event", event))
 
     def prefetch_forward(self, index: int, chosen: Sequence[Unit]) -> None:
-        """Starts gathers for the units that follow unit `index`: the `chosen`, else the foreseen.
+        """Starts gathers for the units that follow unit `index`: the `chosen`, else the predicted one.
 
         Recomputation in backward follows no forward order and prefetches nothing.
         """
         if self.in_backward:
             return
-        foreseen = self.forward_order.enter(index)
-        targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
+        predicted = self.forward_order.enter(index)
+        targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:
             with target.tracer.span("forward_prefetch"):
                 target.prefetch_in_forward()
@@ -178,8 +182,8 @@ class RootContext:
 
     def prefetch_backward(self, index: int, chosen: Sequence[Unit]) -> None:
         """Starts gathers for the units whose backward follows that of unit `index`."""
-        foreseen = None if chosen else self.backward_order.take(index)
-        targets = chosen or ([] if foreseen is None else [self.units[foreseen]])
+        predicted = None if chosen else self.backward_order.take(index)
+        targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:
             with target.tracer.span("backward_prefetch"):
                 target.prefetch_in_backward()
@@ -216,7 +220,7 @@ class RootContext:
         if not self.in_backward:
             for each in self.units:
                 each.abandon_forward()
-            self._home.forget_uncopied()
+            self.shared.forget_uncopied()
         self._close_pass()
 
     def _close_pass(self) -> None:
@@ -225,12 +229,12 @@ class RootContext:
             guess.drop_gathers()
         self._prefetched.clear()
         self._forward_root = None
-        self.link.let_go_gathered()
+        self.comm.let_go_gathered()
         self.await_copied()
 
     def await_copied(self) -> None:
-        """Waits until no other rank copies this rank's slices: see `CommHome.await_copied`."""
-        self._home.await_copied()
+        """Waits until no other rank copies this rank's slices: see `CommContext.await_copied`."""
+        self.shared.await_copied()
 
     def begin_backward(self) -> None:
         """Has the iteration of all units ended when the running backward is."""
@@ -264,14 +268,14 @@ class RootContext:
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
 
-    def admit_reduce(self, pending: PendingReduce) -> None:
+    def admit_reduce(self, pending: InFlightReduction) -> None:
         """Takes a reduction into the window; see `make_room_for_reduce`."""
         self.reduces.admit(pending)
 
     def make_room_for_reduce(self) -> None:
         """Lands the oldest reductions, before the buffer of one more is allocated."""
         for pending in self.reduces.room_for_one():
-            pending.land(self.link)
+            pending.land(self.comm)
 
     def end_backward(self) -> None:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""
@@ -289,7 +293,7 @@ class RootContext:
         ending = ending_of(self.units, self._reached, self._forward_root, ends_all=ends_all)
         if ending.closes_pass:
             self._forward_root = None
-        with self.units[0].tracer.phase("root_post_backward_callback"):
+        with self.root.tracer.phase("root_post_backward_callback"):
             for unit in ending.ended:
                 unit.complete_backward(is_whole=ends_all)
             for unit in ending.going_on:
@@ -297,13 +301,13 @@ class RootContext:
             # Not the last backward either leaves any: gradients that arrived after the user has
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():
-                pending.land(self.link)
-            if self.units[0].options.is_last_backward:
+                pending.land(self.comm)
+            if self.root.options.is_last_backward:
                 if ends_all:
                     for unit in self.units:
                         unit.drop_gathers()
                     self.backward_order.clear()
-                self.link.end_backward()
+                self.comm.end_backward()
             for unit in ending.ended:
                 unit.go_idle()
             self.await_copied()
@@ -317,8 +321,8 @@ class RootContext:
     def recover_if_failed(self) -> None:
         """Forgets the previous backward if it raised; called where forward or backward begins.
 
-        A backward that raises never calls back. Outside backward a callback that is still owed
-        will not come; within another backward it is the death of the callback that tells.
+        A backward that raises never calls back. Outside backward, a callback that has not come will not
+        come; within another backward, the callback's weak reference is dead.
         """
         if self._end is not None and (self._end() is None or not self.in_backward):
             self.recover()
@@ -329,13 +333,13 @@ class RootContext:
         Ranks that failed alike started the same collectives, so waiting for them ends.
         """
         for pending in self.reduces.drain():
-            pending.drop(self.link)
+            pending.drop(self.comm)
         for unit in self.units:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
-        self.link.let_go_gathered()
-        self.link.end_backward()
-        self._home.forget_uncopied()
+        self.comm.let_go_gathered()
+        self.comm.end_backward()
+        self.shared.forget_uncopied()
         self.backward_order.clear()
         self._prefetched.clear()
         self._forward_root = None
@@ -345,8 +349,8 @@ class RootContext:
 class _EndOfBackward:
     """Autograd's callback at the end of a backward.
 
-    Only the running backward owns it: if it raises, this dies with it, and whoever holds a weak
-    reference knows.
+    Only the running backward refers to it: if that raises, this is freed, and a weak reference to it is
+    dead.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:

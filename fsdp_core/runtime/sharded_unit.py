@@ -1,23 +1,21 @@
-"""A unit apart from its hooks: its place below a root, and its parameters whole or sliced."""
+"""A unit apart from its hooks: its place below a root, and how its parameters are unsharded and resharded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.observer import UnitTracer
 from fsdp_core.runtime.unit_params import UnitParams
 from fsdp_core.states import TrainingState
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp_core.comm import CommLink
-    from fsdp_core.param import FSDPParam, FSDPParamGroup
-    from fsdp_core.runtime.comm_home import CommHome
-    from fsdp_core.runtime.grouping import UnitGroups
+    from fsdp_core.comm import CommContext
+    from fsdp_core.options import UnitOptions
+    from fsdp_core.param import FSDPParam, FSDPParamGroup, UnitGroups
     from fsdp_core.runtime.root_context import RootContext
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class ShardedUnit:
@@ -27,7 +25,6 @@ class ShardedUnit:
         modules: The unit's modules.
         options: What the setters write.
         context: What it shares with the other units of its root.
-        home: Where its collectives live if it is, or becomes, a root.
         tracer: Names its phases in profiles and logs.
     """
 
@@ -36,7 +33,6 @@ class ShardedUnit:
         modules: Sequence[nn.Module],
         groups: UnitGroups,
         options: UnitOptions,
-        home: CommHome,
         context: RootContext,
     ) -> None:
         """Takes charge of the parameters.
@@ -45,13 +41,11 @@ class ShardedUnit:
             modules: At least one.
             groups: The unit's own, and those it borrows.
             options: What the setters write.
-            home: Where its collectives live until it belongs to a root.
             context: For the unit alone.
         """
         self.modules = tuple(modules)
         self.options = options
         self.tracer = UnitTracer()
-        self.home = home
         self.context = context
         self._params = UnitParams(groups.own, groups.borrowed, self.tracer)
         self._training_state = TrainingState.IDLE
@@ -84,11 +78,6 @@ class ShardedUnit:
 
     # -- The root
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no root is known yet."""
-        return self.context.is_solo
-
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start."""
         self._params.settle()
@@ -99,20 +88,15 @@ class ShardedUnit:
         self._index = index
         self.tracer.fqn = fqn
 
-    def share_home(self, home: CommHome) -> None:
-        """Communicates from `home` from now on; see `share_comm_ctx`."""
-        self.home = home
-        self.context.move_to(home)
-
-    # -- Whole and sliced parameters
+    # -- Sharded and unsharded
 
     def unshard(self) -> None:
         """Starts the gather of the parameters; `finish_unshard` lands it."""
         self.context.recover_if_failed()
-        if self.is_alone:
+        if self.context.is_solo:
             self.settle()
         idle = self._training_state is TrainingState.IDLE
-        self._params.issue_unshard(self.context.link, after_compute=idle)
+        self._params.issue_unshard(self.context.comm, after_compute=idle)
 
     def finish_unshard(self) -> None:
         """Waits for the gather in flight, if any, and registers the whole parameters."""
@@ -134,7 +118,7 @@ class ShardedUnit:
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the next forward needs."""
-        self._params.issue_unshard(self._gather_link, after_compute=False)
+        self._params.issue_unshard(self._gather_comm, after_compute=False)
 
     def prefetch_in_backward(self) -> None:
         """Starts the gather that the next backward needs, if it needs one."""
@@ -142,6 +126,6 @@ class ShardedUnit:
             self.prefetch_in_forward()
 
     @property
-    def _gather_link(self) -> CommLink:
+    def _gather_comm(self) -> CommContext:
         context = self.context
-        return context.inline_link if self.options.unshard_inline else context.link
+        return context.inline_comm if self.options.unshard_inline else context.comm

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self, cast, overload
 
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
 from fsdp_core.comm import DataParallelMeshInfo, mesh_info_of
 from fsdp_core.errors import AlreadyShardedError, ArgumentError, ContainerError, UnsupportedError
-from fsdp_core.param import ParamOptions
+from fsdp_core.options import PlacementFn, ShardingOptions, UnitOptions
+from fsdp_core.param import group_params
 from fsdp_core.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -25,15 +28,6 @@ from fsdp_core.policy import (
 )
 from fsdp_core.runtime.fsdp_module import FSDPModule, fsdp_class_of
 from fsdp_core.runtime.fsdp_state import COMPOSABLE_NAME, FSDPState, state_of
-from fsdp_core.runtime.grouping import GroupingOptions, PlacementFn, group_params
-from fsdp_core.runtime.managed import (
-    managed_modules,
-    managed_params,
-    move_to,
-    root_modules,
-    without_ignored,
-)
-from fsdp_core.runtime.unit_options import UnitOptions
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
@@ -97,9 +91,9 @@ class FullyShard:
             mesh: One axis, over which parameters are sharded; two named axes, of which the first
                 replicates (HSDP); with `dp_mesh_dims` the full mesh that the parameters, DTensors
                 already, lie on. By default one axis of all ranks.
-            reshard_after_forward: Whether forward ends with the parameters sliced again, at the
+            reshard_after_forward: Whether forward ends by resharding the parameters, at the
                 price of one more gather in backward. None: yes, except for the root. A number k:
-                sliced over k ranks only, so that backward gathers from few and near ones. What
+                sharded over k ranks only, so that backward gathers from few and near ones. What
                 stays whole after an evaluation does not see an update of the slices: call
                 `reshard` between the two.
             shard_placement_fn: Called with each parameter; returns the `Shard` to use, a
@@ -126,25 +120,23 @@ class FullyShard:
                 part of an SPMD mesh.
         """
         _check_container(module)
-        modules = [module] if isinstance(module, nn.Module) else root_modules(module)
+        modules = [module] if isinstance(module, nn.Module) else _root_modules(module)
         for each in modules:
             _check_unsharded(each)
         info = mesh_info_of(mesh if mesh is not None else _default_mesh(), dp_mesh_dims)
         reshard = _Reshard.of(reshard_after_forward, info)
-        param_options = ParamOptions(mp_policy, offload_policy_of(offload_policy))
+        offload = offload_policy_of(offload_policy)
 
         ignored = ignored_params or set()
-        managed = without_ignored(managed_modules(modules), ignored)
-        originals = managed_params(managed, ignored)
-        move_to(info.device, originals, managed)
-        groups = group_params(
-            originals,
-            modules,
-            info,
-            GroupingOptions(param_options, reshard.ranks, shard_placement_fn, shared_memory),
+        managed = _without_ignored(_managed_modules(modules), ignored)
+        originals = _managed_params(managed, ignored)
+        _move_to(info.device, originals, managed)
+        options = ShardingOptions(
+            mp_policy, offload, reshard.ranks, shard_placement_fn, shared_memory
         )
-        options = UnitOptions(reshard_after_forward=reshard.at_all)
-        FSDPState(modules, groups, info.device, mp_policy, options).install()
+        groups = group_params(originals, modules, info, options)
+        unit_options = UnitOptions(reshard_after_forward=reshard.at_all)
+        FSDPState(modules, groups, info.device, mp_policy, unit_options).install()
 
         for each in managed:
             torch_private.mark_for_dynamo(each)
@@ -230,3 +222,87 @@ def _default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator()
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` that are not below another of them, in order, each once."""
+    distinct = list(dict.fromkeys(modules))
+    below = {child for module in distinct for child in module.modules() if child is not module}
+    return [module for module in distinct if module not in below]
+
+
+def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules below `modules`, themselves included, that no nested unit has taken.
+
+    In post-order, children first: it decides the packing order, which must equal the
+    reference's for equal sums.
+    """
+    visited: set[nn.Module] = set()
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module, *, is_root: bool) -> None:
+        taken = not is_root and state_of(module) is not None
+        if taken or "replicate" in torch_private.composable_names(module):
+            return
+        visited.add(module)
+        for child in module.children():
+            if child not in visited:
+                walk(child, is_root=child in modules)
+        found.append(module)
+
+    for module in modules:
+        walk(module, is_root=True)
+    return found
+
+
+def _managed_params(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> list[nn.Parameter]:
+    """The parameters registered directly on `modules`, each once, without the ignored."""
+    params: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for param in module.parameters(recurse=False):
+            if param not in ignored:
+                params[param] = None
+    return list(params)
+
+
+def _without_ignored(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> list[nn.Module]:
+    """`modules` without those that hold only ignored parameters, throughout, and no buffers."""
+
+    def is_ignored(module: nn.Module) -> bool:
+        if any(True for _ in module.buffers()):
+            return False
+        params = list(module.parameters())
+        return all(param in ignored for param in params)
+
+    return [module for module in modules if not is_ignored(module)]
+
+
+def _move_to(
+    device: torch.device, params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
+) -> None:
+    """Moves parameters and the modules' buffers to `device`; those on meta stay there.
+
+    Raises:
+        ArgumentError: A DTensor lies on a mesh of another kind of device.
+    """
+    buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
+    for tensor in dict.fromkeys(itertools.chain(params, buffers)):
+        if tensor.device in (device, torch.device("meta")):
+            continue
+        if isinstance(tensor, DTensor):
+            raise ArgumentError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP. "
+                "Distribute the tensor over a mesh of the same devices."
+            )
+        if torch_private.is_wrapper(tensor):
+            # Its data lies in inner tensors, which `.data` does not reach.
+            with torch.no_grad():
+                moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+            torch_private.swap(tensor, moved)
+        else:
+            tensor.data = tensor.to(device)

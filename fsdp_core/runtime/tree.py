@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp_core.errors import RootError
-from fsdp_core.param import FSDPParam, name_from_root
+from fsdp_core.param import FSDPParam
 from fsdp_core.runtime.root_context import RootContext, Unit
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fsdp_core.runtime.comm_home import CommHome
+    from fsdp_core.comm import CommContext
     from fsdp_core.runtime.observer import ObserverRelay
 
 
@@ -23,9 +23,8 @@ class Member(Unit, Protocol):
     def params(self) -> list[FSDPParam]:
         """All parameters of the unit."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it belongs to no tree yet."""
+    context: RootContext
+    """Its own until it joins a tree."""
 
     def settle(self) -> None:
         """Takes over what the user did since sharding, and checks that training can start."""
@@ -37,7 +36,7 @@ class Member(Unit, Protocol):
 def form_tree(
     modules: Sequence[nn.Module],
     members: Mapping[Member, Sequence[str]],
-    home: CommHome,
+    comm: CommContext,
     relay: ObserverRelay,
 ) -> None:
     """Builds the context of a tree and has all its members join it.
@@ -45,7 +44,7 @@ def form_tree(
     Args:
         modules: Of the unit that becomes the root.
         members: The units below, the root first, with the names of their modules, in pre-order.
-        home: Where the root communicates.
+        comm: Where the root communicates.
         relay: The root's observer.
 
     Raises:
@@ -56,14 +55,22 @@ def form_tree(
     if len(modules) > 1:
         raise RootError(f"FSDP requires a single root module but got {tuple(modules)}")
     for unit, fqns in members.items():
-        if not unit.is_alone:
+        if not unit.context.is_solo:
             raise RootError(
                 f"FSDP state has already been lazily initialized for {', '.join(fqns)}\n"
                 "FSDP requires running forward through the root module first"
             )
-    name_from_root(modules[0], [param for unit in members for param in unit.params])
+    _name_from_root(modules[0], [param for unit in members for param in unit.params])
     for unit in members:
         unit.settle()
-    context = RootContext(list(members), home, relay, is_solo=False)
+    context = RootContext(list(members), comm, relay, is_solo=False)
     for index, (unit, fqns) in enumerate(members.items()):
         unit.join(context, index, ", ".join(fqns))
+
+
+def _name_from_root(root: nn.Module, params: Iterable[FSDPParam]) -> None:
+    prefixes = {module: name for name, module in root.named_modules()}
+    for param in params:
+        module, local_name = param.slot.places[0]
+        prefix = prefixes.get(module, "")
+        param.fqn = f"{prefix}.{local_name}" if prefix else local_name

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fsdp_core.comm import CommLink
+    from fsdp_core.comm import CommContext
+    from fsdp_core.options import UnitOptions
     from fsdp_core.param import FSDPParam, FSDPParamGroup
+    from fsdp_core.runtime.observer import UnitTracer
     from fsdp_core.runtime.root_context import RootContext
-    from fsdp_core.runtime.tracing import UnitTracer
-    from fsdp_core.runtime.unit_options import UnitOptions
 
 
 class UnitParams:
-    """Makes all groups of a unit whole or sliced.
+    """Unshards and reshards all groups of a unit.
 
     Transforms of `torch.func` that are active around the unit's forward do not see it: slices
     and buffers are no part of the function that is transformed.
@@ -63,13 +63,13 @@ class UnitParams:
         """The parameters of all groups."""
         return [param for group in self.groups for param in group.params]
 
-    def issue_unshard(self, link: CommLink, *, after_compute: bool) -> None:
+    def issue_unshard(self, comm: CommContext, *, after_compute: bool) -> None:
         """Starts the gathers that are needed; see `FSDPParamGroup.issue_unshard`."""
         for group in self._used:
             if group.is_unsharded or group.is_gathering:
                 continue
             with torch_private.outside_transforms(), self._tracer.span("all_gather"):
-                group.issue_unshard(link, after_compute=after_compute)
+                group.issue_unshard(comm, after_compute=after_compute)
 
     def finish_unshard(self) -> None:
         """Waits for the gathers in flight and registers the whole parameters."""
@@ -113,12 +113,12 @@ class UnitParams:
         for group in self.groups:
             group.lent_in_backward = False
 
-    def reshard_after_forward(self, link: CommLink) -> None:
+    def reshard_after_forward(self, comm: CommContext) -> None:
         """Frees what no other unit needs where forward ends, or keeps slices of a smaller mesh."""
         with torch_private.outside_transforms():
             for group in self._used:
                 if not group.is_held:
-                    group.reshard_after_forward(link)
+                    group.reshard_after_forward(comm)
 
     def reduce(self, options: UnitOptions, context: RootContext, *, was_reached: bool) -> None:
         """Takes the whole gradients, frees the parameters that no unit needs, and reduces.
@@ -143,7 +143,7 @@ class UnitParams:
                 with self._tracer.span("post_backward_rs_wait"):
                     context.make_room_for_reduce()
                 with self._tracer.span("post_backward_reduce"):
-                    context.admit_reduce(group.issue_reduce(batch, context.link))
+                    context.admit_reduce(group.issue_reduce(batch, context.comm))
 
     def _reshard_after_backward(self, group: FSDPParamGroup, options: UnitOptions) -> None:
         if options.reshard_after_backward and not group.is_held:

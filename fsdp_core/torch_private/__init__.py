@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from fsdp_core.torch_private.dtensors import (
     Spec,
-    box_of,
     dtensor_of,
     local_box,
     local_tensor,
@@ -76,6 +75,8 @@ from fsdp_core.torch_private.modules import (
 )
 from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
+    MOVES,
+    OpOverload,
     cat_into,
     chunk_cat,
     foreach_copy,
@@ -91,11 +92,12 @@ from fsdp_core.torch_private.tensors import (
 )
 
 __all__ = [
+    "MOVES",
     "LookInto",
+    "OpOverload",
     "OperatorWatch",
     "Spec",
     "allocator_of",
-    "box_of",
     "calls_on_stack",
     "cat_into",
     "chunk_cat",

@@ -72,14 +72,6 @@ def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(shape)
 
 
-def box_of(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`local_box` of a DTensor that would lie so."""
-    local, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
-    return tuple(offsets), tuple(local)
-
-
 def new_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], tensor: torch.Tensor, stride: Sequence[int]
 ) -> Spec:

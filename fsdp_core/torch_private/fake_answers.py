@@ -173,7 +173,7 @@ class AnsweringFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # PyTorc
         if attributes is None:
             attributes = dict(FakeTensor(self, bare, answer.device).__dict__)
             self._attributes[answer.device] = attributes
-        # What FakeTensor.__new__ does, but for what it finds out anew each time.
+        # What FakeTensor.__new__ does, but for what it computes again each time.
         made = _make_subclass(
             FakeTensor,
             bare,

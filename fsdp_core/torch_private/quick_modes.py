@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001 - private names are what this package is for
-"""Dispatch modes that spare PyTorch what it would find out anew for every operator."""
+"""Dispatch modes that keep what PyTorch would compute again for every operator."""
 
 from __future__ import annotations
 

@@ -18,6 +18,11 @@ Leaf = TypeVar("Leaf")
 
 Tree = TypeVar("Tree")
 
+OpOverload = torch._ops.OpOverload
+
+MOVES = frozenset({torch.ops.aten._pin_memory.default, torch.ops.aten._to_copy.default})
+"""Operators that give a tensor another place or dtype."""
+
 
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target, casting on the way, in as few kernels as possible."""

@@ -33,6 +33,7 @@ _KINDS: Final = {
     "workspace": "bright_yellow",
 }
 _RANKS_NAMED: Final = 8
+_SHARED: Final = {"copy": "copied from shared memory", "storage": "one copy a host"}
 
 
 def plan_parts(plan: PlanView) -> Iterator[RenderableType]:
@@ -156,6 +157,8 @@ def _options(unit: PlanUnit) -> Iterator[str]:
     for name in ("recompute", "offload", "compile"):
         if getattr(unit, name):
             yield name
+    if unit.shared_memory:
+        yield _SHARED[unit.shared_memory]
 
 
 def _memory_bar(kind: RankMemory, limit: int | None) -> Iterator[RenderableType]:

@@ -21,7 +21,8 @@ class MemoryView(_View):
     """Bytes of device memory at one moment, by what they are for.
 
     ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
-    makes them, until they are reduced. ``communication``: what is being gathered or reduced.
+    makes them, until they are reduced. ``communication``: what is being gathered or reduced, and
+    what of memory that ranks share is this rank's, but for its slices.
     ``workspace``: what operators take within themselves.
     """
 
@@ -80,6 +81,8 @@ class PlanUnit(_View):
     """One unit: its modules, and how they are sharded, gathered and computed.
 
     ``parameters`` are counted whole, ``rank_bytes`` is what the fullest rank keeps of them.
+    ``shared_memory``: how ranks of one host gather: by copies from memory that they share, or with
+    one copy of the parameters for all (``storage``). null: through their process group.
     """
 
     modules: tuple[str, ...]
@@ -92,6 +95,7 @@ class PlanUnit(_View):
     offload: bool = False
     prefetch: int | None = None
     compile: bool = False
+    shared_memory: Literal["copy", "storage"] | None = None
 
 
 class PlanAlternative(_View):

@@ -1,6 +1,9 @@
 """Where a gang runs and how its model is sharded, as the API shows it and the ranks run it."""
 
-from typing import Final, Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -22,6 +25,26 @@ class RankPlacement(BaseModel):
     device: str = Field(pattern=r"^(cpu|cuda:\d+)$")
 
 
+class Taken(NamedTuple):
+    """What a gang takes of one node: so many CPU slots, and the accelerators of these indices."""
+
+    cpu_slots: int
+    accelerators: frozenset[int]
+
+
+def taken_by(ranks: Iterable[RankPlacement]) -> Mapping[NodeId, Taken]:
+    """What these ranks take of each node."""
+    slots: Counter[NodeId] = Counter()
+    accelerators: dict[NodeId, set[int]] = {}
+    for seat in ranks:
+        indices = accelerators.setdefault(seat.node_id, set())
+        if seat.device == "cpu":
+            slots[seat.node_id] += 1
+        else:
+            indices.add(int(seat.device.removeprefix("cuda:")))
+    return {node: Taken(slots[node], frozenset(found)) for node, found in accelerators.items()}
+
+
 class GangPlan(BaseModel):
     """All that the ranks of one attempt must know about where and how they run."""
 
@@ -35,6 +58,11 @@ class GangPlan(BaseModel):
     def world_size(self) -> int:
         """How many ranks the gang has."""
         return len(self.ranks)
+
+    @cached_property
+    def taken(self) -> Mapping[NodeId, Taken]:
+        """What it takes of each node; kept, for the leader asks at each look."""
+        return taken_by(self.ranks)
 
 
 def default_micro_batch(per_rank: int, length: int) -> int:

@@ -4,7 +4,11 @@
 | --- | --- | --- |
 | ``ml:jobs`` | zset: job id by creation time in ms | permanent |
 | ``ml:jobs:active`` | set: ids of jobs that are neither terminal nor PAUSED | permanent |
-| ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state`` | until the job is deleted |
+| ``ml:jobs:state:<state>`` | zset: ids of the jobs in that state by creation time in ms | with its jobs |
+| ``ml:jobs:owner:<owner>`` | zset: the same of an owner's jobs | with its jobs |
+| ``ml:jobs:label:<key>``, ``ml:jobs:label:<key>=<value>`` | zset: the same of jobs with that label | with its jobs |
+| ``ml:jobs:index`` | string: the format of these indexes, once they hold all jobs | permanent |
+| ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
 | ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
@@ -13,6 +17,7 @@
 | ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
+| ``ml:jobs:changes`` | stream: ``m`` = job id, ``v`` = its version, ``a`` = 1 while it is active | permanent, trimmed |
 | ``ml:jobs:deleted`` | set: ids of jobs that had an attempt and that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
@@ -46,7 +51,11 @@ from typing import Final
 
 JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
+CHANGED_JOBS: Final = "ml:jobs:changes"
 DELETED_JOBS: Final = "ml:jobs:deleted"
+JOB_INDEX: Final = "ml:jobs:index"
+# Another number has all indexes built anew.
+JOB_INDEX_FORMAT: Final = "1"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
@@ -82,11 +91,27 @@ STEPS_KEPT: Final = 200_000
 METRICS_KEPT: Final = 50_000
 EVENTS_KEPT: Final = 10_000
 HISTORY_KEPT: Final = 20_000
+CHANGES_KEPT: Final = 10_000
 AUDIT_KEPT: Final = 50_000
 CODE_KEPT_S: Final = 86_400
 CODE_DRAFT_TTL_S: Final = 600
 CODE_PART_BYTES: Final = 1 << 18
 CODE_PARTS: Final = "parts"
+
+
+def jobs_in_state(state: str) -> str:
+    """The jobs in a state."""
+    return f"ml:jobs:state:{state}"
+
+
+def jobs_of_owner(owner: str) -> str:
+    """The jobs of an owner."""
+    return f"ml:jobs:owner:{owner}"
+
+
+def jobs_with_label(label: str) -> str:
+    """The jobs with a label, as ``key`` or as ``key=value``."""
+    return f"ml:jobs:label:{label}"
 
 
 def job(job_id: str) -> str:

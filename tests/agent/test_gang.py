@@ -142,6 +142,13 @@ def test_an_echo_leaves_the_one_to_blame_a_moment_to_speak() -> None:
     assert [e.rank for e in verdict(state)] == [2, 0, 1]
 
 
+# As fsdp_core words them; tests/engine/test_shared_memory.py has them raised.
+ENDED = "Rank 1 of group '0' ended while rank 0 waited for it in the all-gather of 'head.weight'."
+LOST = "Rank 1 of group '0' ended, or did not answer in 30 s, while rank 0 shared memory with it."
+SILENT = "Rank 1 of group '0' has not taken part in the reduce-scatter of 'head.weight' for 1800 s."
+OTHER_UNITS = "Rank 0 of group '0' shares 4096 bytes, but rank 1 shares 8192. Shard the same units."
+
+
 @pytest.mark.parametrize(
     ("error", "standing"),
     [
@@ -149,6 +156,10 @@ def test_an_echo_leaves_the_one_to_blame_a_moment_to_speak() -> None:
         ("RuntimeError: [gloo/buffer.cc:81] Timed out waiting 1000ms for recv", "ECHO"),
         ("torch.distributed.DistStoreError: wait timeout after 30000ms", "ECHO"),
         ("torch.distributed.DistBackendError: NCCL communicator was aborted", "ECHO"),
+        (f"PeerError: {ENDED}", "ECHO"),
+        (f"PeerError: {LOST}", "ECHO"),
+        (f"PeerError: {SILENT}", "ECHO"),
+        (f"PeerError: {OTHER_UNITS}", "OWN_FAILURE"),
         ("TimeoutError: the feature server timed out", "OWN_FAILURE"),
         ("ValueError: the model has a fault", "OWN_FAILURE"),
     ],

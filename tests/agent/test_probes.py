@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from services.contract.mask import Mask
 from services.contract.messages.asking import SelfTestResult
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangEnded, GangProgressed, Inventory, NodeJoined
@@ -26,12 +27,12 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.probes import probe_id
+from services.contract.probes import UnfitProfileError, probe_id
 from services.contract.specs import JobSpec
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.asking import Asker, Ended, _end
 from services.worker.agent.folders import NodeFolder
-from services.worker.agent.prober import NICENESS
+from services.worker.agent.prober import NICENESS, _read
 from services.worker.agent.self_test import SelfTest
 from services.worker.agent.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
@@ -44,6 +45,7 @@ from tests.agent.conftest import (
     is_gone,
     launch,
 )
+from tests.agent.programs.probed_models import forged
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -199,9 +201,6 @@ def test_what_a_model_says_is_cut_and_what_it_forges_is_an_answer_to_its_own_que
             {"changes": '{"timed": {"seconds": [[1, Infinity, 1]], "flops": 1}}'},
             "says inf at /profile",
         ),
-        ({"changes": '{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}'}, "no measure of a model"),
-        ({"changes": f'{{"granularity": 1{"0" * 400}}}'}, "characters cut"),
-        ({"changes": "{}", "modules": 70_000}, "modules, more than the 65536"),
         ({"changes": "{}", "letters": 9 << 20}, "more than the 8 MiB that are taken"),
     ],
 )
@@ -211,6 +210,19 @@ def test_a_profile_with_which_nobody_could_plan_is_refused_with_the_reason(
     failure = node.fails(question("probed_models:claims", args))
     assert failure.code == "raised"
     assert words in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "modules", "words"),
+    [
+        ('{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}', 0, "no measure of a model"),
+        (f'{{"granularity": 1{"0" * 400}}}', 0, "characters cut"),
+        ("{}", 70_000, "modules, more than the 65536"),
+    ],
+)
+def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, words: str) -> None:
+    with pytest.raises(UnfitProfileError, match=words):
+        _read(forged(changes, modules), Mask({}))
 
 
 def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from services.contract.queue import DrainRequest
-from services.contract.states import ExitReason, JobState, NodeState, TraceState
+from services.contract.states import ExitReason, FailureClass, JobState, NodeState, TraceState
 from services.contract.traces import TraceRequest
 from services.contract.views import JobView, ResumeRequest, StopRequest
 from tests.chaos.conftest import LONG, check, eventually, finish, paced, set_pace
@@ -109,6 +109,7 @@ def test_a_killed_agent_ends_the_ranks_of_both_nodes_and_the_job_goes_on_from_it
     done = finish(cluster, job_id, undisturbed)
     (first, second) = cluster.client.attempts(job_id).items
     assert first.exit_reason is ExitReason.NODE_LOST
+    assert cluster.client.diagnosis(job_id).verdict is FailureClass.NODE_LOST
     assert second.resumed_from is not None
     assert done.attempt == 2
 

@@ -238,7 +238,9 @@ def test_two_slow_uploads_of_a_subject_leave_room_for_others(controller: Control
         refused = until(lambda: answer if (answer := ask()).status_code == 503 else None)
         assert (refused.json()["code"], refused.headers["Retry-After"]) == ("too_many_uploads", "1")
         path = f"/v1/code/{DIGEST}"
-        assert controller.client.put(path, content=CODE, headers=GZIP | SHOWN).status_code == 200
+        # New, or known from a question that came before the two.
+        others = controller.client.put(path, content=CODE, headers=GZIP | SHOWN)
+        assert others.status_code in {200, 201}
     finally:
         for client in held:
             client.close()

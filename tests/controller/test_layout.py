@@ -206,6 +206,34 @@ def test_an_elastic_job_is_planned_so_that_every_number_of_ranks_stays_possible(
     assert planner.planned(wanted, made.sharding, made.micro_batch).worlds == (2, 3, 4, 6)
 
 
+def test_a_plan_shows_which_units_share_memory_and_estimates_them_so() -> None:
+    by_default, by_gloo, copied = (
+        plan(spec(model=SMALL, plan={"mesh": {"dp_shard": 2}, **said}))
+        for said in ({}, {"shared_memory": "none"}, {"shared_memory": "copy"})
+    )
+    assert by_default.sharding is not None
+    assert by_default.sharding.shared_memory == "auto"
+    assert {unit.shared_memory for unit in by_default.units} == {"storage"}
+    assert {unit.shared_memory for unit in by_gloo.units} == {None}
+    assert {unit.shared_memory for unit in copied.units} == {"copy"}
+    unsharded = [made.memory[0].peak.unsharded for made in (by_default, copied)]
+    assert unsharded[0] == 0 < unsharded[1]
+
+
+def test_ranks_of_several_nodes_are_planned_without_shared_memory() -> None:
+    wanted = spec(model=SMALL, resources={"ranks": 4}, mesh={"dp_shard": 4})
+    found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
+    room = RankRoom("cpu", 2, 1 << 30, FACTS)
+    made = layout.work_out(Study(wanted, found, room, (Standing(node()),)))
+    assert made.sharding is not None
+    assert made.sharding.shared_memory == "none"
+    elastic = spec(model=SMALL, resources={"world": {"min": 4, "max": 6}}, mesh="auto")
+    # It may have all its ranks on one node another time.
+    assert made.micro_batch is not None
+    settled = planner.planned(elastic, made.sharding, made.micro_batch)
+    assert planner.shard(settled).shared_memory == "auto"
+
+
 def test_the_default_layout_is_estimated_as_it_runs() -> None:
     wanted = spec(model=SMALL, plan="default")
     assert not wanted.leaves_layout_open

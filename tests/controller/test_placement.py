@@ -162,6 +162,7 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
             "units": [{"modules": [], "shard": 1}],
             "tensor_parallel": [{"modules": ["head"], "style": "colwise", "bias": True}],
             "param_dtype": "int4",
+            "shared_memory": "always",
             "colour": "red",
         },
     )
@@ -172,6 +173,7 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
     assert unknown <= pointers
     assert any(pointer.startswith("/plan/units/0") for pointer in pointers)
     assert any(pointer.startswith("/plan/param_dtype") for pointer in pointers)
+    assert "/plan/shared_memory" in pointers
 
 
 def test_a_lease_that_ran_out_while_redis_was_away_proves_nothing() -> None:

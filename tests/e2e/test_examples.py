@@ -55,7 +55,7 @@ def validated(job: JobView) -> Evaluation:
 
 
 def test_a_plain_dataset_and_model_recognise_97_of_100_digits(run: Run) -> None:
-    seen = validated(run("digits"))
+    seen = validated(run("digits", steps=200))
     accuracy = seen.metrics["accuracy"]
     assert accuracy is not None
     assert (seen.tokens, accuracy >= 0.97) == (360, True), accuracy

@@ -12,7 +12,7 @@ import pytest
 from services.contract.commit_chain import CommitChain
 from services.contract.rank_channel import BoardReader
 from services.worker.agent.folders import NodeFolder
-from tests.e2e.conftest import running_stack
+from tests.e2e.conftest import LONG, running_stack
 from tests.waiting import until
 
 EVERY_STEPS = 40
@@ -35,6 +35,7 @@ def test_ranks_train_on_while_the_disk_of_the_home_is_full_and_what_they_held_co
     storage = tmp_path / "checkpoints"
     with running_stack(small_disk, MESHLOOM_CHECKPOINT_ROOT=str(storage)) as stack:
         job_id = stack.submit(
+            model=LONG["model"],
             train={"steps": 10**6, "global_batch": 4, "seed": 7},
             checkpoint={"every_steps": EVERY_STEPS, "keep_last": 1000},
         ).id

@@ -92,10 +92,10 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         job_id = stack.submit(
             model={
                 "factory": "curious_models:CuriousDecoder",
-                "args": {"files": private, "dim": 32, "layers": 2, "heads": 2},
+                "args": {"files": private, "pace_s": 0.03, "dim": 32, "layers": 2, "heads": 2},
             },
             train={"steps": 10**6, "global_batch": 4, "seed": 7},
-            checkpoint={"every_steps": 60},
+            checkpoint={"every_steps": 20},
         ).id
         until(lambda: stack.job(job_id).latest_checkpoint)
         lines = [line.text for line in stack.client.logs(job_id)]

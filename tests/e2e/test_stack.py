@@ -15,15 +15,12 @@ import redis
 from services.cli.client import Client
 from services.contract import redis_keys
 from services.local.settings import child_environment
-from tests.e2e.conftest import LONG, Stack, free_port, tiny_spec
+from tests.e2e.conftest import LONG, USER_MODELS, Stack, free_port, tiny_spec
 from tests.waiting import until
 
 OPERATOR = "an-operator-of-this-test"
-# For stacks that are told of no models but the built-in ones.
-BUILT_IN = {
-    "train": {"steps": 240, "global_batch": 4, "seed": 7},
-    "checkpoint": {"every_steps": 60},
-}
+# A stack with a token admits no models but the built-in ones, which take no rests.
+BUILT_IN = {"train": {"steps": 1_000, "global_batch": 4, "seed": 7}}
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 
@@ -100,9 +97,13 @@ def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_pro
 
 def test_a_run_that_was_interrupted_goes_on_with_its_job(tmp_path: Path) -> None:
     spec_file = tmp_path / "spec.yaml"
-    spec_file.write_text(json.dumps(tiny_spec(**BUILT_IN)))
+    spec_file.write_text(json.dumps(tiny_spec(**LONG)))
     port = free_port()
-    environment = {"MESHLOOM_HOME": str(tmp_path), "MESHLOOM_PORT": str(port)}
+    environment = {
+        "MESHLOOM_HOME": str(tmp_path),
+        "MESHLOOM_PORT": str(port),
+        "MESHLOOM_USER_PATH": str(USER_MODELS),
+    }
     command = [sys.executable, "-m", "services.local", "run", str(spec_file)]
     with (
         (tmp_path / "first.log").open("wb") as log,

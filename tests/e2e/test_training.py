@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import os
-import signal
 from hashlib import sha256
 from pathlib import Path
 
-import psutil
 import pytest
 
 from services.cli.errors import RefusedError
@@ -16,7 +13,6 @@ from services.contract.queue import DrainRequest
 from services.contract.states import (
     CheckpointState,
     ExitReason,
-    FailureClass,
     JobState,
     NodeState,
 )
@@ -89,21 +85,6 @@ def test_a_paused_job_resumes_with_exactly_the_losses_of_an_undisturbed_one(
     assert attempts[1].first_step == paused.progress.step + 1
 
 
-def test_a_killed_controller_loses_nothing(
-    stack: Stack, undisturbed: dict[int, float | None]
-) -> None:
-    job_id = stack.submit(**LONG).id
-    stack.at_step(job_id, 7)
-    controller = stack.part("services.controller")
-    os.kill(controller.pid, signal.SIGKILL)
-    done = stack.rested(job_id)
-    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
-    assert done.attempt == 1
-    assert done.restarts == 0
-    assert stack.part("services.controller").pid != controller.pid
-    assert stack.losses(job_id) == undisturbed
-
-
 def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_anything(
     stack: Stack, undisturbed: dict[int, float | None]
 ) -> None:
@@ -124,46 +105,6 @@ def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_any
     assert (first.exit_reason, first.lost_steps) == (ExitReason.PREEMPTED, 0)
     assert (second.exit_reason, second.lost_steps) == (ExitReason.NODE_DRAINED, 0)
     assert third.exit_reason is ExitReason.COMPLETED
-    assert stack.losses(job_id) == undisturbed
-
-
-def test_a_killed_rank_is_named_and_the_job_goes_on_from_its_commit(
-    stack: Stack, undisturbed: dict[int, float | None]
-) -> None:
-    job_id = stack.submit(**LONG).id
-    until(lambda: stack.job(job_id).latest_checkpoint)
-    victim = next(r for r in stack.client.ranks(job_id).items if r.rank == 1)
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    done = stack.rested(job_id)
-    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
-    first, *_ = stack.client.attempts(job_id).items
-    assert first.failure is not None
-    assert first.failure.rank == 1
-    assert first.failure.signal == "SIGKILL"
-    assert done.restarts >= 1
-    assert stack.losses(job_id) == undisturbed
-
-
-def test_a_killed_agent_leaves_no_orphan_and_the_job_goes_on(
-    stack: Stack, undisturbed: dict[int, float | None]
-) -> None:
-    job_id = stack.submit(**LONG).id
-    until(lambda: stack.job(job_id).latest_checkpoint)
-    agent = stack.part("services.worker.agent")
-    # Of the agent's own children the template stays, to wait for the next agent. Its forks, the
-    # warm process and the ranks, have the same command line.
-    template = "services.worker.rank.process.template"
-    stays = [child for child in agent.children() if template in child.cmdline()]
-    family = [child for child in agent.children(recursive=True) if child not in stays]
-    assert len(stays) == 1
-    assert len(family) >= 3
-    os.kill(agent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-    done = stack.rested(job_id)
-    assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
-    assert stack.client.diagnosis(job_id).verdict is FailureClass.NODE_LOST
     assert stack.losses(job_id) == undisturbed
 
 

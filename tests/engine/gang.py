@@ -26,7 +26,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
+from torch.distributed import (  # type: ignore[attr-defined]  # PyTorch does not list the stores
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.comm import collectives
@@ -189,12 +194,32 @@ def _join(rank: int, world: int, port: int, device: str) -> RankContext:
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    _share_one_loop()
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world
     )
     mesh = init_device_mesh(device, (world,))
     here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else "cpu"
     return RankContext(rank, world, torch.device(here), mesh)
+
+
+def _share_one_loop() -> None:
+    """Have all of this rank's groups on gloo share a device.
+
+    A device has a thread that wakes a hundred times a second, and groups of meshes live as long as
+    the rank. With a device each, the hundred groups of a gang would take a third of a core for the
+    rest of the session, whoever uses them.
+    """
+    device = ProcessGroupGloo.create_default_device()
+
+    class OnSharedDevice(ProcessGroupGloo):
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stubs
+            options._devices = [device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]  # in this rank
 
 
 def _answer(

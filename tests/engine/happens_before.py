@@ -38,11 +38,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_core.comm import DeviceLanes, Lane
+from fsdp_core.comm import DeviceStreams, Stream
 from tests.engine.sharded import states
 
-_LANE_NAMES = [lane.name for lane in Lane if lane is not Lane.COMPUTE]
-_NOT_ASKING = ("happens_before.py", "lanes.py", "contextlib.py")
+_STREAM_NAMES = [stream.name for stream in Stream if stream is not Stream.COMPUTE]
+_NOT_ASKING = ("happens_before.py", "streams.py", "contextlib.py")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class SimulatedDevice:
         self.collectives: list[Collective] = []
         self.copies_out: list[int] = []
         self._deaf_to = deaf_to
-        self._names = iter(_LANE_NAMES)
+        self._names = iter(_STREAM_NAMES)
         self._of_groups: dict[str, Timeline] = {}
 
     @property
@@ -348,11 +348,11 @@ class Simulation:
     def takes(self, model: nn.Module) -> None:
         """Has the model's units communicate on simulated streams."""
         for state in states(model):
-            state.home._make_lanes = self._lanes  # type: ignore[assignment]  # a function as well
+            state.context.shared._make_streams = self._streams
         self.watch.host_reads.clear()  # making it may look at ranks
 
-    def _lanes(self) -> DeviceLanes:
-        return DeviceLanes(torch.device("cpu"), self.device)
+    def _streams(self) -> DeviceStreams:
+        return DeviceStreams(torch.device("cpu"), self.device)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_core import fully_shard, torch_private
-from fsdp_core.api import observe
 from fsdp_core.comm import DefaultReduceScatter
+from fsdp_core.runtime import observe
 from fsdp_core.states import TrainingState
 from tests.engine.fake_rank import Call, FakeRank, calls
 from tests.engine.gang import RankContext

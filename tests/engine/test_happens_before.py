@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core import MixedPrecisionPolicy, fully_shard
 from fsdp_core.comm import QuantizedReduceScatter
-from fsdp_core.extensions import Int8Weight
+from fsdp_core.low_precision import Int8Weight
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.happens_before import Simulation, simulated
 from tests.engine.sharded import unit
@@ -187,7 +187,7 @@ NEEDED: dict[str, tuple[Scenario, int]] = {
     "PendingGather.issue: GATHER after PACK": (sharded, 4),
     # Where no work object stands for the collective.
     "PendingGather._arrive: COMPUTE after GATHER": (sharded, 1),
-    "CommLink.let_go_gathered: PACK after COMPUTE": (low_precision_weights, 4),
+    "CommContext.let_go_gathered: PACK after COMPUTE": (low_precision_weights, 4),
     "FSDPParamGroup.issue_unshard: PACK after COMPUTE": (smaller_mesh, 4),
     "PendingReduce.issue: REDUCE after COMPUTE": (sharded, 4),
     "PendingReduce.land: COMPUTE after REDUCE": (sharded, 4),
@@ -195,15 +195,15 @@ NEEDED: dict[str, tuple[Scenario, int]] = {
     "PendingReduce._finish: ALL_REDUCE after REDUCE": (replicated, 4),
     "PendingReduce._run_hook: USER after ALL_REDUCE": (hook_on_a_stream_of_its_own, 4),
     "PendingReduce._run_hook: ALL_REDUCE after USER": (hook_on_a_stream_of_its_own, 4),
-    "CommLink._let_go: REDUCE after ALL_REDUCE": (replicated, 4),
-    "CommLink.end_backward: COMPUTE after REDUCE": (mixed_precision, 4),
-    "CommLink.end_backward: COMPUTE after ALL_REDUCE": (replicated, 4),
+    "CommContext._let_go: REDUCE after ALL_REDUCE": (replicated, 4),
+    "CommContext.end_backward: COMPUTE after REDUCE": (mixed_precision, 4),
+    "CommContext.end_backward: COMPUTE after ALL_REDUCE": (replicated, 4),
 }
 # GATHER follows PACK before each gather, and makes no memory of its own. They are for a custom
 # all-gather that does.
 SPARE = {
     "RootContext._follow_optimizer: GATHER after COMPUTE",
-    "CommLink.let_go_gathered: GATHER after COMPUTE",
+    "CommContext.let_go_gathered: GATHER after COMPUTE",
 }
 
 
@@ -254,7 +254,7 @@ def check_order(ctx: RankContext, scenario: Scenario) -> None:
     ],
     ids=["sharded", "quantized", "replicated"],
 )
-def test_collectives_are_work_of_their_lanes(
+def test_collectives_are_work_of_their_streams(
     gangs: Gangs, scenario: Scenario, streams: set[str]
 ) -> None:
     gangs(4).run(check_streams, scenario, streams)

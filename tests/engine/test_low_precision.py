@@ -19,7 +19,7 @@ from fsdp_core import MixedPrecisionPolicy, fully_shard
 from fsdp_core.checkpoint import load_model_state, load_optimizer_state
 from fsdp_core.comm import BlockCode
 from fsdp_core.errors import ArgumentError
-from fsdp_core.extensions import (
+from fsdp_core.low_precision import (
     Float8Weight,
     Int8Weight,
     LowPrecisionWeight,

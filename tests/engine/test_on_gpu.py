@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fsdp_core.comm import DefaultAllGather, DefaultReduceScatter, DeviceLanes, lanes_for
+from fsdp_core.comm import DefaultAllGather, DefaultReduceScatter, DeviceStreams, streams_for
 from fsdp_core.comm.strategies import ReduceOp
 from tests.engine.fake_rank import FakeRank
 from tests.engine.gang import Gangs, RankContext
@@ -157,7 +157,7 @@ def train_wired(ctx: RankContext, case: Case, *, is_slow: bool) -> list[torch.Te
     mesh = ctx.mesh
     if case == "replicated":
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicas", "shards"))
-    # A dtype of its own, so that what was reduced is freed while later lanes may still read it.
+    # A dtype of its own, so that what was reduced is freed while later streams may still read it.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model = mlp().to(ctx.device)
     for layer in (*list(model), model):
@@ -181,12 +181,12 @@ def train_wired(ctx: RankContext, case: Case, *, is_slow: bool) -> list[torch.Te
 # -- One rank with NCCL
 
 
-def test_the_lanes_are_streams(gangs: Gangs) -> None:
-    gangs(1).run(check_lanes)
+def test_an_accelerator_has_streams(gangs: Gangs) -> None:
+    gangs(1).run(check_streams)
 
 
-def check_lanes(ctx: RankContext) -> None:
-    assert isinstance(lanes_for(ctx.device), DeviceLanes)
+def check_streams(ctx: RankContext) -> None:
+    assert isinstance(streams_for(ctx.device), DeviceStreams)
 
 
 def test_training_equals_that_of_one_process(gangs: Gangs) -> None:

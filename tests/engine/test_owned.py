@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_core import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, clip_grad_norm_, fully_shard
 from fsdp_core.checkpoint import load_model_state, load_optimizer_state
 from fsdp_core.errors import ArgumentError, ArgumentTypeError, StateError, UnsupportedError
-from fsdp_core.extensions import gather_in_low_precision
 from fsdp_core.layout import OwnedPacking, balanced_owners
+from fsdp_core.low_precision import gather_in_low_precision
 from fsdp_core.param import OwnedParam, owned_over
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import BLOCKS, Decoder, decoder, loss_of, tokens_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_core import fully_shard
 from fsdp_core.errors import EngineError
-from fsdp_core.runtime.grouping import PlacementFn
+from fsdp_core.options import PlacementFn
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import (
     assert_equal,

@@ -31,7 +31,7 @@ from fsdp_core.errors import (
     StateError,
     UnsupportedError,
 )
-from fsdp_core.param.placing import place, whole_local
+from fsdp_core.param.sharding_spec import place, whole_local
 from fsdp_core.policy import DataParallelMeshDims
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.test_mesh_info import their_info

@@ -18,7 +18,7 @@ from fsdp_core.comm import (
     ProcessGroupReduceScatter,
 )
 from fsdp_core.errors import EngineError
-from fsdp_core.param.group_options import GroupOptions
+from fsdp_core.options import GroupOptions
 from fsdp_core.runtime import NullObserver
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import BLOCKS, Decoder

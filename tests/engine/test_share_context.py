@@ -1,4 +1,4 @@
-"""Several roots on one device share lanes, counts and window, and train as the reference's do."""
+"""Several roots on one device share streams, counts and window, and train as the reference's do."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_sharing(ctx: RankContext, when: str) -> None:
         torch.autograd.backward(chunk(x).sum())
     first, second = (state(chunk).context for chunk in chunks)
     assert first is not second
-    assert first.link is second.link
+    assert first.comm is second.comm
     assert first.reduces is second.reduces
     watch = Sequences()
     for chunk in chunks:

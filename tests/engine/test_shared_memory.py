@@ -548,15 +548,15 @@ def check_copied(ctx: RankContext) -> None:
     train(ctx, model)
     state = state_of(model)
     assert state is not None
-    link = state.context.link
+    comm = state.context.comm
     with torch.no_grad():
         model(ctx.batch(0, 3, 7))
-    assert not link.uncopied
+    assert not comm.uncopied
     unit = cast("FSDPModule", model[0])
     handle = unit.unshard(async_op=True)
     assert handle is not None
     handle.wait()
-    assert not link.uncopied
+    assert not comm.uncopied
     unit.reshard()
 
 

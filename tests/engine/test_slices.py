@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_core.errors import ArgumentError
 from fsdp_core.layout import Slicing
 from fsdp_core.param import slices
-from fsdp_core.param.memory_order import MemoryOrder
+from fsdp_core.param.slices import MemoryOrder
 
 
 @st.composite

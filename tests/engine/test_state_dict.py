@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fsdp_core import MixedPrecisionPolicy, Owned, ShardedState, fully_shard
 from fsdp_core.errors import ArgumentError
-from fsdp_core.param import charge_of
-from fsdp_core.runtime.grouping import PlacementFn
+from fsdp_core.options import PlacementFn
+from fsdp_core.param.grouping import charge_of
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Decoder, decoder, loss_of, tokens_of
 from tests.engine.sharded import backward_once, local, shard_decoder, state, states, unit

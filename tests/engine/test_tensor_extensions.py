@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_core import Float8Weight, Int8Weight, torch_private
 from fsdp_core.errors import EngineError
-from fsdp_core.extensions.low_precision_weight import LowPrecisionWeight
+from fsdp_core.low_precision import LowPrecisionWeight
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import Engine, assert_equal, engines, groups_of, ours, train
 

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_core import MixedPrecisionPolicy
-from fsdp_core.runtime.tracing import UnitTracer
+from fsdp_core.runtime.observer import UnitTracer
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.sharded import backward_once, shard_decoder
 

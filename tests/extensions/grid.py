@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.extensions.sharded_tensor import ShardedTensor
+from fsdp_core.torch_private.sharded_tensor import ShardedTensor
 from tests.engine.gang import RankContext
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_core.extensions import DTensorExtensions, FSDPExtensions, dispatch, one_axis, two_axes
+from fsdp_core.fsdp1 import DTensorExtensions, FSDPExtensions, dispatch, one_axis, two_axes
 from tests.engine.gang import Gangs, RankContext
 from tests.extensions.grid import assert_same, grid, numbered, outdated_words, reference
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core.errors import EngineError
-from fsdp_core.extensions import (
+from fsdp_core.fsdp1 import (
     boxes,
     dispatch,
     flattening,
@@ -22,7 +22,7 @@ from fsdp_core.extensions import (
     sharded_metadata,
     two_axes,
 )
-from fsdp_core.extensions.sharded_tensor import ChunkShardingSpec, RemoteDevice, ShardedTensor
+from fsdp_core.torch_private.sharded_tensor import ChunkShardingSpec, RemoteDevice, ShardedTensor
 from tests.engine.gang import Gangs, RankContext
 from tests.extensions.grid import (
     Raised,

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_core.extensions import DTensorExtensions
+from fsdp_core.fsdp1 import DTensorExtensions
 from tests.engine.gang import Gangs, RankContext
 from tests.extensions.grid import assert_same, grid, outdated_words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from fsdp_core.plan.model import (
     ModelProfile,
     ShardDim,
     ShardingPlan,
+    SharedMemory,
     TensorParallelPlan,
     Training,
     UnitPlan,
@@ -32,6 +33,7 @@ from fsdp_core.plan.model import (
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from services.worker.rank.models.decoder import Decoder
+from services.worker.rank.process.host_memory import shared_bytes
 from tests.engine.gang import RankContext
 
 VOCAB, LENGTH = 512, 64
@@ -335,6 +337,27 @@ ALL_CASES = (
     ),
 )
 CASES = {case.name: case for case in ALL_CASES}
+WAYS_TO_SHARE: tuple[SharedMemory, ...] = ("copy", "storage")
+SHARED = {
+    f"{name}, {way}": replace(
+        CASES[name],
+        name=f"{name}, {way}",
+        plan=replace(CASES[name].plan, shared_memory=way),
+    )
+    for name in (
+        "decoder",
+        "decoder, bf16, reduced in fp32",
+        "encoder, tied over two units",
+        "MLP",
+        "frozen body",
+        "decoder, kept whole after forward",
+        "decoder, prefetch 2, accumulated",
+        "decoder, HSDP 2 x 2",
+        "decoder, TP 2 x 2",
+        "MLP, offloaded, sharded on dim 1",
+    )
+    for way in WAYS_TO_SHARE
+}
 STEPS = 4
 
 
@@ -342,8 +365,8 @@ class Held(NamedTuple):
     """The most bytes of a rank after the first step.
 
     Attributes:
-        tensors: Of live storages.
-        allocated: That the allocator gave out.
+        tensors: Of live storages; views of memory that ranks share count, too.
+        allocated: That the allocator gave out, and this rank's part of memory that ranks share.
     """
 
     tensors: int
@@ -352,7 +375,7 @@ class Held(NamedTuple):
 
 def measured(ctx: RankContext, name: str) -> Held:
     """What one of the cases here holds."""
-    return held_by(ctx, CASES[name])
+    return held_by(ctx, {**CASES, **SHARED}[name])
 
 
 def held_by(ctx: RankContext, case: Case) -> Held:
@@ -377,9 +400,11 @@ def _train_for(ctx: RankContext, case: Case, steps: int) -> Held:
             allocator.begin()
             _train(case, model, optimizer)
             peaks.append(resting + allocator.most())
+        # It grows alone, and not any more after the first steps.
+        shared = shared_bytes()
     allocator.end()
     # The lowest: threads of gloo free late what they have where they wait for a processor.
-    return Held(live.peak, min(peaks[1:], default=0))
+    return Held(live.peak, min(peaks[1:], default=0) + shared)
 
 
 def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -26,6 +26,7 @@ from fsdp_core.plan.model import (
     UnitPlan,
     estimate,
 )
+from fsdp_core.plan.model.shares import shares_of
 from fsdp_core.plan.model.traffic import Kind
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import Mlp, vector_loss
@@ -132,6 +133,53 @@ def test_gloo_holds_a_copy_of_what_it_reduces_and_nccl_does_not(profile: ModelPr
     alone = ShardingPlan(MeshPlan())
     without = estimate(profile, alone, training, only_tensors=True)
     assert estimate(profile, alone, training).peak == without.peak
+
+
+def test_ranks_that_share_memory_hold_less_and_with_one_copy_nothing_whole(
+    profile: ModelProfile,
+) -> None:
+    mesh = MeshPlan(dp_shard=2)
+    by_gloo, copied, one_copy = (
+        of(profile, mesh=mesh, shared_memory=way) for way in ("none", "copy", "storage")
+    )
+    assert one_copy.peak.memory.unsharded == 0 < copied.peak.memory.unsharded
+    assert one_copy.peak.memory.total < copied.peak.memory.total < by_gloo.peak.memory.total
+    assert by_gloo.resting.communication == 0
+    # In one of the boxes there is the part of the other rank of the largest unit's gradients.
+    part = 4 * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN) // 2
+    assert part < one_copy.resting.communication == copied.resting.communication
+    for each in (copied, one_copy):
+        assert replace(each.resting, communication=0) == by_gloo.resting
+        assert (each.sent, each.collectives) == (by_gloo.sent, by_gloo.collectives)
+
+
+def test_what_cannot_be_shared_is_estimated_as_before(profile: ModelProfile) -> None:
+    there = replace(profile, device_type="cuda")
+    parts = UnitPlan(("layers.*",), reshard_after_forward=2)
+    assert of(there, shared_memory="auto") == of(there)
+    assert of(profile, mesh=MeshPlan(), shared_memory="auto") == of(profile, mesh=MeshPlan())
+    root = UnitPlan(("",), reshard_after_forward=2)
+    assert of(profile, parts, root, shared_memory="auto") == of(profile, parts, root)
+
+
+def test_auto_copies_what_is_cast_or_written_in_forward_and_has_one_copy_of_the_rest(
+    profile: ModelProfile,
+) -> None:
+    assert of(profile, shared_memory="auto") == of(profile, shared_memory="storage")
+    cast = of(profile, param_dtype="bf16", shared_memory="auto")
+    assert cast == of(profile, param_dtype="bf16", shared_memory="copy")
+    # Slices in bf16 stay beside those in fp32.
+    assert cast.resting.communication > 2 * sum(_numel(p.shape) for p in profile.parameters) // 4
+    first, *others = profile.parameters
+    written = replace(profile, parameters=(replace(first, is_written=True), *others))
+    units = {
+        share.name: share.shared
+        for share in shares_of(
+            written, ShardingPlan(MeshPlan(dp_shard=2), LAYER_UNITS, shared_memory="auto")
+        )
+    }
+    assert units.pop("layers.0") == "copy"
+    assert set(units.values()) == {"storage"}
 
 
 def test_building_counts_where_each_rank_builds_the_whole() -> None:

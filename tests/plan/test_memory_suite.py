@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from tests.engine.gang import Gangs
-from tests.plan.suite import CASES, Held, estimated, measured
+from tests.engine.gang import Gang, Gangs
+from tests.plan.suite import CASES, SHARED, Held, estimated, measured
 
 pytestmark = pytest.mark.ranks
 
@@ -44,3 +44,13 @@ def test_without_libraries_it_is_within_a_tenth_of_live_tensors(name: str, gangs
 def test_half_of_all_estimates_are_within_a_hundredth_of_live_tensors(gangs: Gangs) -> None:
     assert len(NAMES) >= 12
     assert median(off_by_tensors(name, gangs) for name in NAMES) < 0.01
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_where_ranks_share_memory_the_estimate_is_within_a_tenth(name: str) -> None:
+    case = SHARED[name]
+    # Anew: what earlier cases left in segments is used again.
+    gang = Gang(case.plan.mesh.ranks, "cpu")
+    held = max(each.allocated for each in gang.run(measured, name))
+    gang.close()
+    assert estimated(case).peak.memory.total == pytest.approx(held, rel=0.10)

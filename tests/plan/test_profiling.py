@@ -33,7 +33,7 @@ from fsdp_core.plan.model import (
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from tests.plan.suite import ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
+from tests.plan.suite import VOCAB, ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
 from tests.plan.wide_suite import ByRows, CheckpointedMlp, Lion, Towers, in_batch_loss
 
 WIDTH, HIDDEN, LAYERS = 256, 64, 3
@@ -176,6 +176,14 @@ def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:
     assert facts["embed.weight"].is_embedding
     with_grads = {place for s in profile.traces[0].segments for place in s.grads}
     assert [profile.parameters[place].name for place in with_grads] == ["embed.weight"]
+
+
+def test_an_embedding_with_a_largest_norm_is_written_in_forward() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCAB, 8, max_norm=1.0), nn.Linear(8, VOCAB))
+
+    profile = profile_model(ModelUnderStudy(make, next_token_loss), sizes=(1,))
+    assert [each.is_written for each in profile.parameters] == [True, False, False]
 
 
 def test_attention_is_counted_as_the_device_computes_it() -> None:

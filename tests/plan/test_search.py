@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -32,6 +32,7 @@ from fsdp_core.plan.model import (
     Seats,
     Segment,
     ShardingPlan,
+    SharedMemory,
     StepTime,
     Trace,
     Training,
@@ -129,6 +130,7 @@ questions = st.builds(
         st.sampled_from([None, None, 1]),
         st.sampled_from(DTYPES),
         st.sampled_from([None, "fp32"]),
+        shared_memory=st.sampled_from(get_args(SharedMemory)),
     ),
     st.sampled_from(
         [

@@ -36,7 +36,7 @@ from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
 from services.controller.domain import planner
 from services.worker.rank.process.seat import DEFAULT_TRAINER, take_seat
-from tests.forking import forking
+from tests.forking import forking, imported
 
 M = TypeVar("M")
 
@@ -225,13 +225,20 @@ class Ranks:
         param_dtype: Precision = "fp32",
         trainer: str = DEFAULT_TRAINER,
         code: Path | None = None,
+        libraries: tuple[str, ...] = (),
     ) -> Attempt:
         """Launches an attempt of ``world`` ranks, or of those of a fixed job's mesh.
 
-        ``code`` is where uploaded code would lie.
+        ``code`` is where uploaded code would lie; ``libraries``, modules that take seconds to import,
+        with which ranks begin.
         """
         sharding = ShardingPlan(
-            MeshPlan(dp_shard=world), units, param_dtype=param_dtype, reduce_dtype="fp32"
+            MeshPlan(dp_shard=world),
+            units,
+            # As the controller plans: parameters are kept in fp32.
+            param_dtype=None if param_dtype == "fp32" else param_dtype,
+            reduce_dtype="fp32",
+            shared_memory="auto",
         )
         if spec.resources.world is not None:
             sharding = planner.shard(spec, world)
@@ -274,7 +281,8 @@ class Ranks:
                     args=(seat, _Sent(theirs), listener if rank == 0 else None, trainer),
                     daemon=False,  # it may have worker processes of its own
                 )
-                process.start()
+                with imported(*libraries):
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 ours.append(end)

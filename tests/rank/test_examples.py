@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from fsdp_core.plan.model import UnitPlan
 from services.contract.messages.rank_pipe import RankVote
 from services.contract.specs import JobSpec
+from tests.forking import HUGGING_FACE
 from tests.rank.gang import Attempt, Ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,6 +23,12 @@ pytestmark = pytest.mark.ranks
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 BYTES: Final = "stdlib-gpt"
 STEPS: Final = 6
+# What their code imports; each of a dozen ranks would take seconds for it.
+LIBRARIES: Final = {
+    "digits": ("sklearn.datasets",),
+    "llama": HUGGING_FACE,
+    "trainer": HUGGING_FACE,
+}
 
 
 def short(name: str) -> JobSpec:
@@ -48,7 +55,11 @@ def test_a_killed_rank_a_pause_and_another_world_size_do_not_show_in_the_losses(
     said = spec.plan["units"] if isinstance(spec.plan, dict) else ()
     units = tuple(UnitPlan(tuple(unit["modules"])) for unit in said)
     start = functools.partial(
-        ranks.start, spec, units=units, code=None if name == BYTES else EXAMPLES / name
+        ranks.start,
+        spec,
+        units=units,
+        code=None if name == BYTES else EXAMPLES / name,
+        libraries=LIBRARIES.get(name, ()),
     )
     whole = start().succeeded().losses()
     assert sorted(whole) == list(range(1, STEPS + 1))

@@ -21,6 +21,7 @@ from services.worker.rank.models.hugging_face import (
 )
 from services.worker.rank.models.loss import loss_of
 from services.worker.rank.models.materialise import give_values
+from tests.forking import HUGGING_FACE
 from tests.rank.gang import JOB, Ranks
 from tests.rank.user_data import Counting
 
@@ -91,6 +92,7 @@ def test_each_rank_reads_its_slices_and_the_library_loads_what_came_of_them(
     attempt = ranks.start(
         of(spec, model="first"),
         units=UNITS if shape != "gpt2" else (UnitPlan(("transformer.h.*",)),),
+        libraries=HUGGING_FACE,
     ).succeeded()
     losses = attempt.losses()
     assert losses[1] == pytest.approx(loss_of_step(first, 1), abs=1e-5)
@@ -128,8 +130,9 @@ def test_first_values_are_drawn_as_the_library_draws_them(shape: str, tmp_path: 
 
 def test_first_values_do_not_depend_on_the_number_of_ranks(ranks: Ranks, spec: Spec) -> None:
     saved("llama", ranks.root / "config")
+    job = of(spec, config="config")
     runs = [
-        ranks.start(of(spec, config="config"), world, fence=world, units=UNITS).succeeded()
+        ranks.start(job, world, fence=world, units=UNITS, libraries=HUGGING_FACE).succeeded()
         for world in (1, 2)
     ]
     assert runs[0].losses() == pytest.approx(runs[1].losses(), abs=1e-5)

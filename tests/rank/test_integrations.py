@@ -1,11 +1,13 @@
 """Trainers of other libraries under Meshloom: what they report, and how they go on."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
 from services.contract.specs import JobSpec
+from tests.forking import HUGGING_FACE
 from tests.rank.gang import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +38,14 @@ def job(program: str, ranks: int) -> JobSpec:
 def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     ranks: Ranks, program: str, world: int, metric: str
 ) -> None:
-    first = ranks.start(job(program, world), world, code=PROGRAMS).succeeded()
+    start = functools.partial(
+        ranks.start,
+        job(program, world),
+        world,
+        code=PROGRAMS,
+        libraries=() if program == "lightning_trainer" else HUGGING_FACE,
+    )
+    first = start().succeeded()
     steps = first.steps()
     assert [(step.step, step.of) for step in steps] == [(n, STEPS) for n in range(1, STEPS + 1)]
     assert len(set(first.losses().values())) == STEPS
@@ -47,8 +56,5 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     assert {point["step"] for point in points if metric in point} == set(range(1, STEPS + 1))
 
     source = first.committed(SAVED)
-    again = ranks.start(
-        job(program, world), world, fence=2, resume_from=source.checkpoint_id, code=PROGRAMS
-    )
-    again.succeeded()
+    again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
     assert again.losses() == first.losses_after(SAVED)

@@ -1,14 +1,20 @@
 """What the steps of a CPU rank take, by the kernel's count of a process that does nothing else."""
 
 import mmap
-from collections.abc import Callable
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from services.worker.rank.loop.step_memory import MEASURED_STEPS, HostMemory, MemoryFigures
+from services.worker.rank.process.host_memory import count_shared_memory, limit_memory
 from tests.forking import forking
 
 T = TypeVar("T")
@@ -130,3 +136,58 @@ def test_nothing_is_told_where_the_kernel_keeps_no_mark() -> None:
     figures = alone(without_a_mark)
     assert [each.peak for each in figures] == [None] * MEASURED_STEPS
     assert figures[0].held > 0
+
+
+SHARER = """
+import mmap, sys
+memory = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
+memory.write(b"1" * int(sys.argv[2]))
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def shared_with_another(mebibytes: int) -> Iterator[mmap.mmap]:
+    """Memory of which all pages are resident in another process and in this one."""
+    nbytes, file = mebibytes * MIB, os.memfd_create("shared")
+    os.ftruncate(file, nbytes)
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", SHARER, str(file), str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[file],
+        ) as other,
+        mmap.mmap(file, nbytes) as memory,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"written\n"
+        memory.write(b"2" * nbytes)
+        yield memory
+        other.communicate()
+    os.close(file)
+
+
+def beside_another() -> MemoryFigures:
+    memory = begun()
+    with shared_with_another(64):
+        return step(memory, at_peak=16)
+
+
+def test_of_memory_that_two_processes_share_each_counts_half() -> None:
+    assert abs(peak(alone(beside_another)) - 48 * MIB) < SLACK
+
+
+def limits() -> tuple[int, int]:
+    limit_memory(1 << 30)
+    before, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    with shared_with_another(64):
+        count_shared_memory()
+    after, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return before, after
+
+
+def test_a_limit_counts_this_processs_part_of_what_it_shares() -> None:
+    before, after = alone(limits)
+    assert abs(before - after - 32 * MIB) < SLACK

@@ -6,8 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+from tests.waiting import until
 
 VOCAB = 256
 
@@ -42,6 +45,50 @@ class Hashed(Noisy):
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self(tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten() % VOCAB)
+
+
+class Renormed(nn.Module):
+    """Writes its embedding as it runs, as PyTorch's own module does with ``max_norm``."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim, max_norm=0.5)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+class Watched(Noisy):
+    """Evaluated on rank 1, it looks whether parameters change once rank 0 has been evaluated."""
+
+    def __init__(self, folder: str, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.evaluated = Path(folder) / "rank 0 is evaluated"
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        if self.training:
+            return logits
+        if dist.get_rank() == 0:
+            self.evaluated.touch()
+            return logits
+        before = self.head.weight.clone()
+        until(self.evaluated.exists)
+        for _ in range(5_000):
+            if not torch.equal(self.head.weight, before):
+                raise RuntimeError("parameters were written while a rank computed with them")
+        return logits
+
+
+def counting_segments(output: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss of the next token, and how many segments of shared memory the rank has mapped."""
+    mapped = Path("/proc/self/maps").read_text().count("memfd:fsdp_core")
+    return {
+        "loss": functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
+        "segments": torch.tensor(float(mapped)),
+    }
 
 
 class OwnLoss(nn.Module):

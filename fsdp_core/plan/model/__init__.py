@@ -48,11 +48,14 @@ from fsdp_core.plan.model.sharding import (
     Precision,
     ShardDim,
     ShardingPlan,
+    SharedMemory,
     TensorParallelPlan,
     TensorParallelStyle,
     UnitPlan,
     is_pattern,
     matches,
+    shared_memory_of_unit,
+    within_nodes,
 )
 from fsdp_core.plan.model.step_time import Exchange, NodeFacts, PassTimes, StepTime
 
@@ -93,6 +96,7 @@ __all__ = [
     "Segment",
     "ShardDim",
     "ShardingPlan",
+    "SharedMemory",
     "StepTime",
     "TensorParallelPlan",
     "TensorParallelStyle",
@@ -110,5 +114,7 @@ __all__ = [
     "matching",
     "resolve_units",
     "search_layout",
+    "shared_memory_of_unit",
     "tp_sizes",
+    "within_nodes",
 ]

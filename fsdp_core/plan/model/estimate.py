@@ -92,9 +92,13 @@ def estimate(
     ledger.shift("buffers", sum(profile.rounded(each.nbytes) for each in profile.buffers))
     ledger.shift("parameters", held.parameters)
     ledger.shift("optimizer", held.state)
-    resting = ledger.peak.memory
+    before = ledger.peak.memory
     placement = Placement(
-        mesh.dp_shard, mesh.dp_replicate, is_host=is_host, has_gloo=is_host and not only_tensors
+        mesh.dp_shard,
+        mesh.dp_replicate,
+        is_host=is_host,
+        has_gloo=is_host and not only_tensors,
+        shard_rank=shard_rank,
     )
     segments = steps_of(profile, plan, shares)
     if only_tensors:
@@ -113,6 +117,7 @@ def estimate(
         ledger.enter("optimizer step", "")
         ledger.shift("optimizer", 0, peak=held.temporary)
         ledger.reset("gradients")
+    resting = replace(before, communication=timeline.segments.nbytes)
     trace = profile.trace(_conditions(plan, shares[0]))
     traffic.split_matrices(trace.tp_bytes.at(micro_batch), training.accumulation)
     flops = flops_of(profile, plan, shares, training)

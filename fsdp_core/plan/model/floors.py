@@ -81,7 +81,7 @@ class Floors:
     def memory(self, layout: Layout) -> int:
         """Bytes of which the peak is at least."""
         model, held = self._model(layout)
-        forward, peak = model.peaks(layout.micro_batch)
+        forward, peak = model.peaks(layout.micro_batch, is_shared=self._may_share(layout))
         memory = max(held.resting + peak, held.stepping)
         if self._space.training(layout).accumulation > 1:
             memory = max(memory, held.resting + held.kept + forward)
@@ -100,6 +100,12 @@ class Floors:
             time = step_time(seats.node, plan.mesh, work)
         flops = flops_of(profile, plan, model.shares, training)
         return score(Spent(flops, moved.sent, time, moved.in_groups), plan.mesh, seats)
+
+    def _may_share(self, layout: Layout) -> bool:
+        """Whether ranks of a host may compute with one copy of parameters."""
+        chosen = self._space.question.workload.shared_memory
+        is_host = self._space.profile.device_type == "cpu"
+        return is_host and layout.mesh.dp_shard > 1 and chosen in ("auto", "storage")
 
     def _model(self, layout: Layout) -> tuple[_Model, _Held]:
         mesh = MeshPlan(tp=layout.mesh.tp)
@@ -155,7 +161,7 @@ class _Model:
         self.options = {share.unit.plan.modules: share.unit.plan for share in self.shares}
         self._trace = space.profile.trace(space.root_conditions(layout))
         self._plan = plan
-        self._peaks: dict[int, tuple[int, int]] = {}
+        self._peaks: dict[tuple[int, bool], tuple[int, int]] = {}
 
     @cached_property
     def _steps(self) -> Sequence[UnitStep]:
@@ -196,17 +202,28 @@ class _Model:
         """What split matrices send."""
         return self._trace.tp_bytes.at(micro_batch)
 
-    def peaks(self, micro_batch: int) -> tuple[int, int]:
-        """Most of activations and whole parameters, in forward and ever."""
-        if micro_batch not in self._peaks:
-            self._peaks[micro_batch] = self._follow(micro_batch)
-        return self._peaks[micro_batch]
+    def peaks(self, micro_batch: int, *, is_shared: bool) -> tuple[int, int]:
+        """Most of activations and whole parameters, in forward and ever.
 
-    def _follow(self, micro_batch: int) -> tuple[int, int]:
+        Args:
+            micro_batch: Samples of one forward.
+            is_shared: Whether whole parameters may be one copy for all ranks of a host.
+        """
+        key = micro_batch, is_shared
+        if key not in self._peaks:
+            self._peaks[key] = self._follow(micro_batch, is_shared=is_shared)
+        return self._peaks[key]
+
+    def _follow(self, micro_batch: int, *, is_shared: bool) -> tuple[int, int]:
         """Like the timeline, with nothing gathered ahead and no gradients."""
         unit_of = {name: share for share in self.shares for name in share.unit.names}
         weight = {
-            share.index: sum(param.whole_bytes for param in share.own) for share in self.shares
+            share.index: sum(
+                param.whole_bytes
+                for param in share.own
+                if not (is_shared and param.can_be_one_copy)
+            )
+            for share in self.shares
         }
         whole: set[int] = set()
         activations = unsharded = forward = peak = 0

@@ -27,10 +27,12 @@ class Memory:
         buffers: The model's, whole.
         gradients: Of slices.
         optimizer: Its state, and what a step of it needs.
-        unsharded: Whole parameters, and slices kept for a smaller group.
+        unsharded: Whole parameters, and slices kept for a smaller group. Of parameters that are one
+            copy for all ranks of a host each rank's part is in `parameters`.
         whole_gradients: As autograd makes them, until they are reduced.
         activations: What forward and backward compute.
-        communication: What is being gathered or reduced, and what the library for it takes.
+        communication: What is being gathered or reduced, what the library for it takes, and what
+            this rank has in memory that ranks share, but for its slices.
         workspace: What operators take within themselves.
     """
 

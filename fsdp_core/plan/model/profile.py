@@ -44,6 +44,7 @@ class ParameterFacts:
         requires_grad: Whether it is trained.
         is_embedding: Whether it is the weight of an `nn.Embedding`: rows are inputs.
         also: Its other names, if it is tied.
+        is_written: Whether a forward writes it, as that of an `nn.Embedding` with `max_norm`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ParameterFacts:
     requires_grad: bool
     is_embedding: bool = False
     also: tuple[str, ...] = ()
+    is_written: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fsdp_core.plan.model.sharding import (
     MeshPlan,
     Precision,
     ShardingPlan,
+    SharedMemory,
     TensorParallelPlan,
     UnitPlan,
 )
@@ -58,6 +59,7 @@ class Workload:
         param_dtype: Of computation; None: each parameter's own.
         reduce_dtype: Of gradients on their way; None: that of computation.
         output_dtype: To which the root's outputs are cast.
+        shared_memory: See `ShardingPlan`.
         common_share: What divides a rank's share of the batch on every number of ranks that the
             job may have: a micro-batch divides it, too, or is the whole share. None: there is one.
     """
@@ -68,6 +70,7 @@ class Workload:
     param_dtype: Precision | None = None
     reduce_dtype: Precision | None = None
     output_dtype: Precision | None = None
+    shared_memory: SharedMemory = "none"
     common_share: int | None = None
 
     def __post_init__(self) -> None:

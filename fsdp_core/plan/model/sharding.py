@@ -6,7 +6,7 @@ The dataclasses hold only JSON's types (tuples become lists), so pydantic's Type
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_core.errors import PlanError
@@ -15,6 +15,7 @@ PLAN_VERSION = 1
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather"]
+SharedMemory = Literal["auto", "none", "copy", "storage"]
 
 ANY = "*"
 
@@ -143,6 +144,12 @@ class ShardingPlan:
         output_dtype: To which the root's floating-point outputs are cast; None leaves them.
         tensor_parallel: What is split over the `tp` axis; everything else is whole on each of
             its ranks.
+        shared_memory: How CPU ranks of one host exchange what `dp_shard` gathers and reduces.
+            ``none``: through their process group. ``copy``: through memory that all map, from which
+            each copies whole parameters. ``storage``: the same, and all compute with one copy of
+            the parameters. ``auto``: ``storage`` for units of which nothing is cast and whose forward
+            writes no parameter, as far as that is known; else ``copy``. On accelerators it changes
+            nothing.
         version: Of this schema.
     """
 
@@ -152,6 +159,7 @@ class ShardingPlan:
     reduce_dtype: Precision | None = None
     output_dtype: Precision | None = None
     tensor_parallel: tuple[TensorParallelPlan, ...] = ()
+    shared_memory: SharedMemory = "none"
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
@@ -159,6 +167,39 @@ class ShardingPlan:
             raise PlanError(
                 f"This plan has version {self.version}, and this engine reads {PLAN_VERSION}."
             )
+
+
+def shared_memory_of_unit(
+    plan: ShardingPlan, unit: UnitPlan, device_type: str, *, is_written: bool = False
+) -> Literal["none", "copy", "storage"]:
+    """How the ranks of one host exchange what a unit gathers and reduces.
+
+    Args:
+        plan: For any number of ranks.
+        unit: Of the plan.
+        device_type: On which it computes.
+        is_written: Whether its forward writes a parameter, which ranks must not do to a common copy.
+    """
+    keeps_part = unit.reshard_after_forward not in (None, True, False, 1, plan.mesh.dp_shard)
+    if device_type != "cpu" or plan.mesh.dp_shard == 1 or keeps_part:
+        return "none"
+    if plan.shared_memory != "auto":
+        return plan.shared_memory
+    is_cast = (unit.param_dtype or plan.param_dtype) is not None
+    return "copy" if is_cast or is_written else "storage"
+
+
+def within_nodes(plan: ShardingPlan, ranks_per_node: int) -> ShardingPlan:
+    """The plan without ``auto`` where it would mean nothing: ranks of several nodes share no memory.
+
+    Args:
+        plan: For any number of ranks.
+        ranks_per_node: That sit on one node.
+    """
+    spans_nodes = plan.mesh.tp * plan.mesh.dp_shard > ranks_per_node
+    if plan.shared_memory == "auto" and spans_nodes:
+        return replace(plan, shared_memory="none")
+    return plan
 
 
 def is_pattern(name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Literal
 
 from fsdp_core.errors import PlanError
 from fsdp_core.layout import Slicing
@@ -17,9 +18,11 @@ from fsdp_core.plan.model.sharding import (
     TensorParallelPlan,
     TensorParallelStyle,
     matches,
+    shared_memory_of_unit,
 )
 
 ITEMSIZE: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_WORD = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,16 @@ class ParamShare:
         return 0 if way.leads else way.row * way.parts * self.compute
 
     @property
+    def is_cast(self) -> bool:
+        """Whether computation has it in another dtype than the slice."""
+        return self.travels_as not in (self.facts.dtype, DTYPE_WORD.get(self.facts.dtype, ""))
+
+    @property
+    def can_be_one_copy(self) -> bool:
+        """Whether all ranks of a host may compute with the same memory of it."""
+        return self.slicing.leads and not self.is_cast
+
+    @property
     def stacked_bytes(self) -> int:
         """A gradient rearranged into rows, where it has to be."""
         if self.slicing.dim in (0, None):
@@ -92,6 +105,7 @@ class UnitShare:
         own: Parameters it has charge of.
         borrowed: Units that have charge of parameters which it shares.
         reshards: Whether forward ends with slices.
+        shared: How ranks of one host exchange what it gathers and reduces.
         forward_prefetch: Units whose gather starts with its forward; None: the foreseen one.
         backward_prefetch: The same in backward.
     """
@@ -101,6 +115,7 @@ class UnitShare:
     own: tuple[ParamShare, ...]
     borrowed: tuple[int, ...]
     reshards: bool
+    shared: Literal["none", "copy", "storage"]
     forward_prefetch: tuple[int, ...] | None
     backward_prefetch: tuple[int, ...] | None
 
@@ -113,6 +128,10 @@ class UnitShare:
     def keeps_part(self) -> bool:
         """Whether forward reshards to a smaller group."""
         return any(param.smaller is not None for param in self.own)
+
+    def is_one_copy(self, param: ParamShare) -> bool:
+        """Whether all ranks of a host compute with the same memory of a parameter of its own."""
+        return self.shared == "storage" and param.can_be_one_copy
 
     def gather_row(self, *, from_smaller: bool) -> int:
         """Bytes that this rank contributes to a gather."""
@@ -149,8 +168,10 @@ def shares_of(
 
     own: dict[int, list[ParamShare]] = {call: [] for call in range(len(calls))}
     borrowed: dict[int, dict[int, None]] = {call: {} for call in range(len(calls))}
+    written: set[int] = set()
     for place, facts in enumerate(profile.parameters):
         holders = {_holder(name, unit_of_module): name for name in (*facts.also, facts.name)}
+        written |= set(holders) if facts.is_written else set()
         first = min(holders)  # units are applied in the order of `calls`
         share = _param_share(plan, calls[first], facts, place, (holders[first], styles, shard_rank))
         own[first].append(share)
@@ -165,6 +186,9 @@ def shares_of(
             tuple(own[call]),
             tuple(borrowed[call]),
             _reshards(calls[call]),
+            shared_memory_of_unit(
+                plan, calls[call].plan, profile.device_type, is_written=call in written
+            ),
             *_prefetch(calls[call], index, line),
         )
         for index, call in enumerate(order)

@@ -11,7 +11,14 @@ from typing import Literal
 from fsdp_core.plan.model.estimate import Training
 from fsdp_core.plan.model.profile import Conditions, ModelProfile
 from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion, UnitOption
-from fsdp_core.plan.model.sharding import ANY, MeshPlan, ShardingPlan, UnitPlan, matches
+from fsdp_core.plan.model.sharding import (
+    ANY,
+    MeshPlan,
+    ShardingPlan,
+    UnitPlan,
+    matches,
+    within_nodes,
+)
 
 Units = Literal["settled", "blocks", "apart", "one"]
 
@@ -213,14 +220,16 @@ class LayoutSpace:
     def plan(self, layout: Layout) -> ShardingPlan:
         """The plan of a layout."""
         workload = self.question.workload
-        return ShardingPlan(
+        plan = ShardingPlan(
             layout.mesh,
             self._units(layout),
             param_dtype=workload.param_dtype,
             reduce_dtype=workload.reduce_dtype,
             output_dtype=workload.output_dtype,
             tensor_parallel=self.question.tensor_parallel if layout.mesh.tp > 1 else (),
+            shared_memory=workload.shared_memory,
         )
+        return within_nodes(plan, self.question.seats.ranks_per_node)
 
     def training(self, layout: Layout) -> Training:
         """Sizes of a layout's step."""

@@ -7,11 +7,13 @@ order and window, so that what is allocated together there is counted together h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.ledger import Ledger
-from fsdp_core.plan.model.shares import ParamShare, UnitShare
+from fsdp_core.plan.model.segments import BoxUse, Segments
+from fsdp_core.plan.model.shares import DTYPE_WORD, ParamShare, UnitShare
 from fsdp_core.plan.model.traffic import Traffic
 from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
 
@@ -27,12 +29,14 @@ class Placement:
         replicas: Ranks that hold the same slice.
         is_host: Whether models compute on the host, so that offloading moves nothing.
         has_gloo: Whether gloo communicates, which has memory of its own while it does.
+        shard_rank: The rank's place among those that share a parameter.
     """
 
     shards: int
     replicas: int
     is_host: bool
     has_gloo: bool = False
+    shard_rank: int = 0
 
 
 @dataclass
@@ -61,12 +65,14 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Reduction:
-    contribution: int
+    contribution: int  # what is sent; through shared memory: copies of this rank's own part
     result: int
     beside: int
     grads: int
     is_cast: bool
     offloads: bool
+    box: int | None = None  # in which others find their parts, if memory is shared
+    wholes: int = 0  # gradients of which this rank's own part is a view
 
 
 class Timeline:
@@ -78,6 +84,8 @@ class Timeline:
         self._placement = placement
         self._ledger = ledger
         self._traffic = traffic
+        self.segments = Segments(shares, with_heads=placement.has_gloo)
+        ledger.shift("communication", self.segments.nbytes)
         self._groups = {share.index: _Group(share) for share in shares}
         self._units = [
             _Unit(
@@ -197,6 +205,7 @@ class Timeline:
                 self._post_backward(unit, reached=unit.state == "pre_backward")
         for reduction in self._window.drain():
             self._land_reduction(reduction)
+        self.segments.end_backward()
         for unit in self._units:
             self._drop(unit)
             unit.state = "idle"
@@ -231,7 +240,7 @@ class Timeline:
             for landed in self._window.room_for_one():
                 self._land_reduction(landed)
             flags = len(params) if agrees else 0
-            self._window.admit(self._issue_reduction(params, flags, group.share.unit.plan.offload))
+            self._window.admit(self._issue_reduction(params, flags, group.share))
 
     def _keep_grads(self, group: _Group) -> None:
         for param in group.share.own:
@@ -252,14 +261,26 @@ class Timeline:
         return param.place in self._grads
 
     def _issue_reduction(
-        self,
-        params: Sequence[ParamShare],
-        flags: int,
-        offloads: bool,  # noqa: FBT001 - as the plan has it
+        self, params: Sequence[ParamShare], flags: int, share: UnitShare
     ) -> _Reduction:
         ledger, shards = self._ledger, self._placement.shards
         itemsize, orig = params[0].reduce, {param.facts.itemsize for param in params}
         row = sum(param.slicing.row for param in params) + flags
+        self._traffic.reduce_scatter(row * itemsize)
+        if self._placement.replicas > 1:
+            self._traffic.all_reduce(row * itemsize)
+        is_cast = orig != {itemsize} or params[0].reduces_as not in (
+            params[0].facts.dtype,
+            DTYPE_WORD.get(params[0].facts.dtype, ""),
+        )
+        grads, offloads = row * max(orig), share.unit.plan.offload
+        if share.shared != "none":
+            use = self._box_use(params, flags)
+            box, grown = self.segments.take_box(use)
+            ledger.shift("communication", grown)
+            own, wholes = (0, 0) if use.holds_own else self._keep_own_part(params)
+            self._free_grads(params)
+            return _Reduction(own, row * itemsize, 0, grads, is_cast, offloads, box, wholes)
         stacked = sum(ledger.add("communication", p.stacked_bytes) for p in params)
         whole = [param for param in params if param.stacked_bytes]
         self._free_grads(whole)
@@ -272,14 +293,28 @@ class Timeline:
             # gloo reduces a copy of the whole contribution, and keeps it until it is waited for.
             beside = ledger.add("communication", shards * row * itemsize)
             self._pass_by(self._in_ring(shards * row * itemsize, shards))
-        self._traffic.reduce_scatter(row * itemsize)
-        if self._placement.replicas > 1:
-            self._traffic.all_reduce(row * itemsize)
-        is_cast = orig != {itemsize} or params[0].reduces_as not in (
-            params[0].facts.dtype,
-            _WORD.get(params[0].facts.dtype, ""),
-        )
-        return _Reduction(contribution, result, beside, row * max(orig), is_cast, offloads)
+        return _Reduction(contribution, result, beside, grads, is_cast, offloads)
+
+    def _box_use(self, params: Sequence[ParamShare], flags: int) -> BoxUse:
+        slicings = [param.slicing for param in params]
+        if flags:
+            slicings.append(Slicing.of((flags,), None, self._placement.shards))
+        return BoxUse.of(slicings, params[0].reduce, self._placement.shard_rank)
+
+    def _keep_own_part(self, params: Sequence[ParamShare]) -> tuple[int, int]:
+        """Of whole gradients in the memory that is shared: bytes of copies, and of those kept whole.
+
+        This rank's part is a view where it can be, so that the whole is there until it is added.
+        """
+        copies = wholes = 0
+        for param in params:
+            held = self._grads[param.place]
+            is_view = held == self._ledger.taken_by(param.slicing.total * param.reduce)
+            if is_view and param.reduces_as != "fp16":
+                wholes += self._grads.pop(param.place)
+            else:
+                copies += self._ledger.add("communication", param.slicing.row * param.reduce)
+        return copies, wholes
 
     def _pass_by(self, nbytes: int) -> None:
         """What a collective allocates and frees while it runs."""
@@ -292,6 +327,12 @@ class Timeline:
 
     def _land_reduction(self, reduction: _Reduction) -> None:
         ledger, replicas = self._ledger, self._placement.replicas
+        if reduction.box is not None:
+            self.segments.give_back(reduction.box)
+            reduction = replace(reduction, result=ledger.add("communication", reduction.result))
+            ledger.free("whole_gradients", reduction.wholes)
+            if replicas > 1:
+                self._pass_by(reduction.result)  # slices, of which one row is made
         ledger.free("communication", reduction.contribution + reduction.beside)
         if self._placement.has_gloo and replicas > 1:
             self._pass_by(self._in_ring(reduction.result, replicas))
@@ -337,6 +378,10 @@ class Timeline:
         if from_part:
             ranks = next(param.smaller.parts for param in share.own if param.smaller)
         row = share.gather_row(from_smaller=from_part)
+        self._traffic.all_gather(row, ranks)
+        group.state, group.from_part = "gathering", from_part
+        if share.shared != "none":
+            return  # rows are copied from where they lie
         held = 0
         if share.unit.plan.offload and not self._placement.is_host and not from_part:
             held = sum(ledger.add("communication", param.slice_bytes) for param in share.own)
@@ -353,8 +398,6 @@ class Timeline:
             # gloo gathers into memory of its own first, and frees it once all rows are there, which
             # may be as late as they are waited for.
             group.beside = ledger.add("communication", row * ranks)
-        group.state, group.from_part = "gathering", from_part
-        self._traffic.all_gather(row, ranks)
 
     def _land(self, group: _Group) -> None:
         ledger, from_part = self._ledger, group.from_part
@@ -362,7 +405,11 @@ class Timeline:
         landing = 0
         part, group.unsharded = group.unsharded, 0
         for param in group.share.own:
+            if group.share.is_one_copy(param):
+                continue
             group.unsharded += ledger.add("unsharded", param.unsharded_bytes)
+            if group.share.shared != "none":
+                continue
             landing += ledger.add("communication", param.landing_bytes(from_smaller=from_part))
         ledger.free("communication", landing + group.gather)
         ledger.free("unsharded", part)
@@ -407,4 +454,3 @@ class Timeline:
 
 # Of gloo's ring.
 _RING_SEGMENT = 1 << 20
-_WORD = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -84,9 +84,12 @@ def _append(draft: Draft, attempt: Attempt) -> None:
 
 def on_delayed(event: PlacementDelayed, draft: Draft) -> None:
     """Say why the job still waits."""
-    if draft.job.state in WAITING_STATES and draft.job.reason != event.reason:
+    if draft.job.state not in WAITING_STATES:
+        return
+    if draft.job.reason != event.reason:
         draft.change(reason=event.reason)
         draft.note("job.waiting", event.reason)
+    draft.change(waiting_fence=draft.job.fence)
 
 
 def on_launched(fact: GangLaunched, draft: Draft) -> None:

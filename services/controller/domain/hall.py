@@ -1,11 +1,11 @@
 """The nodes and who holds which of their seats, as it is while the queue is gone through."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.contract.ids import NodeId
 from services.contract.messages.probing import DeviceType
-from services.contract.plans import RankPlacement
+from services.contract.plans import RankPlacement, Taken, taken_by
 from services.controller.domain.job import Job
 from services.controller.domain.placement import (
     Gang,
@@ -103,11 +103,20 @@ class Hall:
     def _holder(self, job: Job, room: Room, device: DeviceType) -> Holder:
         # Not those on nodes where the job has ended: they are free already.
         nodes = {standing.node.id for standing in room.standings if job.id in standing.jobs}
-        seats = [r for r in self._seats(job) if r.node_id in nodes]
-        on_device = Counter(r.node_id for r in seats if (r.device == "cpu") == (device == "cpu"))
+        on_device = {
+            node: taken.cpu_slots if device == "cpu" else len(taken.accelerators)
+            for node, taken in self._taken(job).items()
+            if node in nodes
+        }
         remaining = self.remaining_ms.get(job.id)
         end_ms = None if remaining is None else self.now_ms + remaining
         return Holder(job, on_device, end_ms)
+
+    def _taken(self, job: Job) -> Mapping[NodeId, Taken]:
+        seated = self.seated.get(job.id)
+        if seated is not None:
+            return taken_by(seated.ranks)
+        return job.plan.taken if job.plan else {}
 
     def _seats(self, job: Job) -> Sequence[RankPlacement]:
         seated = self.seated.get(job.id)

@@ -74,7 +74,8 @@ class Job(Record):
     the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
     the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
     train. ``throughput_unit`` and ``loss_unit``: as its ranks told. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
-    before that. ``traces``: the newest ones, oldest first.
+    before that. ``traces``: the newest ones, oldest first. ``waiting_fence``: the newest fence when its
+    event log last said why it waits for slots: once after each attempt, for the reason changes with the queue.
     """
 
     id: JobId
@@ -98,6 +99,7 @@ class Job(Record):
     asked: CarriedSpec | None = None
     restarts: int = 0
     not_before_ms: int = 0
+    waiting_fence: int = 0
     stop: Stop | None = None
     base_checkpoint: CheckpointId | None = None
     base_fence: int = 0

@@ -26,6 +26,7 @@ from fsdp_core.plan.model import (
     fixed_by,
     search_layout,
     tp_sizes,
+    within_nodes,
 )
 from services.contract.messages.probing import DeviceType, ProbeModel
 from services.contract.planning import PlanAlternative, PlanOutcome
@@ -152,7 +153,8 @@ def _work_out(study: Study) -> PlanOutcome:
 def _search(study: Study) -> LayoutAnswer:
     profile = study.found.profile
     question = _question(study.spec, study.room, study.found.optimizer)
-    question = replace(question, default=_default(study.spec, study.found.sequence_tokens))
+    default = _default(study.spec, study.found.sequence_tokens, study.room.ranks_per_node)
+    question = replace(question, default=default)
     answer = search_layout(profile, question)
     best, ranks = answer.best, study.spec.worlds[0]
     if question.fixed.mesh is not None or best is None or best.plan.mesh.tp == 1:
@@ -176,6 +178,7 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             output_dtype=plan.output_dtype,
+            shared_memory=plan.shared_memory,
         ),
         fixed=_fixed(spec, plan),
         splits=planner.splits_of(spec),
@@ -184,9 +187,9 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
     return question if _can_split(spec, question) else replace(question, splits=())
 
 
-def _default(spec: JobSpec, sequence_tokens: int) -> tuple[ShardingPlan, int]:
+def _default(spec: JobSpec, sequence_tokens: int, ranks_per_node: int) -> tuple[ShardingPlan, int]:
     """As it would run if nothing were chosen."""
-    plan, asked = planner.shard(spec), spec.train.micro_batch
+    plan, asked = within_nodes(planner.shard(spec), ranks_per_node), spec.train.micro_batch
     per_rank = spec.train.global_batch // plan.mesh.data_ranks
     return plan, default_micro_batch(per_rank, sequence_tokens) if asked == "auto" else asked
 

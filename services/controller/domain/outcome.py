@@ -82,6 +82,7 @@ def units_of(profile: ModelProfile, plan: ShardingPlan) -> tuple[PlanUnit, ...]:
             offload=share.unit.plan.offload,
             prefetch=share.unit.plan.prefetch,
             compile=share.unit.plan.compile,
+            shared_memory=None if share.shared == "none" else share.shared,
         )
         for share in shares_of(profile, plan)
     )

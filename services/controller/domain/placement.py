@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from services.contract.ids import NodeId
 from services.contract.messages.probing import DeviceType
-from services.contract.plans import RankPlacement
+from services.contract.plans import RankPlacement, Taken, taken_by
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState
 from services.controller.domain.job import Job
@@ -21,6 +21,7 @@ from services.controller.domain.node import Lease, Node
 
 _WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
 _NOTHING: Final[Mapping[NodeId, int]] = {}
+_NO_SEATS: Final = Taken(0, frozenset())
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ def stand(
             continue
         for node_id in attempt.live_nodes:
             if node_id in standings:
-                seats = [seat for seat in job.plan.ranks if seat.node_id == node_id]
-                standings[node_id] = _take(standings[node_id], seats, job.id)
+                taken = job.plan.taken.get(node_id, _NO_SEATS)
+                standings[node_id] = _take(standings[node_id], taken, job.id)
     return tuple(standings[name] for name in sorted(standings))
 
 
@@ -204,11 +205,8 @@ def rooms(gang: Gang, standings: Sequence[Standing], device: DeviceType) -> tupl
 
 def occupy(standings: Sequence[Standing], seated: Seated, job_id: str) -> tuple[Standing, ...]:
     """The standings once the gang sits."""
-    after = []
-    for standing in standings:
-        seats = [seat for seat in seated.ranks if seat.node_id == standing.node.id]
-        after.append(_take(standing, seats, job_id) if seats else standing)
-    return tuple(after)
+    taken = taken_by(seated.ranks)
+    return tuple(_take(s, taken[s.node.id], job_id) if s.node.id in taken else s for s in standings)
 
 
 def device_of(gang: Gang, standings: Sequence[Standing]) -> DeviceType:
@@ -256,12 +254,11 @@ def _holds(lease: Lease | None, node: Node) -> bool:
     return lease is not None and lease.incarnation == node.incarnation
 
 
-def _take(standing: Standing, seats: Sequence[RankPlacement], job_id: str) -> Standing:
-    on_gpu = {int(s.device.removeprefix("cuda:")) for s in seats if s.device != "cpu"}
+def _take(standing: Standing, taken: Taken, job_id: str) -> Standing:
     return replace(
         standing,
-        cpu_taken=standing.cpu_taken + sum(1 for s in seats if s.device == "cpu"),
-        accelerators_taken=standing.accelerators_taken | on_gpu,
+        cpu_taken=standing.cpu_taken + taken.cpu_slots,
+        accelerators_taken=standing.accelerators_taken | taken.accelerators,
         jobs=(*standing.jobs, job_id),
     )
 

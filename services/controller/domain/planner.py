@@ -95,8 +95,9 @@ def splits_of(spec: JobSpec) -> tuple[TensorParallelPlan, ...]:
 def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     """The spec with that very layout, of which nothing is left to be chosen.
 
-    The mesh of an elastic job stays as asked: it follows its ranks. So does the micro-batch that
-    is a rank's whole share, if to name it would leave the job fewer numbers of ranks.
+    The mesh of an elastic job stays as asked: it follows its ranks. So do the micro-batch that
+    is a rank's whole share, if to name it would leave the job fewer numbers of ranks, and whether
+    ranks share memory, which depends on how many nodes they are on.
     """
     document = spec.model_dump(mode="json")
     mesh: object = dataclasses.asdict(sharding.mesh)
@@ -104,6 +105,8 @@ def planned(spec: JobSpec, sharding: ShardingPlan, micro_batch: int) -> JobSpec:
     if spec.resources.world is not None:
         mesh = document["mesh"]
         del plan["mesh"]
+        if "shared_memory" not in said(spec):
+            del plan["shared_memory"]
     train = document["train"] | {"micro_batch": micro_batch}
     as_asked = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan})
     settled = JobSpec.model_validate(document | {"mesh": mesh, "plan": plan, "train": train})
@@ -155,7 +158,12 @@ def _merge(asked: dict[str, Any], mesh: MeshPlan, spec: JobSpec) -> ShardingPlan
     reduce: Precision | None = None if precision.reduce == precision.params else precision.reduce
     splits = _BUILT_IN_SPLITS.get(_model(spec), ()) if mesh.tp > 1 else ()
     chosen = ShardingPlan(
-        mesh=mesh, units=units, param_dtype=param, reduce_dtype=reduce, tensor_parallel=splits
+        mesh=mesh,
+        units=units,
+        param_dtype=param,
+        reduce_dtype=reduce,
+        tensor_parallel=splits,
+        shared_memory="auto",
     )
     known = {key: value for key, value in asked.items() if key in _PLAN_FIELDS}
     return SHARDING_PLAN.validate_python(dataclasses.asdict(chosen) | known)

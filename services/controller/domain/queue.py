@@ -122,6 +122,9 @@ def survey(
 class _Line:
     """The queue while one job after the other is looked at.
 
+    Gangs that ask for the same are answered the same until somebody is given seats: of thousands of
+    jobs that wait, few differ in that.
+
     Attributes:
         hall: The nodes, with those that were given seats.
         heads: Who waits first for each kind of device.
@@ -130,10 +133,15 @@ class _Line:
     def __init__(self, hall: Hall) -> None:
         self.hall = hall
         self.heads: dict[DeviceType, Head] = {}
+        self._placed: dict[Gang, Seated | NotNow | Never] = {}
+        self._harmless: dict[tuple[Gang, int | None], Seated | NotNow | Never | None] = {}
 
     def turn(self, job: Job) -> Turn:
         """What is to become of the next one."""
-        outcome = place(wishes_of(job), self.hall.standings)
+        gang = wishes_of(job)
+        if gang not in self._placed:
+            self._placed[gang] = place(gang, self.hall.standings)
+        outcome = self._placed[gang]
         if isinstance(outcome, Seated):
             head = self.heads.get(outcome.device)
             if head is not None:
@@ -150,12 +158,18 @@ class _Line:
 
     def _seat(self, job: Job, seated: Seated) -> Turn:
         self.hall = self.hall.with_seated(job, seated)
+        self._placed.clear()
+        self._harmless.clear()
         return Turn(job, seated)
 
     def _behind(self, job: Job, device: DeviceType, head: Head) -> Turn:
         gang = replace(wishes_of(job), device=device)
-        harmless = self.hall.harmless(job, gang.ranks, device, head)
-        outcome = place(gang, harmless) if harmless else None
+        # Of the job itself only this counts beside its gang; the head stays who it is.
+        like = gang, self.hall.remaining_ms.get(job.id)
+        if like not in self._harmless:
+            harmless = self.hall.harmless(job, gang.ranks, device, head)
+            self._harmless[like] = place(gang, harmless) if harmless else None
+        outcome = self._harmless[like]
         if isinstance(outcome, Seated):
             return self._seat(job, outcome)
         return Turn(job, Waits(f"waiting behind {head.job.id}, which goes first", (head.job.id,)))

@@ -8,6 +8,7 @@ from services.controller.domain.resizing import Patience
 from services.controller.loops.code import forget_code
 from services.controller.loops.endurance import Troubles
 from services.controller.loops.facts import FactLoop
+from services.controller.loops.index import index_jobs
 from services.controller.loops.planning import plan_jobs
 from services.controller.loops.reconciler import reconcile
 from services.controller.ports.office import Ports
@@ -24,7 +25,7 @@ async def reign(
     patience: Patience = _PATIENCE,
     troubles: Troubles | None = None,
 ) -> None:
-    """Heed facts, reconcile, choose layouts that jobs leave open, and forget unused code, for ever.
+    """Heed facts, reconcile, choose open layouts, forget unused code, keep lists whole, for ever.
 
     Args:
         ports: The world.
@@ -42,6 +43,7 @@ async def reign(
             group.create_task(reconcile(ports, epoch, patience, troubles))
             group.create_task(plan_jobs(ports, epoch, drawing, troubles))
             group.create_task(forget_code(ports, epoch, troubles))
+            group.create_task(index_jobs(ports, troubles))
     except* DeposedError as deposed:
         raise DeposedError("another controller leads now") from deposed
     finally:

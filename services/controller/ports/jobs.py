@@ -1,5 +1,6 @@
 """Where jobs are kept: read with a version, written by comparing it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +93,45 @@ class Place(NamedTuple):
 
     created_ms: int
     id: str
+
+
+class JobSummary(Record):
+    """What lists choose and sort jobs by."""
+
+    id: str
+    state: JobState
+    name: str
+    owner: str
+    priority: int
+    labels: dict[str, str]
+    created_ms: int
+    updated_ms: int
+
+    @classmethod
+    def of(cls, job: Job) -> "JobSummary":
+        """The summary of a job."""
+        return cls(
+            id=job.id,
+            state=job.state,
+            name=job.spec.name,
+            owner=job.owner,
+            priority=job.spec.priority,
+            labels=dict(job.spec.labels),
+            created_ms=job.created_ms,
+            updated_ms=job.updated_ms,
+        )
+
+
+@dataclass(frozen=True)
+class Among:
+    """Which jobs are wanted at most: in any of these states (none: all), of this owner, with all these labels.
+
+    A label is ``key`` or ``key=value``.
+    """
+
+    states: frozenset[JobState] = frozenset()
+    owner: str | None = None
+    labels: tuple[str, ...] = ()
 
 
 def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
@@ -196,6 +236,25 @@ class JobStore(Protocol):
 
     async def page(self, before: Place | None, limit: int) -> list[Stored]:
         """Up to ``limit`` jobs that were created before that place, newest first."""
+        ...
+
+    async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
+        """Up to ``limit`` summaries of jobs that were created before that place, newest first.
+
+        None that is wanted is left out. Others may be among them: a store reads the narrowest of its
+        indexes.
+        """
+        ...
+
+    async def several(self, job_ids: Sequence[str]) -> list[Stored]:
+        """These jobs, in this order, as far as they are there and can be read."""
+        ...
+
+    async def index(self) -> int:
+        """Have summaries and indexes hold all jobs, those of older versions, too.
+
+        Answers how many jobs were added: none unless records of an older version were found.
+        """
         ...
 
     async def counts(self) -> dict[JobState, int]:

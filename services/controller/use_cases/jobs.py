@@ -1,7 +1,9 @@
 """Looking at jobs, changing their course, and forgetting them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Final
 
+from services.contract.bounds import MOST_RANKS
 from services.contract.states import NodeState
 from services.contract.views import AttemptList, JobPage, JobView
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
@@ -16,6 +18,11 @@ from services.controller.use_cases.clone import delete_with_holds, release_all_h
 from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import METRICS_FOR_NEWEST, STEPS_FOR_ETA
+from services.controller.use_cases.waiting import with_reasons
+
+_RANKS_LISTED: Final = 64
+"""To read the samples of a page of jobs of 1 024 ranks takes most of a second, each time anybody looks."""
+_FROM_TELEMETRY: Final = frozenset({"progress", "estimate"})
 
 
 async def get_job(ports: Ports, job_id: str) -> JobView:
@@ -34,14 +41,24 @@ async def list_jobs(
     cursor: str | None,
     limit: int,
     order: JobOrder = NEWEST_FIRST,
+    *,
+    fields: Set[str] | None = None,
 ) -> JobPage:
     """A page of jobs in an order; the newest first by default.
+
+    Of jobs with many ranks no samples are read: progress is as of the last step that all ranks made,
+    and the measured peak is not told. ``fields``: where none of these comes from telemetry, none is
+    read (None: all are wanted).
 
     Raises:
         InvalidRequestError: The cursor is none of ours, or of a list in another order.
     """
     items, next_cursor = await listing.page(ports, wanted, order, cursor, limit)
-    return JobPage(items=tuple(await _views(ports, items)), next_cursor=next_cursor)
+    if fields is not None and not fields & _FROM_TELEMETRY:
+        jobs = await with_reasons(ports, [entry.job for entry in items])
+        return JobPage(items=tuple(job_view(job, (), {}) for job in jobs), next_cursor=next_cursor)
+    views = await _views(ports, items, most_ranks=_RANKS_LISTED)
+    return JobPage(items=tuple(views), next_cursor=next_cursor)
 
 
 async def change_course(ports: Ports, job_id: str, wish: JobEvent, actor: Actor) -> JobView:
@@ -112,17 +129,23 @@ async def list_attempts(ports: Ports, job_id: str) -> AttemptList:
     return AttemptList(items=attempt_views(stored.job), left_out=stored.job.attempts_left_out)
 
 
-async def _views(ports: Ports, stored: Sequence[Stored]) -> list[JobView]:
-    names = [entry.job.id for entry in stored if entry.job.attempts]
+async def _views(
+    ports: Ports, stored: Sequence[Stored], most_ranks: int = MOST_RANKS
+) -> list[JobView]:
+    """``most_ranks``: the samples of larger jobs are not read."""
+    tried = [entry.job for entry in stored if entry.job.attempts]
+    names = [job.id for job in tried]
+    small = [job.id for job in tried if job.plan is None or job.plan.world_size <= most_ranks]
     records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
-    samples = await ports.telemetry.samples(names)
+    samples = await ports.telemetry.samples(small)
     metrics = await ports.telemetry.last_metrics(names, METRICS_FOR_NEWEST)
+    jobs = await with_reasons(ports, [entry.job for entry in stored])
     return [
         job_view(
-            entry.job,
-            records.get(entry.job.id, ()),
-            samples.get(entry.job.id, {}),
-            metrics.get(entry.job.id, ()),
+            job,
+            records.get(job.id, ()),
+            samples.get(job.id, {}),
+            metrics.get(job.id, ()),
         )
-        for entry in stored
+        for job in jobs
     ]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from services.contract.states import JobState
-from services.controller.domain.job import Job
-from services.controller.ports.jobs import Place, Stored
+from services.controller.ports.jobs import Among, JobSummary, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 
@@ -15,10 +14,10 @@ JobOrder = Literal["created", "-created", "updated", "-updated", "priority", "-p
 """By what jobs are sorted, and then by id; ``-`` begins with the highest."""
 NEWEST_FIRST: Final[JobOrder] = "-created"
 _CHUNK: Final = 200
-_KEYS: Final[Mapping[str, Callable[[Job], int]]] = {
+_KEYS: Final[Mapping[str, Callable[[JobSummary], int]]] = {
     "created": lambda job: job.created_ms,
     "updated": lambda job: job.updated_ms,
-    "priority": lambda job: job.spec.priority,
+    "priority": lambda job: job.priority,
 }
 
 
@@ -31,13 +30,18 @@ class JobFilter:
     text: str | None = None
     owner: str | None = None
 
-    def matches(self, job: Job) -> bool:
+    @property
+    def among(self) -> Among:
+        """What of it the store has indexes for."""
+        return Among(self.states, self.owner, self.labels)
+
+    def matches(self, job: JobSummary) -> bool:
         """Whether the job is among them."""
         if self.states and job.state not in self.states:
             return False
         if self.owner is not None and job.owner != self.owner:
             return False
-        if self.text and self.text.lower() not in f"{job.id} {job.spec.name}".lower():
+        if self.text and self.text.lower() not in f"{job.id} {job.name}".lower():
             return False
         return all(_has_label(job, label) for label in self.labels)
 
@@ -59,44 +63,55 @@ async def page(
     falls = order.startswith("-")
     after = cursors.to_order(cursor, order)
 
-    def place(stored: Stored) -> tuple[int, str]:
-        return key(stored.job), stored.job.id
+    def place(job: JobSummary) -> tuple[int, str]:
+        return key(job), job.id
 
-    def is_behind(stored: Stored) -> bool:
-        return after is None or (place(stored) < after if falls else place(stored) > after)
+    def is_behind(job: JobSummary) -> bool:
+        return after is None or (place(job) < after if falls else place(job) > after)
 
     best = heapq.nlargest if falls else heapq.nsmallest
-    found: list[Stored] = []
-    async for chunk in _chunks(ports, None):
-        fitting = [s for s in chunk if wanted.matches(s.job) and is_behind(s)]
-        found = best(limit + 1, [*found, *fitting], key=place)
+    found: list[JobSummary] = []
+    async for chunk in _chunks(ports, wanted, None):
+        found = best(limit + 1, [*found, *filter(is_behind, chunk)], key=place)
     items = found[:limit]
-    return items, cursors.from_order(order, *place(items[-1])) if len(found) > limit else None
+    more = cursors.from_order(order, *place(items[-1])) if len(found) > limit else None
+    return await _records(ports, wanted, items), more
 
 
 async def _newest(
     ports: Ports, wanted: JobFilter, cursor: str | None, limit: int
 ) -> tuple[Sequence[Stored], str | None]:
     # As the store keeps them: what lies behind the page need not be read.
-    found: list[Stored] = []
-    async for chunk in _chunks(ports, cursors.to_place(cursor)):
-        found += [stored for stored in chunk if wanted.matches(stored.job)]
+    found: list[JobSummary] = []
+    async for chunk in _chunks(ports, wanted, cursors.to_place(cursor)):
+        found += chunk
         if len(found) > limit:
-            last = found[limit - 1].job
-            return found[:limit], cursors.from_place(Place(last.created_ms, last.id))
-    return found, None
+            last = found[limit - 1]
+            more = cursors.from_place(Place(last.created_ms, last.id))
+            return await _records(ports, wanted, found[:limit]), more
+    return await _records(ports, wanted, found), None
 
 
-async def _chunks(ports: Ports, place: Place | None) -> AsyncIterator[list[Stored]]:
-    """All jobs behind ``place``, newest first."""
+async def _records(
+    ports: Ports, wanted: JobFilter, found: Sequence[JobSummary]
+) -> Sequence[Stored]:
+    """The jobs themselves: those of one page alone are read."""
+    stored = await ports.jobs.several([job.id for job in found])
+    return [s for s in stored if wanted.matches(JobSummary.of(s.job))]  # it may have changed since
+
+
+async def _chunks(
+    ports: Ports, wanted: JobFilter, place: Place | None
+) -> AsyncIterator[list[JobSummary]]:
+    """Summaries of all wanted jobs behind ``place``, newest first."""
     while True:
-        chunk = await ports.jobs.page(place, _CHUNK)
-        yield chunk
+        chunk = await ports.jobs.summaries(wanted.among, place, _CHUNK)
+        yield [job for job in chunk if wanted.matches(job)]
         if len(chunk) < _CHUNK:
             return
-        place = Place(chunk[-1].job.created_ms, chunk[-1].job.id)
+        place = Place(chunk[-1].created_ms, chunk[-1].id)
 
 
-def _has_label(job: Job, wanted: str) -> bool:
+def _has_label(job: JobSummary, wanted: str) -> bool:
     key, equals, value = wanted.partition("=")
-    return key in job.spec.labels and (not equals or job.spec.labels[key] == value)
+    return key in job.labels and (not equals or job.labels[key] == value)

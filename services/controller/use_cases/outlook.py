@@ -2,11 +2,15 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Final
 
-from services.contract.messages.telemetry import RankSample, StepRecord
+from services.contract.messages.telemetry import StepRecord
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.ports.office import Ports
-from services.controller.use_cases.progress import STEPS_FOR_ETA, measure, steps_of
+from services.controller.use_cases.progress import measure, steps_of
+
+# Of each job that runs, whenever the queue changes.
+_STEPS_READ: Final = 8
 
 
 async def expect(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, int]:
@@ -22,18 +26,14 @@ async def expect(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, in
 async def estimate(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, int]:
     """The same, whoever waits."""
     names = [job.id for job in jobs if job.attempts]
-    records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
-    samples = await ports.telemetry.samples(names)
-    found = {
-        job.id: remaining_ms(job, records.get(job.id, ()), samples.get(job.id, {}), now_ms)
-        for job in jobs
-    }
+    # Not from the ranks' samples, too: those of thousands of ranks take a second to read, and are at most
+    # a step ahead.
+    records = await ports.telemetry.last_steps(names, _STEPS_READ)
+    found = {job.id: remaining_ms(job, records.get(job.id, ()), now_ms) for job in jobs}
     return {name: remaining for name, remaining in found.items() if remaining is not None}
 
 
-def remaining_ms(
-    job: Job, records: Sequence[StepRecord], samples: dict[int, RankSample], now_ms: int
-) -> int | None:
+def remaining_ms(job: Job, records: Sequence[StepRecord], now_ms: int) -> int | None:
     """For how long the job goes on by its speed so far, or until a stop takes effect."""
     if job.attempt is None:
         times = [record.step_time_s for record in records]
@@ -42,7 +42,7 @@ def remaining_ms(
             return None
         return int(statistics.median(times) * max(steps - job.resume_point.step, 0) * 1000)
     bounds = []
-    eta_s = measure(job, records, samples).eta_s
+    eta_s = measure(job, records, {}).eta_s
     if eta_s is not None:
         bounds.append(int(eta_s * 1000))
     if job.stop is not None:

@@ -6,21 +6,19 @@ from services.contract.views import NodeView
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
 from services.controller.domain.job import Job
 from services.controller.domain.node import Drain
-from services.controller.domain.placement import Seated, Standing, stand
-from services.controller.domain.queue import MakeRoom, Turn, Waits, in_order, turns
+from services.controller.domain.placement import Standing, stand
+from services.controller.domain.queue import MakeRoom, Turn, Waits, in_order
 from services.controller.ports.office import Ports
 from services.controller.use_cases.inspect import get_node
-from services.controller.use_cases.outlook import expect
 from services.controller.use_cases.present import maybe_moment, moment
+from services.controller.use_cases.waiting import reason_of, turns_now
 
 
 async def get_queue(ports: Ports) -> QueueView:
     """Who waits, in which order, why, and behind whom."""
     now_ms = await ports.clock.now_ms()
     jobs = [stored.job for stored in await ports.jobs.active()]
-    standings = await _stand(ports, jobs)
-    outlook = await expect(ports, jobs, now_ms)
-    known = {turn.job.id: turn for turn in turns(jobs, standings, outlook, now_ms)}
+    known = await turns_now(ports, jobs, now_ms)
     return QueueView(
         items=tuple(
             _entry(number, job, known.get(job.id)) for number, job in enumerate(in_order(jobs), 1)
@@ -95,16 +93,15 @@ async def _stand(ports: Ports, jobs: list[Job]) -> tuple[Standing, ...]:
 
 
 def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
-    reason, blocked_by, start_ms = job.reason or "queued", tuple[str, ...](), None
+    reason = (job.reason or "queued") if turn is None else reason_of(turn)
+    blocked_by, start_ms = tuple[str, ...](), None
     match turn:
         case None:
             start_ms = job.not_before_ms if job.planning is None else None
         case Turn(outcome=Waits() as waits):
-            reason, blocked_by, start_ms = waits.reason, waits.blocked_by, waits.start_ms
-        case Turn(outcome=Seated() as seated):
-            reason = f"there is room on {', '.join(seated.incarnations)}: it is placed next"
+            blocked_by, start_ms = waits.blocked_by, waits.start_ms
         case Turn(outcome=MakeRoom() as room):
-            reason, blocked_by = room.reason, tuple(v.id for v in room.victims)
+            blocked_by = tuple(v.id for v in room.victims)
     return QueueEntry(
         position=position,
         job_id=job.id,

@@ -1,7 +1,9 @@
 """One look at everything: what should happen by now and has not."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -32,7 +34,7 @@ from services.controller.domain.history import Occurrence
 from services.controller.domain.job import WAITING_STATES, Job
 from services.controller.domain.moves import is_movable
 from services.controller.domain.node import Lease, Node, Watch
-from services.controller.domain.placement import Seated, Standing, stand
+from services.controller.domain.placement import Seated, stand
 from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
 from services.controller.domain.resizing import Chance, Patience, followed, growth, shrinkage
 from services.controller.ports.jobs import Actor
@@ -47,6 +49,51 @@ _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
 _LONG_MS: Final = 1 << 62
 _PATIENCE: Final = Patience()
+SURVEYED_EVERY_MS: Final = 5_000
+"""So often the queue is gone through although nothing changed: estimates of when jobs end move."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a survey of the queue is made of, but for the clock and how fast jobs train.
+
+    ``leases``: who holds them, by node.
+    """
+
+    jobs: tuple[Job, ...]
+    nodes: tuple[Node, ...]
+    leases: Mapping[str, str]
+
+    def is_same(self, other: "_View") -> bool:
+        """Whether nothing changed. Records are frozen: one that changed is another object."""
+        return (
+            self.leases == other.leases
+            and _are_same(self.jobs, other.jobs)
+            and _are_same(self.nodes, other.nodes)
+        )
+
+
+@dataclass(frozen=True)
+class _Surveyed:
+    """A survey whose turns were carried out.
+
+    Attributes:
+        view: What it was made of.
+        chances: What it found for those that run.
+        at_ms: When that was.
+        due_ms: When the next job has waited out its back-off; None: none has one.
+    """
+
+    view: _View
+    chances: tuple[Chance, ...]
+    at_ms: int
+    due_ms: int | None
+
+    def holds(self, view: _View, now_ms: int) -> bool:
+        """Whether a survey now would find the same, or nearly: jobs train at a steady pace."""
+        is_fresh = 0 <= now_ms - self.at_ms < SURVEYED_EVERY_MS
+        is_due = self.due_ms is not None and now_ms >= self.due_ms
+        return is_fresh and not is_due and self.view.is_same(view)
 
 
 class Reconciler:
@@ -63,6 +110,7 @@ class Reconciler:
         self._epoch = epoch
         self._patience = patience
         self._room_since: Mapping[tuple[str, int], int] = {}
+        self._surveyed: _Surveyed | None = None
         self._watch: Watch | None = None
 
     def forget_health(self) -> None:
@@ -83,12 +131,17 @@ class Reconciler:
         healthy_ms = self._answered(now_ms).healthy_ms
         known, leases = await self._judge_nodes(healthy_ms, now_ms)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
-        jobs = [await self._set_back(job, now_ms) for job in jobs]
+        jobs = [
+            await self._set_back(job, now_ms) if job.rewound(now_ms) is not job else job
+            for job in jobs
+        ]
         unread = await self._alive_but_unread(jobs, known)
-        jobs = [await self._check_attempt(job, known, unread, now_ms) for job in jobs]
-        jobs = [await self._leave_draining(job, known, now_ms) for job in jobs]
-        jobs = [await self._keep_bounds(job, now_ms) for job in jobs]
-        chances = await self._serve_queue(jobs, stand(known.values(), jobs, leases), now_ms)
+        # Thousands may wait, to which none of this can happen: they have no attempt.
+        jobs = [
+            job if job.attempt is None else await self._look_after(job, known, unread, now_ms)
+            for job in jobs
+        ]
+        chances = await self._serve_queue(jobs, known, leases, now_ms)
         await self._grow(chances, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
@@ -114,10 +167,16 @@ class Reconciler:
                     _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
         return judged, leases
 
+    async def _look_after(
+        self, job: Job, known: dict[str, Node], unread: Mapping[str, Lease], now_ms: int
+    ) -> Job:
+        """The job after all that is due to its attempt."""
+        job = await self._check_attempt(job, known, unread, now_ms)
+        job = await self._leave_draining(job, known, now_ms)
+        return await self._keep_bounds(job, now_ms)
+
     async def _set_back(self, job: Job, now_ms: int) -> Job:
-        """The job after the clock of Redis was set back, if it was."""
-        if job.rewound(now_ms) is job:
-            return job
+        """The job after the clock of Redis was set back."""
         return await self._apply(job, ClockSetBack(job.updated_ms - now_ms), now_ms)
 
     async def _alive_but_unread(
@@ -191,22 +250,40 @@ class Reconciler:
                     await self._apply(chance.job, move, now_ms)
 
     async def _serve_queue(
-        self, jobs: Sequence[Job], standings: tuple[Standing, ...], now_ms: int
+        self,
+        jobs: Sequence[Job],
+        known: Mapping[str, Node],
+        leases: Mapping[str, Lease],
+        now_ms: int,
     ) -> tuple[Chance, ...]:
-        """Do what is due to those that wait; answers which of those that run could grow."""
+        """Do what is due to those that wait; answers which of those that run could grow.
+
+        Why the others wait is written down once after an attempt, for their event logs: who asks later
+        is told what ``waiting`` works out.
+        """
+        open_nodes = {name: lease.incarnation for name, lease in leases.items()}
+        view = _View(tuple(jobs), tuple(known.values()), open_nodes)
+        if self._surveyed is not None and self._surveyed.holds(view, now_ms):
+            return self._surveyed.chances
+        standings = stand(known.values(), jobs, leases)
         outlook = await expect(self._ports, jobs, now_ms)
         found = survey(jobs, standings, outlook, now_ms)
+        self._surveyed = _Surveyed(view, found.chances, now_ms, _next_due(jobs, now_ms))
         for turn in found.turns:
             match turn.outcome:
                 case Seated() as seated:
                     await self._apply(turn.job, _placed(turn.job, seated), now_ms)
                 case MakeRoom(victims=victims, reason=reason):
-                    await self._apply(turn.job, PlacementDelayed(reason), now_ms)
+                    await self._say_once(turn.job, reason, now_ms)
                     for victim in victims:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
                 case Waits(reason=reason):
-                    await self._apply(turn.job, PlacementDelayed(reason), now_ms)
+                    await self._say_once(turn.job, reason, now_ms)
         return found.chances
+
+    async def _say_once(self, job: Job, reason: str, now_ms: int) -> None:
+        if job.waiting_fence != job.fence:
+            await self._apply(job, PlacementDelayed(reason), now_ms)
 
     async def _apply(self, job: Job, event: JobEvent, now_ms: int) -> Job:
         try:
@@ -269,10 +346,18 @@ def _awaits_commit(job: Job) -> bool:
     return any(c.state == CheckpointState.SEALED for c in job.checkpoints.values())
 
 
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _next_due(jobs: Iterable[Job], now_ms: int) -> int | None:
+    """When the next job that backs off has its turn."""
+    due = (j.not_before_ms for j in jobs if j.not_before_ms > now_ms and j.state in WAITING_STATES)
+    return min(due, default=None)
+
+
 def _rest_s(jobs: Sequence[Job], now_ms: int) -> float:
-    due = [
-        (job.not_before_ms - now_ms) / 1000
-        for job in jobs
-        if job.state in WAITING_STATES and job.not_before_ms > now_ms
-    ]
-    return min([_LONGEST_REST_S, *(max(s, _SHORTEST_REST_S) for s in due)])
+    due_ms = _next_due(jobs, now_ms)
+    if due_ms is None:
+        return _LONGEST_REST_S
+    return min(_LONGEST_REST_S, max((due_ms - now_ms) / 1000, _SHORTEST_REST_S))

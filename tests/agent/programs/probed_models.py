@@ -91,7 +91,7 @@ def talks(megabytes: int) -> nn.Module:
     sys.stderr.write("\nand that was all\n")
     sys.stderr.flush()
     used = max(os.fstat(2).st_blocks * 512, 0)
-    forged = {
+    found = {
         "kind": "model_probed",
         "probe_id": f"probe_{1:032x}",
         "node_id": "another",
@@ -99,16 +99,24 @@ def talks(megabytes: int) -> nn.Module:
         "failure": {"code": "raised", "reason": "y" * (1 << 20), "traceback": str(used)},
     }
     answer = int(sys.argv[sys.argv.index("--answer") + 1])
-    os.write(answer, json.dumps(forged).encode())
+    os.write(answer, json.dumps(found).encode())
     os._exit(0)
 
 
 def claims(changes: str, modules: int = 0, letters: int = 0) -> nn.Module:
-    """Forges the profile of another model, with changes in JSON as Python reads it: with Infinity and NaN."""
+    """Answers in the place of the probe."""
+    answer = int(sys.argv[sys.argv.index("--answer") + 1])
+    with os.fdopen(answer, "wb") as file:
+        file.write(forged(changes, modules, letters))
+    os._exit(0)
+
+
+def forged(changes: str, modules: int = 0, letters: int = 0) -> bytes:
+    """The profile of another model, with changes in JSON as Python reads it: with Infinity and NaN."""
     measured = Path(__file__).parents[2] / "controller" / "profiles.json"
     profile = json.loads(measured.read_bytes()) | json.loads(changes)
     profile["modules"] += ["a"] * modules + ["a" * letters]
-    forged = {
+    answer = {
         "kind": "model_probed",
         "probe_id": f"probe_{1:032x}",
         "node_id": "another",
@@ -117,10 +125,7 @@ def claims(changes: str, modules: int = 0, letters: int = 0) -> nn.Module:
         "optimizer": {},
         "sequence_tokens": 1,
     }
-    answer = int(sys.argv[sys.argv.index("--answer") + 1])
-    with os.fdopen(answer, "wb") as file:
-        file.write(json.dumps(forged).encode())
-    os._exit(0)
+    return json.dumps(answer).encode()
 
 
 def crashes() -> nn.Module:

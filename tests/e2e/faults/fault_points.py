@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("LOOM_FAULTS", "/nonexistent"))  # noqa: TID251 a test's own switch
+STEP = int(os.environ.get("LOOM_FAULTS_STEP", "40"))  # noqa: TID251 as above
+"""Whose save is disturbed."""
 
 
 def is_armed(point: str) -> bool:

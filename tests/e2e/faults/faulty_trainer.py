@@ -1,4 +1,4 @@
-"""The real trainer, with points at which rank 1 dies while it saves step 40; no pickle is loaded."""
+"""The real trainer, with points at which rank 1 dies while it saves a step; no pickle is loaded."""
 
 import os
 import pickle
@@ -17,13 +17,13 @@ from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.loop import trainer
 from services.worker.rank.process.seat import AgentPipe
-from tests.e2e.faults.fault_points import is_armed, strike
+from tests.e2e.faults.fault_points import STEP, is_armed, strike
 
 # What is replaced in them is none of their business.
 _os: Any = os
 _trainer: Any = trainer
 _shard_file: Any = shard_file
-STEP = "-s000000040-"
+SAVES = f"-s{STEP:09d}-"
 DISK_BYTES = 1 << 16
 
 
@@ -85,7 +85,7 @@ class Saving:
         text: Mapping[str, str],
         go_on: Callable[[], None],
     ) -> ShardFile:
-        self._is_watched = STEP in folder.name
+        self._is_watched = SAVES in folder.name
         self._strike("before_write")
         if self._is_watched and is_armed("disk_full"):
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)

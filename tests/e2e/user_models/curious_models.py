@@ -2,22 +2,27 @@
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from services.worker.rank.models.decoder import Decoder
 
 
 class CuriousDecoder(Decoder):
-    """Tries to read files when it is made.
+    """Tries to read files when it is made, and takes its time and no processor.
 
     Args:
         files: Their paths; ``parent`` stands for the process that forked this one.
+        pace_s: A rest before each pass.
         sizes: Of the decoder.
     """
 
-    def __init__(self, files: Sequence[str], **sizes: int) -> None:
+    def __init__(self, files: Sequence[str], pace_s: float, **sizes: int) -> None:
         super().__init__(**sizes)
+        self._pace_s = pace_s
         found = {}
         for name in files:
             path = Path(name.replace("parent", str(os.getppid())))
@@ -27,3 +32,7 @@ class CuriousDecoder(Decoder):
                 found[name] = type(error).__name__
         said = f"as {os.getresuid()} {os.getgroups()}: {sorted(set(found.values()))}"
         sys.stdout.write(said + "\n")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(self._pace_s)
+        return super().forward(tokens)

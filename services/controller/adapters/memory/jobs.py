@@ -1,5 +1,7 @@
 """Jobs in memory. No method awaits between its look and its write: each is one transaction."""
 
+from collections.abc import Sequence
+
 from services.contract.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.effects import Decision, Send
@@ -8,9 +10,11 @@ from services.controller.domain.history import HistoryEntry, creation
 from services.controller.domain.job import Job
 from services.controller.ports.jobs import (
     Actor,
+    Among,
     Change,
     Claim,
     EventRecord,
+    JobSummary,
     Place,
     Stored,
     event_records,
@@ -121,6 +125,20 @@ class MemoryJobs:
         by_place = {Place(s.job.created_ms, s.job.id): s for s in self._server.jobs.values()}
         places = sorted((p for p in by_place if before is None or p < before), reverse=True)
         return [by_place[place] for place in places[:limit]]
+
+    async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
+        """See ``JobStore.summaries``."""
+        found = await self.page(before, len(self._server.jobs))
+        states = among.states or set(JobState)
+        return [JobSummary.of(s.job) for s in found if s.job.state in states][:limit]
+
+    async def several(self, job_ids: Sequence[str]) -> list[Stored]:
+        """See ``JobStore.several``."""
+        return [self._server.jobs[name] for name in job_ids if name in self._server.jobs]
+
+    async def index(self) -> int:
+        """See ``JobStore.index``."""
+        return 0
 
     async def counts(self) -> dict[JobState, int]:
         """See ``JobStore.counts``."""

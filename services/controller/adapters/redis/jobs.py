@@ -14,14 +14,15 @@ from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
     is_mistyped,
-    to_ms,
 )
+from services.controller.adapters.redis.job_index import JobIndex, listing_of
 from services.controller.adapters.redis.job_rows import (
     KnownRows,
     Row,
     read_row,
     unreadable,
 )
+from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
 from services.controller.domain.effects import Decision, Send
 from services.controller.domain.errors import (
     DeposedError,
@@ -35,8 +36,10 @@ from services.controller.domain.history import creation
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,
+    Among,
     Change,
     Claim,
+    JobSummary,
     Place,
     Stored,
     event_records,
@@ -55,13 +58,21 @@ class RedisJobs:
     Args:
         clients: Redis.
         telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
+        compared_every_s: See ``WorkingSet``.
     """
 
     def __init__(
-        self, clients: RedisClients, telemetry_kept_s: int = keys.TELEMETRY_KEPT_S
+        self,
+        clients: RedisClients,
+        telemetry_kept_s: int = keys.TELEMETRY_KEPT_S,
+        compared_every_s: float = COMPARED_EVERY_S,
     ) -> None:
         self._clients = clients
         self._known = KnownRows()
+        self._index = JobIndex(clients, self._rows, self._load)
+        self._active = WorkingSet(
+            clients, self._rows, self._parsed, self._index.list_again, compared_every_s
+        )
         self._telemetry_kept_s = telemetry_kept_s
         self._commit = clients.writes.register_script(scripts.COMMIT)
         self._create = clients.writes.register_script(scripts.CREATE)
@@ -81,6 +92,7 @@ class RedisJobs:
                     keys.job_events(job.id),
                     _claim_key(claim),
                     keys.job_history(job.id),
+                    keys.CHANGED_JOBS,
                 ],
                 args=[
                     job.id,
@@ -89,10 +101,12 @@ class RedisJobs:
                     job.model_dump_json(),
                     job.state,
                     job.created_ms,
+                    *listing_of(job),
                     "" if claim is None else claim.digest,
                     keys.IDEMPOTENCY_TTL_S,
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(_bodies((creation(job),))),
+                    keys.CHANGES_KEPT,
                 ],
             )
         self._refuse(status, job.id, told)
@@ -115,6 +129,7 @@ class RedisJobs:
                     keys.job_checkpoints(job.id),
                     keys.DELETED_JOBS,
                     keys.job_history(job.id),
+                    keys.CHANGED_JOBS,
                 ],
                 args=[
                     epoch,
@@ -126,9 +141,11 @@ class RedisJobs:
                     job.state,
                     int(job.is_active),
                     job.created_ms,
+                    *listing_of(job),
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(puts),
                     *_listed(_bodies((creation(job),))),
+                    keys.CHANGES_KEPT,
                 ],
             )
         self._refuse(status, job.id, told)
@@ -157,13 +174,14 @@ class RedisJobs:
         """See ``JobStore.commit``."""
         job, sends = change.decision.job, change.decision.sends
         inboxes = list(dict.fromkeys(keys.node_inbox(send.node_id) for send in sends))
-        puts = [text for c in change.changed_checkpoints for text in (c.id, c.model_dump_json())]
+        puts = [part for c in change.changed_checkpoints for part in (c.id, c.model_dump_json())]
         outgoing = [
-            text
+            part
             for send in sends
-            for text in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
+            for part in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
         ]
         doomed = change.deletes
+        text = job.model_dump_json()
         its_own = [
             keys.job(job.id),
             keys.ACTIVE_JOBS,
@@ -176,6 +194,7 @@ class RedisJobs:
             keys.job_logs(job.id),
             keys.job_stacks(job.id),
             keys.job_metrics(job.id),
+            keys.CHANGED_JOBS,
         ]
         first_inbox = len(its_own) + 1  # as Lua counts
         with answering():
@@ -187,11 +206,13 @@ class RedisJobs:
                     job.id,
                     keys.WAKE,
                     keys.MESSAGE_FIELD,
-                    job.model_dump_json(),
+                    text,
                     job.fence,
                     job.state,
                     int(job.is_active),
                     keys.EVENTS_KEPT,
+                    job.created_ms,
+                    *listing_of(job),
                     first_inbox,
                     *(
                         _NOTHING_DOOMED
@@ -205,6 +226,7 @@ class RedisJobs:
                     keys.HISTORY_KEPT,
                     *_listed(_bodies(change.history)),
                     self._telemetry_kept_s if job.is_terminal else "",
+                    keys.CHANGES_KEPT,
                 ],
             )
         self._refuse(status, job.id, told)
@@ -212,7 +234,9 @@ class RedisJobs:
             self._clients.unreadable.forget(key)
         if doomed is not None:
             self._forget_names(doomed.job.id)
-        return Stored(job, int(told))
+        stored = Stored(job, int(told))
+        self._active.committed(stored, text)
+        return stored
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
         """See ``JobStore.send``."""
@@ -236,29 +260,42 @@ class RedisJobs:
 
     async def active(self) -> list[Stored]:
         """See ``JobStore.active``."""
-        with self._clients.answering(keys.ACTIVE_JOBS):
-            members: Any = await self._clients.reads.smembers(keys.ACTIVE_JOBS)
-        return await self._load(sorted(members))
+        return await self._active.jobs()
 
     async def page(self, before: Place | None, limit: int) -> list[Stored]:
         """See ``JobStore.page``."""
-        highest = "+inf" if before is None else before.created_ms
         found: list[Stored] = []
-        offset = 0
         while len(found) < limit:
-            with self._clients.answering(keys.JOBS):
-                rows: Any = await self._clients.reads.zrevrangebyscore(
-                    keys.JOBS, highest, "-inf", start=offset, num=_PAGE, withscores=True
-                )
-            places = [Place(to_ms(score), job_id) for job_id, score in rows]
-            found += await self._load([p.id for p in places if before is None or p < before])
-            offset += _PAGE
-            if len(rows) < _PAGE:
+            places = await self._index.places(keys.JOBS, before, _PAGE)
+            found += await self._load([place.id for place in places])
+            if len(places) < _PAGE:
                 break
+            before = places[-1]
         return found[:limit]
+
+    async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
+        """See ``JobStore.summaries``."""
+        return await self._index.summaries(among, before, limit)
+
+    async def several(self, job_ids: Sequence[str]) -> list[Stored]:
+        """See ``JobStore.several``."""
+        wanted = set(job_ids)
+        known: dict[str, Stored] = {}
+        with contextlib.suppress(StoreUnavailableError):  # then they are read as all others are
+            known = {s.job.id: s for s in await self._active.jobs() if s.job.id in wanted}
+        others = [name for name in job_ids if name not in known]
+        known |= {stored.job.id: stored for stored in await self._load(others)}
+        return [known[name] for name in job_ids if name in known]
+
+    async def index(self) -> int:
+        """See ``JobStore.index``."""
+        return await self._index.build()
 
     async def counts(self) -> dict[JobState, int]:
         """See ``JobStore.counts``."""
+        counted = await self._index.counts()
+        if counted is not None:
+            return counted
         totals = dict.fromkeys(JobState, 0)
         with self._clients.answering(keys.JOBS):
             names: Any = await self._clients.reads.zrange(keys.JOBS, 0, -1)
@@ -274,9 +311,13 @@ class RedisJobs:
                             totals[JobState(state)] += 1
         return totals
 
-    async def _load(self, job_ids: list[str]) -> list[Stored]:
+    async def _load(self, job_ids: Sequence[str]) -> list[Stored]:
+        return await self._parsed(await self._rows(job_ids))
+
+    async def _parsed(self, rows: Sequence[Row]) -> list[Stored]:
+        """The jobs of rows; those that cannot be read are left out."""
         found: list[Stored] = []
-        async for row in in_turns(await self._rows(job_ids)):
+        async for row in in_turns(rows):
             with contextlib.suppress(RecordUnreadableError):
                 found.append(self._read(row))
         return found
@@ -300,7 +341,7 @@ class RedisJobs:
         self._known.put(row, stored)
         return stored
 
-    async def _rows(self, job_ids: list[str]) -> list[Row]:
+    async def _rows(self, job_ids: Sequence[str]) -> list[Row]:
         found: list[Row] = []
         for start in range(0, len(job_ids), _PAGE):
             names = job_ids[start : start + _PAGE]
@@ -327,7 +368,8 @@ class RedisJobs:
     async def _forget(self, job_id: str, version: str) -> None:
         with answering():
             status, told = await self._delete(
-                keys=[keys.ACTIVE_JOBS, *_doomed(job_id)], args=[version, job_id]
+                keys=[keys.ACTIVE_JOBS, *_doomed(job_id), keys.CHANGED_JOBS],
+                args=[version, job_id, keys.CHANGES_KEPT],
             )
         self._refuse(status, job_id, told)
         self._forget_names(job_id)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -33,10 +33,19 @@ _CONSUMER: Final = "leader"
 _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
-# As PTTL says it.
+# As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
+_MISTYPED: Final = -3
 _LONGEST_SAMPLES: Final = 64 << 20
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
+
+
+class _NodeTexts(NamedTuple):
+    """What is stored of a node."""
+
+    record: str
+    drain: str | None
+    measured: Mapping[str, str] | None
 
 
 class RedisNodes:
@@ -44,6 +53,8 @@ class RedisNodes:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
+        self._known: dict[str, tuple[_NodeTexts, Node]] = {}
+        self._leases = clients.reads.register_script(scripts.LEASES)
         self._put = clients.writes.register_script(scripts.PUT_NODE)
         self._forget = clients.writes.register_script(scripts.FORGET_NODE)
         self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
@@ -62,31 +73,39 @@ class RedisNodes:
                 raise rows[0]
             told = self._clients.unreadable.of_their_type(names, rows)
         records, drains, measured = (row or {} for row in told)
-        found = (self._node(n, records[n], drains.get(n), measured) for n in sorted(records))
-        return [node for node in found if node is not None]
+        by_node: dict[str, dict[str, str]] = {}
+        for field, text in measured.items():
+            by_node.setdefault(field.rpartition("/")[0], {})[field] = text
+        found = {
+            name: self._node(name, _NodeTexts(records[name], drains.get(name), by_node.get(name)))
+            for name in sorted(records)
+        }
+        self._known = {n: known for n, known in self._known.items() if n in records}
+        return [node for node in found.values() if node is not None]
 
-    def _node(
-        self, name: str, record: str, drain: str | None, measured: Mapping[str, str]
-    ) -> Node | None:
+    def _node(self, name: str, texts: "_NodeTexts") -> Node | None:
+        """The node; that of the last time where it is the same to the letter."""
+        known = self._known.get(name)
+        if known is not None and known[0] == texts:
+            return known[1]
         read = self._clients.unreadable.read
-        node = read(f"{keys.NODES} {name}", Node.model_validate_json, record)
+        node = read(f"{keys.NODES} {name}", Node.model_validate_json, texts.record)
         if node is None:
             return None
         told: dict[DeviceType, Measurement] = {}
+        measured = texts.measured or {}
         for field, text in measured.items():
-            node_id, _, device_type = field.rpartition("/")
-            if node_id == name:
-                found = read(
-                    f"{keys.MEASURED_NODES} {field}", Measurement.model_validate_json, text
-                )
-                if found is not None:
-                    told[cast("DeviceType", device_type)] = found
-        known = None
-        if drain is not None:
-            known = read(f"{keys.DRAINING_NODES} {name}", Drain.model_validate_json, drain)
+            found = read(f"{keys.MEASURED_NODES} {field}", Measurement.model_validate_json, text)
+            if found is not None:
+                told[cast("DeviceType", field.rpartition("/")[2])] = found
+        drain = None
+        if texts.drain is not None:
+            drain = read(f"{keys.DRAINING_NODES} {name}", Drain.model_validate_json, texts.drain)
             # Whatever it says, somebody wants the node to be empty.
-            known = known or Drain(asked_ms=0)
-        return node.model_copy(update={"drain": known, "measured": told})
+            drain = drain or Drain(asked_ms=0)
+        node = node.model_copy(update={"drain": drain, "measured": told})
+        self._known[name] = (texts, node)
+        return node
 
     async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
@@ -149,18 +168,18 @@ class RedisNodes:
         """See ``NodeStore.leases``."""
         names = list(node_ids)
         with answering():
-            async with self._clients.reads.pipeline(transaction=True) as pipe:
-                for name in names:
-                    # The key is the agent's, which may have put half a GiB there.
-                    pipe.getrange(keys.node_lease(name), 0, NAME_CHARACTERS)
-                    pipe.pttl(keys.node_lease(name))
-                rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(keys.node_lease, names), rows[0::2])
-        return {
-            name: Lease(incarnation, max(int(left), 0))
-            for name, incarnation, left in zip(names, told, rows[1::2], strict=True)
-            if incarnation is not None and int(left) != _ABSENT
-        }
+            holders, lefts = await self._leases(
+                keys=[keys.node_lease(name) for name in names], args=[NAME_CHARACTERS]
+            )
+        found: dict[str, Lease] = {}
+        for name, incarnation, left in zip(names, holders, lefts, strict=True):
+            if int(left) == _MISTYPED:
+                self._clients.unreadable.note_type(keys.node_lease(name))
+                continue
+            self._clients.unreadable.forget(keys.node_lease(name))
+            if int(left) != _ABSENT:
+                found[name] = Lease(incarnation, max(int(left), 0))
+        return found
 
 
 class RedisFacts:

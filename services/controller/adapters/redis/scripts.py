@@ -31,6 +31,29 @@ local function mistyped(types)
 end
 """
 
+# Whoever keeps active jobs in memory follows this stream; of another type it costs them time, and no write.
+_TELL_CHANGE: Final = """
+local function tell_change(key, kept, id, version, active)
+  redis.pcall('XADD', key, 'MAXLEN', '~', kept, '*', 'm', id, 'v', version, 'a', active)
+end
+"""
+
+# The indexes in which a job stands are named in its record: whoever writes it takes it out of those. One of
+# another type costs its list, and no write.
+_RELIST: Final = """
+local function relist(job, id, created, listed)
+  local before = redis.pcall('HGET', job, 'listed')
+  if before == listed then return end
+  local could, names = pcall(cjson.decode, type(before) == 'string' and before or '[]')
+  for _, key in ipairs(could and type(names) == 'table' and names or {}) do
+    redis.pcall('ZREM', key, id)
+  end
+  if listed == '' then return end
+  for _, key in ipairs(cjson.decode(listed)) do redis.pcall('ZADD', key, created, id) end
+  redis.call('HSET', job, 'listed', listed)
+end
+"""
+
 # The inbox is its agent's: one that it gave another type costs that agent its commands, and nobody else.
 _TO_INBOX: Final = """
 local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
@@ -50,12 +73,15 @@ COMMIT: Final = (
     + _TAKE_LIST
     + _FIND_MISTYPED
     + _TO_INBOX
+    + _RELIST
+    + _TELL_CHANGE
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, changes,
 -- then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
+local created, summary, listed = take(), take(), take()
 local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
@@ -73,7 +99,8 @@ if not known[1] then return {'gone', '0'} end
 if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
 local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
-redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state)
+redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state, 'summary', summary)
+relist(KEYS[1], id, created, listed)
 if active == '1' then redis.call('SADD', KEYS[2], id) else redis.call('SREM', KEYS[2], id) end
 for _, event in ipairs(take_list()) do
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', kept, '*', field, event)
@@ -93,12 +120,16 @@ local lives_s = take()
 for i = 6, 11 do
   if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
 end
+local changes_kept = take()
+tell_change(KEYS[12], changes_kept, id, version, active)
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
   remember_deleted(KEYS[doomed + 2], KEYS[doomed], doomed_id)
   redis.call('SREM', KEYS[2], doomed_id)
+  relist(KEYS[doomed], doomed_id, 0, '')
   redis.call('DEL', KEYS[doomed])
   for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
+  tell_change(KEYS[12], changes_kept, doomed_id, '', 0)
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -108,22 +139,27 @@ return {'ok', tostring(version)}
 CREATE: Final = (
     _TAKE_LIST
     + _FIND_MISTYPED
+    + _RELIST
+    + _TELL_CHANGE
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
+local summary, listed = take(), take()
 local digest, ttl = take(), take()
 if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
   redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
 end
-redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state)
+redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state, 'summary', summary)
+relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
+tell_change(KEYS[7], take(), id, 1, 1)
 redis.call('PUBLISH', wake, id)
 return {'ok', '1'}
 """
@@ -133,22 +169,27 @@ RESTORE: Final = (
     _REFUSE_DEPOSED
     + _TAKE_LIST
     + _FIND_MISTYPED
+    + _RELIST
+    + _TELL_CHANGE
     + """
--- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history
+-- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history, changes
 local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
+local summary, listed = take(), take()
 if deposed(KEYS[4], epoch) then return {'deposed', '0'} end
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'known', '0'} end
 local other = mistyped({'hash', 'zset', 'set', 'string', 'stream', 'hash', 'set', 'stream'})
 if other then return {'mistyped', other} end
 if redis.call('SISMEMBER', KEYS[7], id) == 1 then return {'deleted', '0'} end
-redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state', state)
+redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state', state, 'summary', summary)
+relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 if active == '1' then redis.call('SADD', KEYS[3], id) end
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[5], '*', field, event) end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end
+tell_change(KEYS[9], take(), id, 1, active)
 redis.call('PUBLISH', wake, id)
 return {'ok', '0'}
 """
@@ -157,20 +198,59 @@ return {'ok', '0'}
 DELETE: Final = (
     _FIND_MISTYPED
     + _REMEMBER_DELETED
+    + _RELIST
+    + _TELL_CHANGE
     + """
--- KEYS: active jobs, job, all jobs, deleted jobs, then all else that is kept with the job
--- ARGV: the version that it must have ('' deletes it as it is), its id
+-- KEYS: active jobs, job, all jobs, deleted jobs, then all else that is kept with the job; last: changes
+-- ARGV: the version that it must have ('' deletes it as it is), its id, how many changes are kept
 local other = mistyped({'set', nil, 'zset', 'set'})
 if other then return {'mistyped', other} end
 if ARGV[1] ~= '' and redis.call('HGET', KEYS[2], 'version') ~= ARGV[1] then return {'stale', '0'} end
 redis.call('ZREM', KEYS[3], ARGV[2])
 redis.call('SREM', KEYS[1], ARGV[2])
 remember_deleted(KEYS[4], KEYS[2], ARGV[2])
+relist(KEYS[2], ARGV[2], 0, '')
 redis.call('DEL', KEYS[2])
-for i = 5, #KEYS do redis.call('DEL', KEYS[i]) end
+for i = 5, #KEYS - 1 do redis.call('DEL', KEYS[i]) end
+tell_change(KEYS[#KEYS], ARGV[3], ARGV[2], '', 0)
 return {'ok', '0'}
 """
 )
+
+LIST_JOB: Final = (
+    _RELIST
+    + """
+-- KEYS: job, all jobs; ARGV: the version that it must have, its id, its summary and its indexes
+-- ('': it cannot be read), what the names of the indexes by state begin with
+local version = redis.pcall('HGET', KEYS[1], 'version')
+if type(version) ~= 'string' or version ~= ARGV[1] then return 'stale' end
+local created = redis.call('ZSCORE', KEYS[2], ARGV[2])
+if not created then return 'gone' end
+local listed = ARGV[4]
+if listed == '' then
+  local state = redis.call('HGET', KEYS[1], 'state')
+  listed = cjson.encode({ARGV[5] .. (state or '')})
+else
+  redis.call('HSET', KEYS[1], 'summary', ARGV[3])
+end
+relist(KEYS[1], ARGV[2], created, listed)
+return 'ok'
+"""
+)
+
+DIGEST_ACTIVE: Final = """
+-- KEYS: active jobs; ARGV: what the names of their records begin with
+-- The records are not named one by one: there may be thousands.
+local ids = redis.call('SMEMBERS', KEYS[1])
+table.sort(ids)
+for i, id in ipairs(ids) do
+  local version = redis.pcall('HGET', ARGV[1] .. id, 'version')
+  local length = redis.pcall('HSTRLEN', ARGV[1] .. id, 'doc')
+  version = type(version) == 'string' and version or ''
+  ids[i] = id .. ' ' .. version .. ' ' .. (type(length) == 'number' and length or 0)
+end
+return redis.sha1hex(table.concat(ids, '\\n'))
+"""
 
 SEND: Final = (
     _REFUSE_DEPOSED
@@ -203,6 +283,19 @@ redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """
 )
+
+LEASES: Final = """
+-- KEYS: leases; ARGV: how much is read of each, which its agent may have made half a GiB
+-- Answers who holds each, and how long yet; -2: nobody, -3: it has another type.
+local holders, left = {}, {}
+for i, key in ipairs(KEYS) do
+  local holder = redis.pcall('GETRANGE', key, 0, ARGV[1])
+  local is_text = type(holder) == 'string'
+  holders[i] = is_text and holder or ''
+  left[i] = is_text and redis.call('PTTL', key) or -3
+end
+return {holders, left}
+"""
 
 FORGET_NODE: Final = (
     _REFUSE_DEPOSED

@@ -114,11 +114,11 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """Jobs, newest first or as ``sort`` says."""
+    """Jobs, newest first or as ``sort`` says. Of those of more than 64 ranks the measured peak is left out."""
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
     async with context.turns.of(asks.subject):
-        page = await use_cases.list_jobs(context.ports, wanted, cursor, limit, sort)
+        page = await use_cases.list_jobs(context.ports, wanted, cursor, limit, sort, fields=names)
         headers = next_link(request, page.next_cursor)
         if names is None:
             return await answer_page(request, page, headers=headers)

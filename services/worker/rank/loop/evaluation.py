@@ -59,14 +59,17 @@ def evaluate(run: Run, step: int) -> Evaluation | None:
             found = _sums(run, validation[own if is_own else 0], context)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value * is_own
-    if run.spec.evaluation is not None and not context.has_called_loss:
-        raise LossError(
-            f"evaluation.metrics: {type(run.trainable).__name__}.eval_batch did not call context.loss, "
-            "which measures them; call it, or return the metrics beside the loss"
+        if run.spec.evaluation is not None and not context.has_called_loss:
+            raise LossError(
+                f"evaluation.metrics: {type(run.trainable).__name__}.eval_batch did not call context.loss, "
+                "which measures them; call it, or return the metrics beside the loss"
+            )
+        names = sorted(sums)
+        # Within: no rank may exchange its slices while another computes with them.
+        own_sums = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+        totals = dict(
+            zip(names, run.gang.control.all_reduce(own_sums).wait().tolist(), strict=True)
         )
-    names = sorted(sums)
-    own_sums = torch.tensor([sums[name] for name in names], dtype=torch.float64)
-    totals = dict(zip(names, run.gang.control.all_reduce(own_sums).wait().tolist(), strict=True))
     loss, counted = totals.pop(_LOSS), totals.pop(_COUNTED)
     # The ranks of one tp group have seen the same samples.
     seen = int(counted) // (run.gang.world_size // world)

@@ -9,6 +9,8 @@ from typing import Final, Protocol, Self
 
 import torch
 
+from services.worker.rank.process.host_memory import shared_bytes
+
 MEASURED_STEPS: Final = 3
 """So many steps of an attempt are measured on a host: the second is the first with all state."""
 
@@ -91,8 +93,9 @@ class HostMemory:
 
     The most of a step is the kernel's own high-water mark, set back before the step: no operator
     pays for it. From that are taken, as they are after the step, the pages of files, which a
-    forked rank maps in as it meets the code of libraries; and what the process held without a file
-    before it built the model, such as Python's objects. Pages that came after the moment of the
+    forked rank maps in as it meets the code of libraries; what the process held without a file
+    before it built the model, such as Python's objects; and of memory that ranks share what is
+    others' part, for each page counts once over all that map it. Pages that came after the moment of the
     peak make the figure smaller, never larger; so the highest of the measured steps is kept.
 
     The C allocator would keep what is freed and hand it out in pieces, so that a process holds
@@ -154,7 +157,8 @@ class HostMemory:
         if self._left:
             self._left -= 1
             if self._anew is not None:
-                taken = seen.most - seen.files - self._before - copies
+                others = max(seen.shared - shared_bytes(), 0)
+                taken = seen.most - seen.files - others - self._before - copies
                 self._peak = max(taken, self._peak or 0)
             if not self._left:
                 _mapped_from(_USUAL_MMAPPED_BYTES)
@@ -171,6 +175,7 @@ class _Status:
     most: int
     files: int
     anonymous: int
+    shared: int
 
     @classmethod
     def of(cls, status: bytes) -> "_Status":
@@ -178,6 +183,7 @@ class _Status:
             most=_field(status, b"VmHWM:"),
             files=_field(status, b"RssFile:"),
             anonymous=_field(status, b"RssAnon:") + _field(status, b"RssShmem:"),
+            shared=_field(status, b"RssShmem:"),
         )
 
 

@@ -37,6 +37,7 @@ from services.worker.rank.loop.run import Run, build
 from services.worker.rank.loop.step import train_step
 from services.worker.rank.loop.trace import TraceRecorder
 from services.worker.rank.metrics.reporter import MetricsReporter
+from services.worker.rank.process.host_memory import count_shared_memory
 
 
 class Pipe(Protocol):
@@ -145,6 +146,8 @@ def _loop(run: Run, pipe: Pipe, beside: _Beside, resumed: int) -> _End:
         traces.begin_step(step)
         loss = _timed_step(run, writer, metrics, step)
         traces.end_step()
+        if step == resumed + 1:
+            count_shared_memory()  # of reductions, too: all of it is there after a step
         agreed = agreement.outcome()
         if agreed.trace:
             _turn(run, traces, step)

@@ -138,10 +138,12 @@ class _Exchange:
     def beside(self, work: Callable[[], None]) -> None:
         """The same, with ``work`` done beside each of the two."""
         own = self._whole.view(self._group.size, -1)[self._group.rank]
-        gathering = self._group.all_gather(self._whole, own)
+        gathering = self._group.all_gather(self._whole, own, on_stream=False)
         work()
         _wait_for(gathering)
-        reducing = self._group.reduce_scatter(self._row, self._whole, dist.ReduceOp.SUM)
+        reducing = self._group.reduce_scatter(
+            self._row, self._whole, dist.ReduceOp.SUM, on_stream=False
+        )
         work()
         _wait_for(reducing)
 

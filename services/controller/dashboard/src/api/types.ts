@@ -289,6 +289,7 @@ export interface ShardingPlan {
   reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   output_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
   tensor_parallel: TensorParallelPlan[];
+  shared_memory: "auto" | "none" | "copy" | "storage";
   version: number;
 }
 
@@ -680,6 +681,7 @@ export interface PlanUnit {
   offload: boolean;
   prefetch: number | null;
   compile: boolean;
+  shared_memory: "copy" | "storage" | null;
 }
 
 export interface RankMemory {

@@ -107,7 +107,11 @@ function Units({ plan }: { plan: PlanView }) {
                 <td className="number">{bytes(unit.rank_bytes)}</td>
                 <td>{kept(unit.reshard_after_forward)}</td>
                 <td>
-                  {[unit.param_dtype, ...(["recompute", "offload", "compile"] as const).filter((name) => unit[name]).map(words)]
+                  {[
+                    unit.param_dtype,
+                    ...(["recompute", "offload", "compile"] as const).filter((name) => unit[name]).map(words),
+                    unit.shared_memory && SHARED[unit.shared_memory],
+                  ]
                     .filter(Boolean)
                     .join(", ")}
                 </td>
@@ -119,6 +123,8 @@ function Units({ plan }: { plan: PlanView }) {
     </Panel>
   );
 }
+
+const SHARED = { copy: "copied from shared memory", storage: "one copy a host" };
 
 function kept(reshards: boolean | number): string {
   if (typeof reshards === "number") return `slices over ${reshards} ranks`;

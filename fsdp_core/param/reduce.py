@@ -1,0 +1,350 @@
+"""A reduction of a group's gradients: pack, reduce-scatter, all-reduce, view out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from fsdp_core import torch_private
+from fsdp_core.comm import Reduction, Stream, Ticket, keep_step
+from fsdp_core.layout import Packing, Slicing
+from fsdp_core.param import slices
+from fsdp_core.param.shared_reduce import SharedReduction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fsdp_core.comm import Collectives, CommContext
+    from fsdp_core.options import GroupOptions
+    from fsdp_core.param.grads import GradBatch, PartialReduce
+    from fsdp_core.param.shared_reduce import SharedReducer
+
+
+_ALIGNMENT: Final = 128
+"""Bytes. Of rows that begin elsewhere an accelerator's backend reads a few bytes at a time."""
+
+
+@dataclass(frozen=True)
+class ReduceRoute:
+    """Where a group's gradients go.
+
+    Attributes:
+        label: Whose gradients they are; the same on all ranks.
+        options: Of the group.
+        shards: Axis of the reduce-scatter.
+        replicas: Axis of the all-reduce; one rank where there is none.
+        device: On which gradients arise.
+        partial: Where sums wait that are not all-reduced yet.
+        shared: Reduces over the shard axis through memory that its ranks share; None: by `shards`.
+    """
+
+    label: str
+    options: GroupOptions
+    shards: Collectives
+    replicas: Collectives
+    device: torch.device
+    partial: PartialReduce
+    shared: SharedReducer | None
+    _reductions: dict[torch.dtype, Reduction] = field(default_factory=dict, init=False)
+
+    @property
+    def granularity(self) -> int:
+        """See `ReduceScatter.granularity`."""
+        # A class written for the reference does not have it.
+        return getattr(self.options.reduce_scatter, "granularity", 1)
+
+    @property
+    def lends(self) -> bool:
+        """Whether buffers are lent by the user's strategy, which may lend them again."""
+        return self.options.reduce_scatter is not None
+
+    def reduction(self, dtype: torch.dtype) -> Reduction:
+        """The operations in `dtype`."""
+        if (known := self._reductions.get(dtype)) is None:
+            known = self._reductions[dtype] = self._new_reduction(dtype)
+        return known
+
+    def _new_reduction(self, dtype: torch.dtype) -> Reduction:
+        return Reduction.of(
+            dtype,
+            shards=self.shards.size,
+            replicas=self.replicas.size,
+            divide_factor=self.options.divide_factor,
+            force_sum=self.options.force_sum,
+        )
+
+
+class PendingReduce:
+    """A reduction in flight; `land` makes its result the gradients of the slices."""
+
+    def __init__(
+        self,
+        ticket: Ticket | SharedReduction,
+        packing: Packing,
+        batch: GradBatch,
+        route: ReduceRoute,
+    ) -> None:
+        self._ticket = ticket
+        self._packing = packing
+        self._batch = batch
+        self._route = route
+        self._reduction = route.reduction(batch.reduce_dtype)
+
+    @classmethod
+    @torch.no_grad()
+    def issue(cls, batch: GradBatch, route: ReduceRoute, comm: CommContext) -> PendingReduce:
+        """Packs whole gradients, cast to the reduce dtype, and starts the reduce-scatter.
+
+        Args:
+            batch: Its gradients are let go once they are packed.
+            route: Axes and options.
+            comm: Streams and counts.
+        """
+        if route.shared is not None:
+            return cls._issue_shared(batch, route, route.shared, comm)
+        shards, streams, dtype = route.shards, comm.streams, batch.reduce_dtype
+        packing, contribution = _pack(batch, route, aligns_rows=streams.run_apart)
+        reduction = route.reduction(dtype)
+        streams.wait_stream(Stream.REDUCE, Stream.COMPUTE)
+        what = f"reduce-scatter of {route.label} ({packing.total} elements)"
+        keep_step(shards.group, route.device, what)
+        with streams.enter(Stream.REDUCE):
+            result = shards.reduce_buffer(packing.row, dtype, route.device)
+            if reduction.pre_divide != 1:
+                contribution.div_(reduction.pre_divide)
+            sequence = comm.counts.issue(shards.name)
+            work = shards.reduce_scatter(
+                result, contribution, reduction.scatter_op, on_stream=streams.run_apart
+            )
+        ticket = Ticket(
+            work,
+            result,
+            inputs=(contribution,),
+            group=shards.group,
+            on_complete=lambda: comm.counts.complete(shards.name, sequence),
+        )
+        return cls(ticket, packing, batch, route)
+
+    @classmethod
+    def _issue_shared(
+        cls, batch: GradBatch, route: ReduceRoute, shared: SharedReducer, comm: CommContext
+    ) -> PendingReduce:
+        wholes = list(batch.grads)
+        batch.grads.clear()
+        if batch.is_agreed:
+            # Plain gradients have one dtype, in which flags travel best.
+            dtype = wholes[0].dtype if batch.plain is not None else batch.reduce_dtype
+            wholes.append(_flags(batch.present, dtype, route.device))
+        sequence = comm.counts.issue(route.shards.name)
+        started = shared.start(
+            wholes,
+            _slicings(batch, route.shards.size),
+            route.reduction(batch.reduce_dtype),
+            lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
+            dtype=batch.reduce_dtype,
+            on_complete=partial(comm.counts.complete, route.shards.name, sequence),
+        )
+        return cls(started, started.packing, batch, route)
+
+    @torch.no_grad()
+    def land(self, comm: CommContext) -> None:
+        """Waits, averages over replicas, and adds views of the result to the slices' gradients.
+
+        The result lives in the reduce stream's memory pool and must not be read on another stream
+        before that one follows; the end of backward sees to it.
+        """
+        if isinstance(self._ticket, SharedReduction) and self._needs_no_row:
+            self._land_slices(self._ticket, comm)
+            return
+        streams = comm.streams
+        with streams.enter(Stream.REDUCE):
+            result = self._ticket.wait()
+            if self._route.lends:
+                # Gradients are views of the result, and outlive the loan.
+                result = result.clone()
+            arrived = streams.record_event(Stream.REDUCE)
+            is_complete = self._route.options.all_reduce_grads or self._route.replicas.size == 1
+            if is_complete:
+                self._route.partial.add_to(result, self._batch)
+            else:
+                self._route.partial.keep(result, self._batch)
+        # The contribution came from the compute stream's pool, and the ticket let it go.
+        streams.wait_event(Stream.COMPUTE, arrived)
+        if is_complete:
+            self._finish(result, comm)
+
+    def drop(self, comm: CommContext) -> None:
+        """Forgets the result, once it is there: the iteration it belongs to failed."""
+        if isinstance(self._ticket, SharedReduction):
+            self._ticket.drop()
+            return
+        with comm.streams.enter(Stream.REDUCE):
+            self._ticket.wait()
+        comm.streams.wait_stream(Stream.COMPUTE, Stream.REDUCE)
+
+    @property
+    def _needs_no_row(self) -> bool:
+        """Whether nothing else is done with the result than to give each parameter its slice."""
+        route = self._route
+        return self._batch.plain is not None and (
+            route.replicas.size == 1 and route.options.all_reduce_hook is None
+        )
+
+    def _land_slices(self, reduction: SharedReduction, comm: CommContext) -> None:
+        own = reduction.wait_for_slices()
+        if self._reduction.post_divide != 1:
+            torch_private.foreach_div(own, self._reduction.post_divide)
+        with_grad = self._with_grad(own.pop() if self._batch.is_agreed else own[0])
+        self._give_slices(own, with_grad, comm, Stream.REDUCE)
+        comm.note_results(Stream.REDUCE)
+
+    def _give_slices(
+        self,
+        own: Sequence[torch.Tensor],
+        with_grad: Sequence[bool],
+        comm: CommContext,
+        stream: Stream,
+    ) -> None:
+        params = self._batch.plain.params if self._batch.plain is not None else ()
+        for param, each, has_grad in zip(params, own, with_grad, strict=True):
+            if has_grad:
+                param.add_own_grad(each, comm, stream)
+
+    def _finish(self, result: torch.Tensor, comm: CommContext) -> None:
+        stream = Stream.REDUCE
+        if self._route.replicas.size > 1:
+            stream = Stream.ALL_REDUCE
+            comm.streams.wait_stream(stream, Stream.REDUCE)
+            what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
+            keep_step(self._route.replicas.group, result.device, what)
+            with comm.streams.enter(stream):
+                self._all_reduce(result, comm)
+        if (hook := self._route.options.all_reduce_hook) is not None:
+            comm.streams.wait_stream(Stream.ALL_REDUCE, stream)
+            stream = Stream.ALL_REDUCE
+            self._run_hook(hook, result, comm)
+        with comm.streams.enter(stream):
+            if self._reduction.post_divide != 1:
+                result.div_(self._reduction.post_divide)
+            self._view_out(result, comm, stream)
+        comm.note_results(stream)
+        if stream is not Stream.REDUCE:
+            # It came from the reduce stream's pool, which could give it to the next reduction.
+            comm.hold_until_passed(result, comm.streams.record_event(stream))
+
+    def _all_reduce(self, result: torch.Tensor, comm: CommContext) -> None:
+        replicas = self._route.replicas
+        sequence = comm.counts.issue(replicas.name)
+        ticket = Ticket(
+            replicas.all_reduce(
+                result, self._reduction.replica_op, on_stream=comm.streams.run_apart
+            ),
+            result,
+            group=replicas.group,
+            on_complete=lambda: comm.counts.complete(replicas.name, sequence),
+        )
+        ticket.wait()
+
+    def _run_hook(
+        self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, comm: CommContext
+    ) -> None:
+        grads = result[: sum(self._sizes)]
+        stream = self._route.options.all_reduce_hook_stream
+        if stream is None:
+            with comm.streams.enter(Stream.ALL_REDUCE):
+                hook(grads)
+            return
+        with comm.streams.enter_users(stream, Stream.ALL_REDUCE):
+            hook(grads)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return list(self._packing.sizes[: len(self._batch.params)])
+
+    def _view_out(self, result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
+        params = self._batch.params
+        wanted = {param.orig_dtype for param in params}
+        flags = result[len(result) - len(self._batch.present) :]
+        if self._batch.plain is not None:
+            row = result.to(wanted.pop()) if len(wanted) == 1 else result
+            start = row.storage_offset()
+            own = [
+                row.as_strided(shape, strides, start + offset)
+                for shape, strides, offset in self._batch.plain.views
+            ]
+            self._give_slices(own, self._with_grad(flags), comm, stream)
+            return
+        rows: Sequence[torch.Tensor] = torch.split(
+            # One cast for all, if one does.
+            (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
+            self._sizes,
+        )
+        with_grad = iter(self._with_grad(flags))
+        for param, row, flag_count in zip(params, rows, self._batch.flag_counts, strict=True):
+            present = list(islice(with_grad, flag_count))
+            if any(present):
+                param.add_sharded_grads(row.to(param.orig_dtype), present, comm, stream)
+
+    def _with_grad(self, flags: torch.Tensor) -> list[bool]:
+        batch = self._batch
+        if not batch.is_agreed or all(batch.present):
+            # What this rank has, some rank has: nothing needs to be read from the device.
+            return [True] * len(batch.present)
+        return [bool(flag) for flag in (flags != 0).tolist()]
+
+
+def _pack(
+    batch: GradBatch, route: ReduceRoute, *, aligns_rows: bool
+) -> tuple[Packing, torch.Tensor]:
+    shards, dtype = route.shards, batch.reduce_dtype
+    grads = [
+        slices.stack(grad, param.slicing)
+        for param, grad in zip(batch.params, batch.grads, strict=True)
+    ]
+    batch.grads.clear()
+    sizes = [param.slicing.row for param in batch.params]
+    if batch.is_agreed:
+        # In the gradients' own dtype, or all of them would be cast, each into memory of its own.
+        own = {grad.dtype for grad in grads}
+        flag_dtype = own.pop() if len(own) == 1 else dtype
+        # Flags that share a block with gradients could be rounded to zero.
+        padding = -sum(sizes) % route.granularity
+        if aligns_rows and route.granularity == 1:
+            padding = -(sum(sizes) + len(batch.present)) % (_ALIGNMENT // dtype.itemsize)
+        flags = _flags(batch.present, flag_dtype, route.device)
+        if padding:
+            flags = torch.nn.functional.pad(flags, (padding, 0))
+        grads.append(flags.expand(shards.size, -1))
+        sizes.append(len(flags))
+    if len({grad.dtype for grad in grads}) > 1:
+        grads = [grad.to(dtype) for grad in grads]
+    packing = Packing.of(sizes, shards.size)
+    contribution = shards.reduce_buffer(packing.total, dtype, route.device)
+    # A parameter without elements takes part with a row of none, which the operator refuses.
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if grads:
+        torch_private.chunk_cat(grads, shards.size, contribution.view(shards.size, packing.row))
+    return packing, contribution
+
+
+def _slicings(batch: GradBatch, parts: int) -> tuple[Slicing, ...]:
+    """Of a batch's gradients, and of the flags that travel with them."""
+    if batch.plain is not None:
+        return batch.plain.flagged if batch.is_agreed else batch.plain.slicings
+    slicings = [param.slicing for param in batch.params]
+    if batch.is_agreed:
+        slicings.append(Slicing.of((len(batch.present),), None, parts))
+    return tuple(slicings)
+
+
+def _flags(present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if all(present):
+        return torch.ones(len(present), dtype=dtype, device=device)
+    # Made on the device, run by run: a copy from the host would wait for it.
+    runs = [(flag, len(list(run))) for flag, run in groupby(present)]
+    filled = [torch.full((n,), float(flag), dtype=dtype, device=device) for flag, n in runs]
+    return torch.cat(filled)

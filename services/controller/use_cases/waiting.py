@@ -1,0 +1,52 @@
+"""Why jobs wait for slots, worked out when somebody asks.
+
+It follows from who runs and who goes first, so each end of a job changes it for all that wait: a
+record that kept it would be written anew each time.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from services.controller.domain.errors import StoreUnavailableError
+from services.controller.domain.job import WAITING_STATES, Job
+from services.controller.domain.placement import Seated, stand
+from services.controller.domain.queue import Turn, turns
+from services.controller.ports.office import Ports
+from services.controller.use_cases.outlook import expect
+
+
+async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping[str, Turn]:
+    """What is to become of each job that has a turn now, by id; ``active``: all active jobs."""
+    nodes = await ports.nodes.nodes()
+    standings = stand(nodes, active, await ports.nodes.leases([node.id for node in nodes]))
+    outlook = await expect(ports, active, now_ms)
+    return {turn.job.id: turn for turn in turns(active, standings, outlook, now_ms)}
+
+
+async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs; those that wait for slots say why, as it is now.
+
+    Others, and all of them while Redis does not tell who runs, say what their records say.
+    """
+    if not any(_has_turn(job) for job in jobs):
+        return list(jobs)
+    found: Mapping[str, Turn] = {}
+    with contextlib.suppress(StoreUnavailableError):
+        active = [stored.job for stored in await ports.jobs.active()]
+        found = await turns_now(ports, active, await ports.clock.now_ms())
+    return [_saying(job, found.get(job.id)) if _has_turn(job) else job for job in jobs]
+
+
+def reason_of(turn: Turn) -> str:
+    """Why the job still waits, in a sentence."""
+    if isinstance(turn.outcome, Seated):
+        return f"there is room on {', '.join(turn.outcome.incarnations)}: it is placed next"
+    return turn.outcome.reason
+
+
+def _saying(job: Job, turn: Turn | None) -> Job:
+    return job if turn is None else job.model_copy(update={"reason": reason_of(turn)})
+
+
+def _has_turn(job: Job) -> bool:
+    return job.state in WAITING_STATES and job.attempt is None and job.planning is None
