@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Self, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.param.unsharded import UnshardedParam
 
+
+_MOST_KNOWN: Final = 32
+"""Sets of parameters with a gradient for which is kept what was worked out."""
 
 Where = TypeVar("Where")
 _Registration: TypeAlias = "tuple[Where, str, nn.Parameter, nn.Parameter]"
@@ -205,5 +208,9 @@ class GroupPlan:
             packing = Packing.of([each.row for each in slicings], flags.parts)
             views = packing.views([each.shape_of(self._rank) for each in slicings])
             known = PlainGrads(params, slicings, (*slicings, flags), views)
+            if (
+                len(self._known_grads) >= _MOST_KNOWN
+            ):  # as where other parameters are frozen at every step
+                self._known_grads.clear()
             self._known_grads[given] = known
         return known

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 64
 _SMALL_BYTES: Final = 1 << 18
 """Of whole gradients: so many are copied in about the time that cutting them takes."""
+_MOST_PLANS: Final = 32
+"""Of a group, each for other tensors."""
 _AT_ONCE: Final = 1 << 16
 """Elements that are added, and then divided, while they are in the processor's cache."""
 
@@ -276,6 +278,10 @@ class SharedReducer:
         last = self._last
         if last is None or last.slicings is not slicings or last.dtype != dtype:
             if (last := self._plans.get((slicings, dtype))) is None:
+                if (
+                    len(self._plans) >= _MOST_PLANS
+                ):  # as where other parameters are frozen at every step
+                    self._plans.clear()
                 last = self._plans[slicings, dtype] = _Plan.of(slicings, dtype, self.axis)
             self._last = last
         return last

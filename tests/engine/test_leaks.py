@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fsdp_core import SharedMemoryPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.grid.cell import MESH_RANKS, RESHARD_SIZE, Cell
 from tests.engine.grid.engines import OURS
@@ -221,3 +223,31 @@ def check_alternation(ctx: RankContext) -> None:
         if step == 5:
             at_five = Census.take()
     until(lambda: Census.take().is_within(at_five))
+
+
+def test_what_is_worked_out_for_frozen_parameters_is_forgotten_in_time(
+    gangs: Gangs, device: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("memory of the host is shared by CPU ranks")
+    gangs(2).run(check_frozen_in_turn)
+
+
+def check_frozen_in_turn(ctx: RankContext) -> None:
+    """Training that freezes other parameters at each step never comes to an end of sets of them."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(7)))
+    fully_shard(model, mesh=ctx.mesh, shared_memory=SharedMemoryPolicy())
+    params = list(model.parameters())
+    before, sets = plans_held(), 48
+    for chosen in range(1, sets + 1):
+        for bit, param in enumerate(params):
+            param.requires_grad_(bool(chosen >> bit & 1))
+        torch.autograd.backward(model(ctx.batch(chosen, 2, 2)).sum())
+    for kind, count in plans_held().items():
+        assert 0 < count - before[kind] < sets, kind
+
+
+def plans_held() -> dict[str, int]:
+    gc.collect()
+    held = [type(each).__name__ for each in gc.get_objects()]
+    return {kind: held.count(kind) for kind in ("PlainGrads", "_Rows")}
