@@ -15,7 +15,6 @@ whoever is about to write waits for the others' counts.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -112,7 +111,7 @@ class SharedSlices:
         self._are_copied = True
         self._own_rows: list[torch.Tensor] = []
         self._plan: _Plan | None = None
-        self._planned_for: list[torch.Tensor] = []
+        self._planned_for: list[int] = []
         self._what = ""
         self._number = 0
         self.place()
@@ -121,7 +120,9 @@ class SharedSlices:
         """Moves slices that do not lie in the segment into it; collective if their dtypes changed."""
         rows = self._layout()
         if rows != self._rows:
-            self._lay_out(rows)
+            # A forward for inference may be the first to see a new dtype; training writes to these rows.
+            with torch_private.outside_inference_mode(), torch.no_grad():
+                self._lay_out(rows)
         for param, row, own in zip(self._params, rows, self._own_rows, strict=True):
             if not row.is_cast and not param.is_meta and param.send_data is not own:
                 self.await_copied()
@@ -241,13 +242,13 @@ class SharedSlices:
         return elements_of(self._segments[rank], row.place, row.numel, row.dtype)
 
     def _current_plan(self) -> _Plan:
-        # What the user replaces, in another dtype for example, is taken over into another tensor.
-        current = [param.send_data for param in self._params]
-        if self._plan is None or any(map(operator.is_not, self._planned_for, current)):
-            with torch.no_grad():
+        # What the user replaces, in another dtype for example, is taken over into another tensor. And a slice
+        # that was no plain one for a while has another whole parameter since.
+        if self._plan is None or self._planned_for != [param.changes for param in self._params]:
+            with torch_private.outside_inference_mode(), torch.no_grad():
                 self.place()
-                self._planned_for = [param.send_data for param in self._params]
                 self._plan = self._new_plan()
+                self._planned_for = [param.changes for param in self._params]
         return self._plan
 
     def _new_plan(self) -> _Plan:

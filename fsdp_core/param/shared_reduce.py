@@ -114,7 +114,8 @@ class _Rows(_Plan):
         ]
         if len({each.dtype for each in tensors}) > 1:
             tensors = [each.to(self.dtype) for each in tensors]
-        torch_private.chunk_cat(tensors, self._axis.size, rows)
+        if tensors:
+            torch_private.chunk_cat(tensors, self._axis.size, rows)
         if divisor != 1:
             rows.div_(divisor)
         return []
@@ -165,7 +166,8 @@ class _Tensors(_Plan):
         if targets:
             torch_private.foreach_copy(targets, self._for_others(wholes))
         if divisor != 1:
-            torch_private.foreach_div(targets, divisor)
+            if targets:
+                torch_private.foreach_div(targets, divisor)
             own = [part.div(divisor) for part in own]
         return own
 

@@ -106,26 +106,29 @@ class WholeMemory:
     """The memory of several whole parameters, which comes and goes together.
 
     Args:
-        wholes: Those that all ranks share, or that have no elements, need none and are passed over.
+        wholes: What all ranks share is written, but never freed.
     """
 
     def __init__(self, wholes: Sequence[UnshardedParam]) -> None:
-        self._flats = tuple(w.flat for w in wholes if not w.is_shared and w.flat.numel())
+        self._flats = tuple(whole.flat for whole in wholes)
         self._storages = [flat.untyped_storage() for flat in self._flats]
-        self._sizes = [flat.numel() * flat.itemsize for flat in self._flats]
+        # Bytes that come and go: none of what is shared, or has no elements. Both have versions all the same.
+        self._sizes = [0 if w.is_shared else w.flat.numel() * w.flat.itemsize for w in wholes]
 
     def fill(self, copy: Callable[[], None]) -> None:
         """Gets memory and has `copy` fill it; autograd takes the values for those that it saved."""
         flats = self._flats
         # A version that was counted when memory was given back is taken back with it.
         versions = [
-            version - (storage.size() == 0)
-            for version, storage in zip(torch_private.versions(flats), self._storages, strict=True)
+            version - (storage.size() == 0 < size)
+            for version, storage, size in zip(
+                torch_private.versions(flats), self._storages, self._sizes, strict=True
+            )
         ]
         filled = 0
         try:
             for storage, size in zip(self._storages, self._sizes, strict=True):
-                if storage.size() != size:
+                if size and storage.size() != size:
                     storage.resize_(size)  # may raise
                 filled += 1
             copy()
@@ -134,7 +137,7 @@ class WholeMemory:
 
     def free(self) -> None:
         """Gives memory back, as `free_for_autograd` does."""
-        held = [i for i, storage in enumerate(self._storages) if storage.size() != 0]
+        held = [i for i, size in enumerate(self._sizes) if size and self._storages[i].size() != 0]
         flats = [self._flats[i] for i in held]
         torch_private.set_versions(flats, [each + 1 for each in torch_private.versions(flats)])
         for i in held:

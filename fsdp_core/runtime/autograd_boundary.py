@@ -150,9 +150,12 @@ class _InputBoundary(torch.autograd.Function):
     def jvp(
         ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Tangents pass: the end of the whole backward stands in for theirs."""
+        """Tangents pass: the end of the whole backward stands in for theirs.
+
+        Of an input that is returned as it is, PyTorch wants a view of the tangent.
+        """
         del ctx
-        return tangents
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
 
 
 class _TransformedInputBoundary(_InputBoundary):

@@ -264,7 +264,7 @@ class RootContext:
             )
         if self._end is None:
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
-            end = _EndOfBackward(self._end_reached)
+            end = _EndOfBackward(self._end_outside_transforms)
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
 
@@ -281,6 +281,11 @@ class RootContext:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""
         self._ends_all = True
         self._end_reached()
+
+    def _end_outside_transforms(self) -> None:
+        # torch.func.grad runs its backward, and with it this, within the transform.
+        with torch_private.outside_transforms():
+            self._end_reached()
 
     def _end_reached(self) -> None:
         """Ends the backward of the units that it reached, or of all."""

@@ -128,6 +128,10 @@ class UnitParams:
             context: Takes the reductions into its window.
             was_reached: See `FSDPParamGroup.take_grads`.
         """
+        with torch_private.outside_transforms():
+            self._reduce(options, context, was_reached=was_reached)
+
+    def _reduce(self, options: UnitOptions, context: RootContext, *, was_reached: bool) -> None:
         for group in reversed(self.groups):
             if not options.reduce_grads:
                 self._reshard_after_backward(group, options)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import (
@@ -32,6 +33,7 @@ from fsdp_core import (
 )
 from fsdp_core.comm.shared_memory import Counters, axis, shared_memory_of
 from fsdp_core.comm.shared_memory.peers import Peers, meet
+from fsdp_core.comm.strategies import DefaultAllGather
 from fsdp_core.errors import DesyncError, PeerError
 from fsdp_core.runtime.fsdp_state import state_of
 from tests.engine.gang import Gang, Gangs, RankContext
@@ -147,6 +149,143 @@ def check_without_elements(ctx: RankContext, policy: SharedMemoryPolicy) -> None
     torch.autograd.backward(model(torch.ones(1, 4)).sum() + model.extra.sum())
     assert model.extra.grad is not None
     assert model.extra.grad.shape == (0, 4)
+
+
+class Extra(nn.Module):
+    """Computes with a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + (x @ self.extra.t()).sum()
+        return result
+
+
+@pytest.mark.parametrize("policy", [None, COPIED, ONE_COPY], ids=["none", "copied", "one copy"])
+def test_a_unit_without_elements_goes_forward_and_backward_at_every_step(
+    gangs: Gangs, policy: SharedMemoryPolicy | None
+) -> None:
+    """Autograd saves what has no elements too, and would refuse it as modified."""
+    gangs(2).run(check_unit_without_elements, policy)
+
+
+def check_unit_without_elements(ctx: RankContext, policy: SharedMemoryPolicy | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Extra(), nn.Linear(4, 4))
+    for unit in (model[1], model):
+        fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
+    assert isinstance(model, FSDPModule)
+    model.set_agree_on_unused_params(False)
+    for step in range(3):
+        torch.autograd.backward(model(ctx.batch(step, 2, 4)).sum())
+        assert model[1].extra.grad.shape == (0, 4)
+
+
+@POLICIES
+def test_what_one_rank_has_alone_is_divided_before_the_sum(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    """Then the other rank has nothing to be given."""
+    gangs(2).run(check_one_row, policy)
+
+
+def check_one_row(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    grads = []
+    for each in (None, policy):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1, bias=False)
+        fully_shard(model, mesh=ctx.mesh, shared_memory=each)
+        assert isinstance(model, FSDPModule)
+        model.set_agree_on_unused_params(False)
+        model.set_gradient_divide_factor(3.0)
+        torch.autograd.backward(model(ctx.batch(0, 2, 6)).sum())
+        grads.append(local_tensor(cast("torch.Tensor", model.weight.grad)))
+    assert torch.equal(*grads)
+
+
+@POLICIES
+def test_a_dtype_that_inference_sees_first_can_be_trained(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    gangs(2).run(check_inference_first, policy)
+
+
+def check_inference_first(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    traces = []
+    for each in (None, policy):
+        model = sharded(ctx, each)
+        for module in model:
+            for name, param in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(param.detach().double()))
+        with torch.inference_mode():
+            model(ctx.batch(0, 3, 7).double())
+        traces.append(train(ctx, model))
+    assert all(map(torch.equal, *traces))
+
+
+@POLICIES
+def test_a_gather_of_the_users_fills_what_autograd_has_saved(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    gangs(2).run(check_custom_gather, policy)
+
+
+def check_custom_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    traces = []
+    for each in (None, policy):
+        model = sharded(ctx, each)
+        for unit in (model[0], model[2], model):
+            unit.set_custom_all_gather(DefaultAllGather())
+        traces.append(train(ctx, model))
+    assert all(map(torch.equal, *traces))
+
+
+@POLICIES
+def test_a_slice_may_have_the_methods_of_an_extension_for_a_while(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    gangs(2).run(check_methods_for_a_while, policy)
+
+
+def check_methods_for_a_while(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    model = sharded(ctx, policy)
+    assert isinstance(model, FSDPModule)
+
+    def outputs() -> torch.Tensor:
+        model.load_state_dict(model.state_dict())  # methods are looked for at a load
+        with torch.no_grad():
+            result: torch.Tensor = model(ctx.batch(0, 3, 7)).clone()
+        model.reshard()
+        return result
+
+    before = outputs()
+    local = torch_private.local_tensor(cast("DTensor", model[3].bias))
+    methods = {"fsdp_pre_all_gather": pre_gather, "fsdp_post_all_gather": post_gather}
+    for name, method in methods.items():
+        setattr(local, name, partial(method, local))
+    assert torch.equal(outputs(), before)
+    for name in methods:
+        delattr(local, name)
+    assert torch.equal(outputs(), before)
+    assert torch.equal(outputs(), before)
+
+
+def pre_gather(self: torch.Tensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor], None]:
+    del mesh
+    return (self,), None
+
+
+def post_gather(
+    self: torch.Tensor,
+    outputs: tuple[torch.Tensor],
+    sent: None,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+    del self, sent, dtype
+    return (outputs[0], outputs) if out is None else None
 
 
 def test_parameters_that_are_cast_are_not_one_copy_but_train_alike(gangs: Gangs) -> None:

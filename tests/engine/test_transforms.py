@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import fully_shard
@@ -76,6 +77,39 @@ def vmapped_tangents(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 TRANSFORMS = {f.__name__: f for f in (vmapped, with_tangents, tangents_alone, vmapped_tangents)}
+
+
+def test_the_gradient_of_an_input_is_that_of_the_plain_model(gangs: Gangs) -> None:
+    """Its backward, with the reductions, runs within the transform."""
+    gangs(2).run(check_input_grad)
+
+
+def check_input_grad(ctx: RankContext) -> None:
+    plain, model = plain_and_sharded(ctx)
+    x = torch.ones(4, WIDTH, device=ctx.device)
+    for _ in range(2):
+        grads = [torch.func.grad(lambda x, m=m: m(x).square().mean())(x) for m in (plain, model)]
+        torch.testing.assert_close(grads[1], grads[0])
+        assert [param.grad for param in model.parameters()] == [None] * 12
+
+
+def test_forward_differentiation_needs_no_transform(gangs: Gangs) -> None:
+    gangs(2).run(check_dual)
+
+
+def check_dual(ctx: RankContext) -> None:
+    with warnings.catch_warnings():
+        # PyTorch's own, when it first loads what forward differentiation needs.
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        pushed(nn.Identity(), torch.ones(1))
+    x = torch.ones(4, WIDTH, device=ctx.device)
+    tangents = []
+    for each in plain_and_sharded(ctx):
+        with forward_ad.dual_level():
+            out = each(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangents.append(forward_ad.unpack_dual(out).tangent)
+            torch.autograd.backward(out.square().mean())
+    torch.testing.assert_close(*tangents)
 
 
 @pytest.mark.parametrize("needs_input_grad", [False, True], ids=["leaf", "input with gradient"])
