@@ -181,11 +181,12 @@ class PendingGather:
     def land(self) -> None:
         """Waits, and makes the unsharded parameters from the rows, on the compute stream."""
         buffer = self._arrive()
-        self._comm.let_go_gathered()
         try:
             self._copy_out(buffer)
         finally:
-            self._release(buffer)
+            # In backward, where memory is scarcest, there is no buffer to spare.
+            is_kept = self._may_overlap and not torch_private.in_backward()
+            self._release(buffer, is_kept=is_kept)
 
     def _copy_out(self, buffer: torch.Tensor) -> None:
         rows = buffer.view(self._packing.parts, self._packing.row)
@@ -203,23 +204,19 @@ class PendingGather:
 
     def drop(self) -> None:
         """Waits and forgets the result: the prefetch was a wrong guess."""
-        buffer = self._arrive()
-        self._comm.let_go_gathered()
-        self._release(buffer)
+        self._release(self._arrive(), is_kept=False)
 
     def _arrive(self) -> torch.Tensor:
         # A collective that left no work object to wait for ran on the GATHER stream itself.
         self._comm.streams.wait_event(Stream.COMPUTE, self._placed)
         return self._ticket.wait()
 
-    def _release(self, buffer: torch.Tensor) -> None:
+    def _release(self, buffer: torch.Tensor, *, is_kept: bool) -> None:
         # The buffer came from the PACK stream's pool, and so may what a tensor subclass has passed
         # on to itself: whatever that stream allocates next may be this memory, so it must come
-        # after the copy out.
+        # after the copy out. Kept until the next gather was issued, it lets that overlap the copy.
         self._comm.hold_gathered(buffer, self._comm.streams.record_event(Stream.COMPUTE))
-        # The next gather may start while this one's result is copied out, at the cost of one buffer more. In
-        # backward, where memory is scarcest, there is none to spare.
-        if not self._may_overlap or torch_private.in_backward():
+        if not is_kept:
             self._comm.let_go_gathered()
 
 

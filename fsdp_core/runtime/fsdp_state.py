@@ -139,6 +139,8 @@ class FSDPState(ShardedUnit):
             if is_first:
                 args, kwargs = call_after_backward((args, kwargs), self._post_backward)
                 self.context.prefetch_forward(self._index, self.prefetch_after_forward)
+            # What comes next is on its way, and overlaps the copies out.
+            self.context.comm.let_go_gathered()
         return args, kwargs
 
     @torch_private.opaque_to_dynamo

@@ -102,7 +102,9 @@ class ShardedUnit:
         """Waits for the gather in flight, if any, and registers the whole parameters."""
         self._params.finish_unshard()
         if self._training_state is TrainingState.IDLE:
-            self.context.await_copied()  # no pass will end that sees to it
+            # No pass will end that sees to it.
+            self.context.comm.let_go_gathered()
+            self.context.await_copied()
 
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""

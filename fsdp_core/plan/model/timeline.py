@@ -106,6 +106,7 @@ class Timeline:
         self._prefetched: list[_Unit] = []
         self._grads: dict[int, int] = {}  # whole gradients by place of the parameter
         self._sums: dict[int, int] = {}  # those of earlier micro-batches in another dtype
+        self._gathered = 0  # what is copied out while the next gather is on its way, on streams
         self._held = 0  # a reduced row that an all-reduce on another lane has read
         self.reduces = True
 
@@ -133,6 +134,7 @@ class Timeline:
             for target in self._targets(unit.share.forward_prefetch, foreseen):
                 self._issue_all(target)
                 self._prefetched.append(target)
+        self._let_go_gathered()
 
     def leave_forward(self, module: str) -> None:
         """After forward of `module`."""
@@ -411,9 +413,17 @@ class Timeline:
             if group.share.shared != "none":
                 continue
             landing += ledger.add("communication", param.landing_bytes(from_smaller=from_part))
-        ledger.free("communication", landing + group.gather)
+        if self._opener is None or self._placement.is_host or group.share.travels_as_bytes:
+            landing += group.gather
+        else:
+            self._gathered += group.gather
+        ledger.free("communication", landing)
         ledger.free("unsharded", part)
         group.gather, group.state = 0, "whole"
+
+    def _let_go_gathered(self) -> None:
+        self._ledger.free("communication", self._gathered)
+        self._gathered = 0
 
     def _free_beside(self, group: _Group) -> None:
         self._ledger.free("communication", group.beside)
