@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -179,7 +180,9 @@ def check_unit_without_elements(ctx: RankContext, policy: SharedMemoryPolicy | N
     model.set_agree_on_unused_params(False)
     for step in range(3):
         torch.autograd.backward(model(ctx.batch(step, 2, 4)).sum())
-        assert model[1].extra.grad.shape == (0, 4)
+        grad = model.get_parameter("1.extra").grad
+        assert grad is not None
+        assert grad.shape == (0, 4)
 
 
 @POLICIES
@@ -200,7 +203,7 @@ def check_one_row(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
         model.set_agree_on_unused_params(False)
         model.set_gradient_divide_factor(3.0)
         torch.autograd.backward(model(ctx.batch(0, 2, 6)).sum())
-        grads.append(local_tensor(cast("torch.Tensor", model.weight.grad)))
+        grads.append(torch_private.local_tensor(cast("DTensor", model.weight.grad)))
     assert torch.equal(*grads)
 
 
@@ -236,7 +239,7 @@ def check_custom_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     for each in (None, policy):
         model = sharded(ctx, each)
         for unit in (model[0], model[2], model):
-            unit.set_custom_all_gather(DefaultAllGather())
+            cast("FSDPModule", unit).set_custom_all_gather(DefaultAllGather())
         traces.append(train(ctx, model))
     assert all(map(torch.equal, *traces))
 
@@ -261,7 +264,10 @@ def check_methods_for_a_while(ctx: RankContext, policy: SharedMemoryPolicy) -> N
 
     before = outputs()
     local = torch_private.local_tensor(cast("DTensor", model[3].bias))
-    methods = {"fsdp_pre_all_gather": pre_gather, "fsdp_post_all_gather": post_gather}
+    methods: dict[str, Callable[..., object]] = {
+        "fsdp_pre_all_gather": pre_gather,
+        "fsdp_post_all_gather": post_gather,
+    }
     for name, method in methods.items():
         setattr(local, name, partial(method, local))
     assert torch.equal(outputs(), before)

@@ -106,8 +106,8 @@ def check_dual(ctx: RankContext) -> None:
     tangents = []
     for each in plain_and_sharded(ctx):
         with forward_ad.dual_level():
-            out = each(forward_ad.make_dual(x, torch.ones_like(x)))
-            tangents.append(forward_ad.unpack_dual(out).tangent)
+            out = each(forward_ad.make_dual(x, torch.ones_like(x)))  # type: ignore[no-untyped-call]  # PyTorch's
+            tangents.append(forward_ad.unpack_dual(out).tangent)  # type: ignore[no-untyped-call]  # PyTorch's
             torch.autograd.backward(out.square().mean())
     torch.testing.assert_close(*tangents)
 
