@@ -195,7 +195,8 @@ def _peak_mb(way: str, shape: str, ranks: int, steps: int) -> float:
     peak = before
     for ours, _ in ends:
         ours.send("train")
-    while not all(ours.poll() for ours, _ in ends):
+    # To look takes the lock of the rank's mappings: between two looks it gets on.
+    while not all(ours.poll(0.01) for ours, _ in ends):
         peak = max(peak, _held_mb(pids))
     for ours, _ in ends:
         ours.send("end")
