@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_core.layout.box import Box, check_tiling
 from fsdp_core.layout.chunking import Chunking
 from fsdp_core.layout.owning import OwnedPacking, balanced_owners
-from fsdp_core.layout.packing import Packing, View
+from fsdp_core.layout.packing import Packing, View, aligned, are_left_in_rows
 from fsdp_core.layout.slicing import Slicing
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Packing",
     "Slicing",
     "View",
+    "aligned",
+    "are_left_in_rows",
     "balanced_owners",
     "check_tiling",
 ]

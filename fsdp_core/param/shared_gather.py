@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_core import torch_private
 from fsdp_core.comm import Counters, elements_of
 from fsdp_core.errors import StateError
+from fsdp_core.layout import aligned
 from fsdp_core.param.unsharded import WholeMemory
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _WORDS: Final = 16
 _LANDED: Final = 0
 _RELEASED: Final = 1
 _ROWS_START: Final = 4096
-_ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def _is_one_copy(row: _Row) -> bool:
 
 
 def _padded_bytes(row: _Row, parts: int) -> int:
-    return -(-row.numel * parts * row.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return aligned(row.numel * parts * row.dtype.itemsize)
 
 
 def _end(rows: Sequence[_Row]) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from fsdp_core import torch_private
-from fsdp_core.layout import Packing
+from fsdp_core.layout import Packing, aligned, are_left_in_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from fsdp_core.comm import OutBox, Reduction, SharedMemoryAxis
     from fsdp_core.layout import Slicing
 
-_ALIGNMENT: Final = 64
-_SMALL_BYTES: Final = 1 << 18
-"""Of whole gradients: so many are copied in about the time that cutting them takes."""
 _MOST_PLANS: Final = 32
 """Of a group, each for other tensors."""
 _AT_ONCE: Final = 1 << 16
@@ -62,8 +59,7 @@ class _Plan(ABC):
     @staticmethod
     def of(slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis) -> _Plan:
         """The one that suits the tensors."""
-        nbytes = sum(each.total for each in slicings) * dtype.itemsize
-        kind = _Rows if nbytes <= _SMALL_BYTES and all(map(_is_even, slicings)) else _Tensors
+        kind = _Rows if are_left_in_rows(slicings, dtype.itemsize) else _Tensors
         return kind(slicings, dtype, axis)
 
     @abstractmethod
@@ -151,7 +147,7 @@ class _Tensors(_Plan):
         self, slicings: tuple[Slicing, ...], dtype: torch.dtype, axis: SharedMemoryAxis
     ) -> None:
         super().__init__(slicings, dtype, axis)
-        sizes = [_aligned(each.total * dtype.itemsize) for each in slicings]
+        sizes = [aligned(each.total * dtype.itemsize) for each in slicings]
         *self._places, self.box_bytes = accumulate(sizes, initial=0)
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -357,14 +353,3 @@ class SharedReduction:
         self.axis.give_back(self.box)
         self.own = []
         self.on_complete()
-
-
-def _is_even(slicing: Slicing) -> bool:
-    """Whether the slices of all ranks, end to end, are the tensor; or each has the whole, 1D."""
-    if slicing.dim is None:
-        return len(slicing.shape) == 1
-    return slicing.dim == 0 and slicing.row * slicing.parts == slicing.total
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

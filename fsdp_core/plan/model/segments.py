@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_core.layout import Slicing
+from fsdp_core.layout import Slicing, aligned, are_left_in_rows
 from fsdp_core.plan.model.shares import UnitShare
 
 _PAGE = 4096
-_ALIGNMENT = 64
-# Of whole gradients: up to so many are left in rows, of which a rank leaves its own, too.
-_SMALL_BYTES = 1 << 18
 # The words that ranks count in, and the ring of what they have started, which is full in the end.
 _GROUP_HEAD = _PAGE
 _AXIS_HEAD = 63 * _PAGE
@@ -48,15 +45,14 @@ class BoxUse:
             itemsize: Bytes of an element on its way.
             rank: Whose box it is.
         """
-        total = sum(each.total for each in slicings) * itemsize
-        if total <= _SMALL_BYTES and all(map(_is_even, slicings)):
+        if are_left_in_rows(slicings, itemsize):
             nbytes = itemsize * sum(each.row * each.parts for each in slicings)
             return cls(nbytes, ((0, nbytes),), holds_own=True)
         written: list[Range] = []
         end = 0
         for each in slicings:
             begin, size = end, each.total * itemsize
-            end += _rounded(size, _ALIGNMENT)
+            end += aligned(size)
             if each.dim != 0:
                 written.append((begin, begin + size))
                 continue
@@ -149,13 +145,6 @@ class Segments:
 
 def _cast_rows(unit: UnitShare) -> int:
     return sum(param.slicing.row * param.compute for param in unit.own if param.is_cast)
-
-
-def _is_even(slicing: Slicing) -> bool:
-    """Whether rows end to end are the tensor; or each rank has the whole, 1D."""
-    if slicing.dim is None:
-        return len(slicing.shape) == 1
-    return slicing.dim == 0 and slicing.row * slicing.parts == slicing.total
 
 
 def _rounded(nbytes: int, to: int) -> int:
