@@ -187,9 +187,10 @@ class _Model:
                 param.reduce,
                 param.facts.requires_grad,
                 param.facts.requires_grad and param.place in self._reached,
-                self.is_reached(share),
+                is_reached,
             )
             for share in self.shares
+            for is_reached in (self.is_reached(share),)
             for param in share.own
         )
 

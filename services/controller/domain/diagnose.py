@@ -157,9 +157,11 @@ def of_findings(parts: Sequence[NodeFindings], world_size: int) -> Diagnosis:
         return _diagnosis(FailureClass.NONE, "the ranks make progress", evidence=evidence)
     kind, rank, what = _of_standstill(ranks, is_whole=len(ranks) == world_size)
     nodes = {r.rank: part.node_id for part in parts for r in part.findings.ranks}
+    # The others may go on: what a script runs need not wait for each other.
+    how_long = f"for {still_s:.1f} s" if kind is FailureClass.FROZEN else None
     return _diagnosis(
         kind,
-        f"no rank made progress for {still_s:.1f} s: {what}",
+        f"{what} {how_long}" if how_long else f"no rank made progress for {still_s:.1f} s: {what}",
         rank=rank,
         node_id=None if rank is None else nodes[rank],
         evidence=evidence,

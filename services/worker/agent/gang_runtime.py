@@ -47,9 +47,11 @@ from services.worker.agent.gang import (
 from services.worker.agent.launch import Crew
 from services.worker.agent.memory_events import oom_kills
 from services.worker.agent.processes import (
+    STOPPED,
     is_dying,
     kill_group,
     kill_tracers,
+    process_state,
     sweep_sessions,
 )
 from services.worker.agent.rank_link import RankLink
@@ -200,7 +202,8 @@ class GangRuntime:
                         self.reaped(one.pid, None, _SIGKILL)
             self._free_the_dead()
             if not pauses:
-                self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
+                marks, usual_s = self._telemetry.marks(), self._telemetry.usual_step_s()
+                self.happen(LookedAt(marks, usual_s, self._stopped()))
             self.happen(Ticked())
 
     def silent(self) -> bool:
@@ -333,6 +336,11 @@ class GangRuntime:
 
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
+
+    def _stopped(self) -> frozenset[int]:
+        """The ranks whose processes a signal or a tracer has stopped."""
+        living = (rank for rank in self._state.ranks.values() if not rank.ended)
+        return frozenset(each.rank for each in living if process_state(each.pid) in STOPPED)
 
     def _free_the_dead(self) -> None:
         """Have ranks that are dead, or were killed, reaped though somebody traces them."""
