@@ -57,7 +57,7 @@ from services.worker.agent.processes import (
 from services.worker.agent.rank_link import RankLink
 from services.worker.agent.stacks import collect
 from services.worker.agent.telemetry import GangTelemetry, Records
-from services.worker.agent.verdict import exits
+from services.worker.agent.verdict import aborted_for_memory, exits
 from services.worker.agent.vote_check import VoteCheck
 
 _PIPE_END_S: Final = 2.0
@@ -258,11 +258,19 @@ class GangRuntime:
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
-            exits=exits(self._state, seen, killed),
+            exits=exits(self._state, seen, killed, self._lacked_memory()),
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
             oom_kills=killed,
             first_exit_s=None if first is None else time.monotonic() - first,
+        )
+
+    def _lacked_memory(self) -> frozenset[int]:
+        ranks = self._state.ranks.values()
+        return frozenset(
+            rank.rank
+            for rank in ranks
+            if aborted_for_memory(rank, self._folder.log(rank.rank, "stderr"))
         )
 
     def conclude(self, end: GangEnded) -> None:
