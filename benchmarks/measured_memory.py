@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from services.cli.planning import planned
+from services.cli.plan_command import planned
 from services.contract.states import JobState, PlanState
 from tests.e2e.conftest import Stack, running_stack
 

@@ -28,14 +28,14 @@ from services.contract.messages.facts import (
 from services.contract.messages.telemetry import RankSample, StepRecord
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState
-from services.controller.domain import planner
-from services.controller.domain.decide import decide, first_decision
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.dispatch import decide, first_decision
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.events import GangPlaced, JobEvent
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.placement import Gang, Seated, Standing, place
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangPlaced, JobEvent
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import Gang, Seated, Standing, place
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 
@@ -205,7 +205,7 @@ def _trained(job: Job, names: Sequence[str], now_ms: int) -> Job:
     )
     if not isinstance(seated, Seated):
         raise TypeError(f"the benchmark's nodes do not hold its job: {seated.reason}")
-    events: list[JobEvent] = [GangPlaced(planner.gang(job.spec, seated), seated.incarnations)]
+    events: list[JobEvent] = [GangPlaced(default_plan.gang(job.spec, seated), seated.incarnations)]
     about: dict[str, Any] = {"job_id": job.id, "fence": 1}
     for name in names:
         pids = {seat.rank: 100 + seat.rank for seat in seated.ranks if seat.node_id == name}

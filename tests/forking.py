@@ -17,7 +17,7 @@ _IMPORTED: Final = (
     "tests.engine.gang",
     # What the command line imports, but not itself: it is to find its environment by itself.
     "httpx",
-    "services.contract.planning",
+    "services.contract.plan_views",
     "services.contract.views",
     "typer",
 )

@@ -26,7 +26,7 @@ from tenacity import (
 from services.cli.errors import RefusedError, UnreachableError
 from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.code_archives import digest_of
-from services.contract.planning import PlanList, PlanView
+from services.contract.plan_views import PlanList, PlanView
 from services.contract.problems import Problem
 from services.contract.queue import CapacityView, DrainRequest, QueueView
 from services.contract.requests import CloneRequest, JobPatch

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fsdp_core.plan.model import MeshPlan
 from services.cli.tables import age, number, size
-from services.contract.planning import (
+from services.contract.plan_views import (
     MemoryView,
     PlanList,
     PlanSummary,

@@ -7,7 +7,7 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
-from services.contract.planning import EstimateView
+from services.contract.plan_views import EstimateView
 from services.contract.queue import CapacityView, QueueEntry, QueueView
 from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
 from services.contract.views import (

@@ -4,7 +4,7 @@ from enum import IntEnum, StrEnum
 
 
 class JobState(StrEnum):
-    """Where a job stands (the transitions are in ``services.controller.domain.job``)."""
+    """Where a job stands (the transitions are in ``services.controller.domain.job.job``)."""
 
     QUEUED = "QUEUED"
     PLACING = "PLACING"

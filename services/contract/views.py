@@ -11,7 +11,7 @@ from services.contract.ids import CheckpointId, JobId, NodeId
 from services.contract.messages.facts import Inventory
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
-from services.contract.planning import EstimateView
+from services.contract.plan_views import EstimateView
 from services.contract.plans import GangPlan
 from services.contract.specs import JobSpec, WorldSpec
 from services.contract.states import (

@@ -25,9 +25,9 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.api.uploads import Uploads
-from services.controller.domain.code import CodeLimits
-from services.controller.domain.rate import Rate
-from services.controller.domain.resizing import Patience
+from services.controller.domain.access.code import CodeLimits
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.scheduling.elastic import Patience
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings

@@ -23,7 +23,7 @@ from services.contract.probes import probe_id
 from services.contract.rank_user import RankUser
 from services.contract.specs import JobSpec
 from services.controller.adapters.redis import redis_ports
-from services.controller.domain.code import CodeLimits, UploadedCode
+from services.controller.domain.access.code import CodeLimits, UploadedCode
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent import code_cache
 from services.worker.agent.code_cache import KEPT_UNUSED, CodeCache, NoCodeError, forget_drafts

@@ -19,13 +19,13 @@ from services.contract.messages.facts import (
 )
 from services.contract.specs import JobSpec
 from services.contract.states import JobState, NodeState
-from services.controller.domain import planner
-from services.controller.domain.decide import decide
-from services.controller.domain.effects import Decision
-from services.controller.domain.events import GangPlaced, JobEvent
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.placement import Gang, Seated, Standing, place
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangPlaced, JobEvent
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import Gang, Seated, Standing, place
 
 NOW = 1_000_000
 NODE = "loom-1"
@@ -63,7 +63,7 @@ def node(
 def placed(job: Job, incarnation: str = "life-1") -> GangPlaced:
     seated = place(Gang.of(job.spec), [Standing(node(slots=64))])
     assert isinstance(seated, Seated)
-    return GangPlaced(planner.gang(job.spec, seated), {NODE: incarnation})
+    return GangPlaced(default_plan.gang(job.spec, seated), {NODE: incarnation})
 
 
 def play(job: Job, events: Iterable[JobEvent], now_ms: int = NOW) -> Decision:

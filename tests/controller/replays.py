@@ -1,7 +1,7 @@
 """Histories of real runs, decided anew."""
 
-from services.controller.domain.history import HistoryEntry, replay
-from services.controller.domain.job import Job
+from services.controller.domain.decisions.history import HistoryEntry, replay
+from services.controller.domain.job.job import Job
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports
 

@@ -14,7 +14,7 @@ from services.contract.entry_points import EntryPoints
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped
-from services.controller.domain.rate import Bucket, Rate, take
+from services.controller.domain.access.rate import Bucket, Rate, take
 from services.controller.settings import Settings
 from tests.controller.conftest import House, job_body, open_house
 

@@ -17,12 +17,12 @@ from services.contract.messages.facts import (
 from services.contract.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.decide import first_decision
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.events import GangPlaced, JobEvent, PinAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.job.events import GangPlaced, JobEvent, PinAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.change import apply_events

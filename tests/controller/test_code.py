@@ -16,8 +16,8 @@ from services.contract.specs import JobSpec
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import first_decision
-from services.controller.domain.job import Job
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.code import forget_unused
 from services.local.embedded_redis import EmbeddedRedis

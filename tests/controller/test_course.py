@@ -208,7 +208,7 @@ def test_an_agent_that_joins_with_a_deleted_jobs_gang_is_told_to_kill_it_and_no_
 def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.domain.node.NODE_LEASE_MS", 200)
+    monkeypatch.setattr("services.controller.domain.scheduling.node.NODE_LEASE_MS", 200)
     house.agent.join()
     job_id = house.submit()
     house.agent.launches(job_id)

@@ -16,11 +16,11 @@ from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.machines import MemoryNodes
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.events import JobEvent, KillAsked, PauseAsked
-from services.controller.domain.gang import ANSWER_DUE_MS
-from services.controller.domain.job import Job
-from services.controller.domain.node import LOST_NODE_KEPT_MS, Drain, Lease
-from services.controller.domain.retry import BACKOFF_MS
+from services.controller.domain.decisions.attempt_events import ANSWER_DUE_MS
+from services.controller.domain.decisions.retry import BACKOFF_MS
+from services.controller.domain.job.events import JobEvent, KillAsked, PauseAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import LOST_NODE_KEPT_MS, Drain, Lease
 from services.controller.ports.jobs import Stored
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.facts import heed

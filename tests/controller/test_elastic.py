@@ -7,11 +7,18 @@ import pytest
 
 from services.contract.specs import JobSpec
 from services.contract.states import ExitReason, JobState
-from services.controller.domain import planner
-from services.controller.domain.hall import Hall
-from services.controller.domain.job import Job
-from services.controller.domain.placement import Gang, Never, NotNow, Seated, Standing, place
-from services.controller.domain.resizing import enlarged, place_most
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.allocation import Hall
+from services.controller.domain.scheduling.elastic import enlarged, place_most
+from services.controller.domain.scheduling.placement import (
+    Gang,
+    Never,
+    NotNow,
+    Seated,
+    Standing,
+    place,
+)
 from services.controller.ports.machines import Log
 from tests.controller.histories import new_job, node, spec
 from tests.controller.virtual_cluster import VirtualCluster
@@ -53,7 +60,7 @@ def test_seats_are_looked_for_as_often_as_there_are_some(monkeypatch: pytest.Mon
         tried.append(gang.ranks)
         return place(gang, standings)
 
-    monkeypatch.setattr("services.controller.domain.resizing.place", counted)
+    monkeypatch.setattr("services.controller.domain.scheduling.elastic.place", counted)
     script = {"entrypoint": {"script": "a.py"}, "resources": {"world": {"min": 1, "max": 65_536}}}
     wanted = JobSpec.model_validate(script)
     found = place_most(wanted, [Standing(node("a", slots=4))])
@@ -301,14 +308,14 @@ def test_a_gang_that_spreads_does_not_wait_for_the_one_node_that_could_hold_it()
 
 def test_a_plan_for_the_fewest_ranks_leaves_the_others_possible() -> None:
     wide = spec(resources={"world": {"min": 2, "max": 6}})
-    settled = planner.planned(wide, planner.shard(wide), 6)
+    settled = default_plan.planned(wide, default_plan.shard(wide), 6)
     assert (settled.worlds, settled.mesh) == ((2, 3, 4, 6), "auto")
-    assert planner.planned(wide, planner.shard(wide), 1).train.micro_batch == 1
-    few = planner.planned(wide, planner.shard(wide), 2)
+    assert default_plan.planned(wide, default_plan.shard(wide), 1).train.micro_batch == 1
+    few = default_plan.planned(wide, default_plan.shard(wide), 2)
     assert (few.worlds, few.train.micro_batch) == ((2, 3, 4, 6), "auto")
     copies = spec(resources={"world": {"min": 2, "max": 6}}, mesh={"dp_shard": 2})
-    assert planner.planned(copies, planner.shard(copies), 1).worlds == (2, 4, 6)
-    fixed = planner.planned(spec(), planner.shard(spec()), 3)
+    assert default_plan.planned(copies, default_plan.shard(copies), 1).worlds == (2, 4, 6)
+    fixed = default_plan.planned(spec(), default_plan.shard(spec()), 3)
     assert (fixed.worlds, fixed.train.micro_batch) == ((2,), 3)
 
 

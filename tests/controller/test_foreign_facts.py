@@ -12,10 +12,10 @@ from services.contract.messages.facts import (
     Evaluated,
 )
 from services.contract.states import CheckpointState
-from services.controller.domain.decide import decide, first_decision, was_told_to_load
-from services.controller.domain.effects import Decision
-from services.controller.domain.events import GangFact, JobEvent
-from services.controller.domain.job import Job, Origin
+from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangFact, JobEvent
+from services.controller.domain.job.job import Job, Origin
 from services.controller.ports.jobs import Actor
 from tests.controller.histories import (
     NODE,

@@ -17,18 +17,18 @@ from services.contract.states import JobState
 from services.contract.views import StopRequest
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import first_decision
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import (
     JobEvent,
     KillAsked,
     PatchAsked,
     PauseAsked,
     ResumeAsked,
 )
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Actor, Change, JobSummary
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events

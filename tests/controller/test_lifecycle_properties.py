@@ -30,18 +30,18 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
 )
-from services.contract.planning import JobEstimate, MemoryView
+from services.contract.plan_views import JobEstimate, MemoryView
 from services.contract.requests import JobPatch, ResourcesPatch
 from services.contract.states import CheckpointState, JobState
 from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.decide import decide, is_stale
+from services.controller.domain.decisions.attempt_events import is_overdue
+from services.controller.domain.decisions.dispatch import decide, is_stale
 from services.controller.domain.errors import (
     InvalidRequestError,
     PreconditionFailedError,
     StateConflictError,
 )
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
@@ -63,13 +63,13 @@ from services.controller.domain.events import (
     ResumeAsked,
     SpecFaulted,
 )
-from services.controller.domain.gang import is_overdue
-from services.controller.domain.job import SEVERITY, Job, Planning
-from services.controller.domain.lifecycle import LEFT_BY_WISH, TRANSITIONS
-from services.controller.domain.node import Drain, Lease, Node
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import MakeRoom, survey
-from services.controller.domain.resizing import Patience, growth, shrinkage
+from services.controller.domain.job.job import SEVERITY, Job, Planning
+from services.controller.domain.job.lifecycle import LEFT_BY_WISH, TRANSITIONS
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.elastic import Patience, growth, shrinkage
+from services.controller.domain.scheduling.node import Drain, Lease, Node
+from services.controller.domain.scheduling.placement import Seated, stand
+from services.controller.domain.scheduling.queue import MakeRoom, survey
 from tests.controller import histories
 from tests.controller.histories import NOW, node, spec
 
@@ -230,7 +230,7 @@ class Lifecycle(RuleBasedStateMachine):
             plan_id=plan_id, peak=MemoryView(), where="optimizer", unit="", micro_batch=1
         )
         events: dict[str, JobEvent] = {
-            "made": PlanMade(planner.shard(job.spec), estimate),
+            "made": PlanMade(default_plan.shard(job.spec), estimate),
             "missed": PlanMissed(plan_id, "it crashed"),
             "refused": PlanRefused(plan_id, "too large", "take more ranks"),
             "faulted": SpecFaulted(plan_id, "no such argument", NODES[0]),
@@ -419,7 +419,7 @@ class Lifecycle(RuleBasedStateMachine):
         for turn in found.turns:
             match turn.outcome:
                 case Seated() as seated:
-                    plan = planner.gang(turn.job.spec, seated)
+                    plan = default_plan.gang(turn.job.spec, seated)
                     self._happen(turn.job.id, GangPlaced(plan, seated.incarnations))
                 case MakeRoom(victims=victims):
                     for victim in victims:

@@ -11,7 +11,7 @@ import pytest
 from services.contract import redis_keys as keys
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
-from services.contract.planning import JobEstimate, MemoryView
+from services.contract.plan_views import JobEstimate, MemoryView
 from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
 from tests.controller.conftest import House

@@ -13,9 +13,9 @@ from services.contract.messages.facts import (
 )
 from services.contract.states import CheckpointState, ExitReason, JobState
 from services.contract.views import StopRequest
-from services.controller.domain.events import AnswerOverdue, KillAsked, PauseAsked
-from services.controller.domain.job import Job
-from services.controller.domain.retry import BACKOFF_MS, CONDITION_MS
+from services.controller.domain.decisions.retry import BACKOFF_MS, CONDITION_MS
+from services.controller.domain.job.events import AnswerOverdue, KillAsked, PauseAsked
+from services.controller.domain.job.job import Job
 from tests.controller.histories import (
     NODE,
     NOW,

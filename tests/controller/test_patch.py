@@ -9,8 +9,8 @@ from services.contract.messages.facts import Evaluated
 from services.contract.requests import JobPatch
 from services.contract.specs import KeepBestSpec
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
-from services.controller.domain.events import PatchAsked
-from services.controller.domain.job import Job
+from services.controller.domain.job.events import PatchAsked
+from services.controller.domain.job.job import Job
 from tests.controller.conftest import House, job_body
 from tests.controller.histories import NODE, commands, new_job, play, running, saved
 from tests.controller.test_best import Course, committed

@@ -7,10 +7,10 @@ import pytest
 from services.contract.messages.facts import NodeJoined, NodeLeft
 from services.contract.redis_keys import NODE_LEASE_MS
 from services.contract.states import NodeState
-from services.controller.domain import planner
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.node import Drain, Lease, join, judge, leave
-from services.controller.domain.placement import (
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Drain, Lease, join, judge, leave
+from services.controller.domain.scheduling.placement import (
     Gang,
     Never,
     NotNow,
@@ -113,11 +113,11 @@ def test_a_living_attempt_takes_its_seats_until_it_has_ended() -> None:
 
 
 def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
-    plan = planner.shard(spec())
+    plan = default_plan.shard(spec())
     assert plan.mesh.dp_shard == 2
     assert [unit.modules for unit in plan.units] == [("blocks.*",)]
     assert (plan.param_dtype, plan.reduce_dtype) == (None, None)
-    mixed = planner.shard(
+    mixed = default_plan.shard(
         spec(
             train={"steps": 1, "precision": {"params": "bf16"}},
             plan={"units": [{"modules": ["layers.*"], "reshard_after_forward": False}]},
@@ -129,29 +129,29 @@ def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
 
 def test_an_elastic_jobs_mesh_follows_from_its_number_of_ranks() -> None:
     free = spec(resources={"world": {"min": 2, "max": 6}})
-    assert Gang.of(free).ranks == planner.shard(free).mesh.dp_shard == 2
-    assert planner.shard(free, 6).mesh.dp_shard == 6
+    assert Gang.of(free).ranks == default_plan.shard(free).mesh.dp_shard == 2
+    assert default_plan.shard(free, 6).mesh.dp_shard == 6
     copies = spec(resources={"world": {"min": 3, "max": 12}}, mesh={"dp_shard": 2, "tp": 2})
     assert Gang.of(copies) == Gang(4, "auto", together=2, close=2, spreads=True)
-    mesh = planner.shard(copies, 12).mesh
+    mesh = default_plan.shard(copies, 12).mesh
     assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (3, 2, 2)
     named = spec(resources={"world": {"max": 6}}, plan={"mesh": {"dp_shard": 1}})
     with pytest.raises(InvalidRequestError, match="changes with its number of ranks"):
-        planner.shard(named)
+        default_plan.shard(named)
 
 
 def test_a_built_in_model_is_split_over_tp_ranks_and_any_other_as_its_plan_says() -> None:
-    built_in = planner.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
+    built_in = default_plan.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
     assert {entry.style for entry in built_in.tensor_parallel} == {"colwise", "rowwise"}
-    assert planner.shard(spec()).tensor_parallel == ()
+    assert default_plan.shard(spec()).tensor_parallel == ()
     wide = {"resources": {"ranks": 2}, "mesh": {"tp": 2}, "model": {"factory": "a.b:c"}}
     with pytest.raises(InvalidRequestError, match="names no modules to split"):
-        planner.shard(spec(**wide))
+        default_plan.shard(spec(**wide))
     split = [{"modules": ["up"], "style": "colwise"}]
-    own = planner.shard(spec(**wide, plan={"tensor_parallel": split}))
+    own = default_plan.shard(spec(**wide, plan={"tensor_parallel": split}))
     assert own.tensor_parallel[0].modules == ("up",)
     with pytest.raises(InvalidRequestError, match="nothing to split over"):
-        planner.shard(spec(plan={"tensor_parallel": split}))
+        default_plan.shard(spec(plan={"tensor_parallel": split}))
 
 
 def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
@@ -167,7 +167,7 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
         },
     )
     with pytest.raises(InvalidRequestError) as refused:
-        planner.shard(bad)
+        default_plan.shard(bad)
     pointers = {fault.pointer for fault in refused.value.faults}
     unknown = {"/plan/colour", "/plan/units/0/shard", "/plan/tensor_parallel/0/bias"}
     assert unknown <= pointers

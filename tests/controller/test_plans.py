@@ -14,13 +14,13 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.planning import PlanView
+from services.contract.plan_views import PlanView
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.node import Lease
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.facts import heed

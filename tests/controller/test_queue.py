@@ -7,12 +7,12 @@ from services.contract.ids import new_job_id
 from services.contract.plans import RankPlacement
 from services.contract.states import JobState
 from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain, Lease, Node
-from services.controller.domain.placement import Seated, Standing, place, stand
-from services.controller.domain.queue import MakeRoom, Turn, Waits, turns
+from services.controller.domain.job.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Drain, Lease, Node
+from services.controller.domain.scheduling.placement import Seated, Standing, place, stand
+from services.controller.domain.scheduling.queue import MakeRoom, Turn, Waits, turns
 from tests.controller.histories import NODE, NOW, launched, node, play, progressed, spec
 from tests.controller.test_placement import ask
 
@@ -43,7 +43,7 @@ def on(where: Node, ranks: int, **changes: object) -> Job:
     job = waiting(ranks, **changes)
     seated = place(ask(ranks), [Standing(where.model_copy(update={"state": "READY"}))])
     assert isinstance(seated, Seated)
-    event = GangPlaced(planner.gang(job.spec, seated), {where.id: where.incarnation})
+    event = GangPlaced(default_plan.gang(job.spec, seated), {where.id: where.incarnation})
     started = launched(job).model_copy(update={"node_id": where.id})
     first = progressed(job).model_copy(update={"node_id": where.id})
     return play(job, [event, started, first], job.created_ms).job
@@ -58,7 +58,7 @@ def parted(shares: dict[str, int], **changes: object) -> Job:
         for rank, (name, place) in enumerate(seats)
     )
     names = list(dict.fromkeys(name for name, _ in seats))
-    plan = planner.gang(job.spec, Seated("cpu", ranks, tuple(node(name) for name in names)))
+    plan = default_plan.gang(job.spec, Seated("cpu", ranks, tuple(node(name) for name in names)))
     events: list[JobEvent] = [GangPlaced(plan, dict.fromkeys(names, "life-1"))]
     events += [launched(job).model_copy(update={"node_id": name}) for name in names]
     events.append(progressed(job).model_copy(update={"node_id": names[0]}))
@@ -354,7 +354,7 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
             match turn.outcome:
                 case Seated() as seat:
                     assert now <= promised.get(turn.job.id, now), "begins later than was promised"
-                    event = GangPlaced(planner.gang(turn.job.spec, seat), {NODE: "life-1"})
+                    event = GangPlaced(default_plan.gang(turn.job.spec, seat), {NODE: "life-1"})
                     placed = play(turn.job, [event], now).job
                     running[placed.id] = (now + lasts[placed.id], placed)
                     queued = [job for job in queued if job.id != placed.id]

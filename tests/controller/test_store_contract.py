@@ -27,9 +27,9 @@ from services.contract.views import StopRequest
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports
-from services.controller.domain.code import CodeLimits, UploadedCode
-from services.controller.domain.decide import first_decision
-from services.controller.domain.effects import Decision, Send
+from services.controller.domain.access.code import CodeLimits, UploadedCode
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
     CursorExpiredError,
     DeposedError,
@@ -38,12 +38,12 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import KillAsked, PauseAsked, ResumeAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain, Lease, Measurement
-from services.controller.domain.pace import PACES_KEPT, Pace
-from services.controller.domain.plan import Plan, fail
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan, fail
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from services.controller.ports.office import Ports

@@ -16,9 +16,9 @@ from redis import Redis
 from services.contract import redis_keys as keys
 from services.contract.messages.commands import StopGang
 from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.events import KillAsked
-from services.controller.domain.history import Occurrence
+from services.controller.domain.job.events import KillAsked
 from services.controller.loops import leader
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events

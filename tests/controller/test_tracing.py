@@ -10,9 +10,10 @@ from services.contract.messages.facts import TraceFailed, TraceOrdered, TraceRec
 from services.contract.states import JobState, TraceState
 from services.contract.traces import TRACES_KEPT
 from services.contract.views import StopRequest
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.tracing import ANSWER_DUE_MS, RESENT_MOST, is_overdue
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import (
     GangPlaced,
     JobEvent,
     KillAsked,
@@ -22,11 +23,10 @@ from services.controller.domain.events import (
     TraceAsked,
     TraceOverdue,
 )
-from services.controller.domain.job import Job
-from services.controller.domain.placement import Gang, Seated, Standing, place
-from services.controller.domain.planner import gang
-from services.controller.domain.trace import Trace
-from services.controller.domain.tracing import ANSWER_DUE_MS, RESENT_MOST, is_overdue
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.trace import Trace
+from services.controller.domain.plans.default_plan import gang
+from services.controller.domain.scheduling.placement import Gang, Seated, Standing, place
 from tests.controller.conftest import House
 from tests.controller.histories import (
     NODE,

@@ -16,7 +16,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
 from services.controller.api.monitoring import Monitor
 from services.controller.api.turns import Shares, Turns
-from services.controller.domain.token import Principal
+from services.controller.domain.access.token import Principal
 from services.controller.ports.jobs import JobStore, Stored
 from tests.controller.histories import NOW, new_job
 

@@ -17,15 +17,19 @@ from services.contract.states import ExitReason, JobState, NodeState
 from services.contract.views import StopRequest
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import decide
-from services.controller.domain.events import (
+from services.controller.domain.decisions.attempt_events import (
+    ANSWER_DUE_MS,
+    RESENT_MOST,
+    is_overdue,
+)
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.events import (
     AnswerOverdue,
     JobEvent,
     KillAsked,
     PauseAsked,
 )
-from services.controller.domain.gang import ANSWER_DUE_MS, RESENT_MOST, is_overdue
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House, job_body, open_house
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes

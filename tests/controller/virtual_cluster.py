@@ -31,11 +31,11 @@ from services.contract.requests import JobPatch
 from services.contract.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.decide import first_decision
-from services.controller.domain.events import GangFact, JobEvent, PatchAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.job.events import GangFact, JobEvent, PatchAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.reconcile import Reconciler

@@ -10,9 +10,9 @@ from typing import Final
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from services.cli.planning import planned
+from services.cli.plan_command import planned
 from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
-from services.contract.planning import PlanView
+from services.contract.plan_views import PlanView
 from services.contract.states import JobState
 from services.contract.views import JobView
 from services.local.embedded_redis import EmbeddedRedis

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, TypeAdapter
 
-from services.contract import planning, traces, views
+from services.contract import plan_views, traces, views
 from services.contract.problems import Problem
 
 _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
@@ -21,8 +21,8 @@ _READ: Final[tuple[type[BaseModel], ...]] = (
     traces.TraceList,
     views.AttemptList,
     views.NodeList,
-    planning.PlanList,
-    planning.PlanView,
+    plan_views.PlanList,
+    plan_views.PlanView,
     views.StopRequest,
     views.ResumeRequest,
     Problem,

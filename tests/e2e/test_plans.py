@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.planning import planned
+from services.cli.plan_command import planned
 from services.contract.plans import SHARDING_PLAN
 from services.contract.states import JobState, PlanState
 from services.contract.views import MeasuredView

@@ -34,7 +34,7 @@ from services.contract.pipe_end import PipeEnd
 from services.contract.plans import GangPlan, RankPlacement
 from services.contract.rank_channel import BoardReader, BoardStep
 from services.contract.specs import JobSpec
-from services.controller.domain import planner
+from services.controller.domain.plans import default_plan
 from services.worker.rank.process.seat import DEFAULT_TRAINER, take_seat
 from tests.forking import forking, imported
 
@@ -241,9 +241,9 @@ class Ranks:
             shared_memory="auto",
         )
         if spec.resources.world is not None:
-            sharding = planner.shard(spec, world)
+            sharding = default_plan.shard(spec, world)
         elif spec.mesh != "auto":
-            sharding = planner.shard(spec)
+            sharding = default_plan.shard(spec)
             world = sharding.mesh.ranks
         placements = tuple(
             RankPlacement(rank=rank, node_id="here", local_rank=rank, device="cpu")

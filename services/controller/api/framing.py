@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
 from services.controller.api.uploads import is_code
-from services.controller.domain.rate import Bucket, Rate, take
+from services.controller.domain.access.rate import Bucket, Rate, take
 
 MAX_BODY_BYTES: Final = 1 << 18
 """Four times the largest spec: JSON may be indented, and may escape letters."""

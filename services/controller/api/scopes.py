@@ -16,8 +16,8 @@ from fastapi.security import HTTPBearer
 from services.contract.access import Scope
 from services.contract.ids import job_of_checkpoint
 from services.controller.api.context import WithPorts, WithPrincipal
+from services.controller.domain.access.token import Principal
 from services.controller.domain.errors import ForbiddenError
-from services.controller.domain.token import Principal
 from services.controller.ports.office import Ports
 from services.controller.use_cases.access import check_owner
 

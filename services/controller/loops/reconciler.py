@@ -5,7 +5,7 @@ from typing import Final
 
 from services.contract.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.resizing import Patience
+from services.controller.domain.scheduling.elastic import Patience
 from services.controller.loops.endurance import Endurance, Troubles
 from services.controller.ports.office import Ports
 from services.controller.use_cases.reconcile import Reconciler

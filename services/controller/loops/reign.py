@@ -4,12 +4,12 @@ import asyncio
 from typing import Final
 
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.resizing import Patience
+from services.controller.domain.scheduling.elastic import Patience
 from services.controller.loops.code import forget_code
 from services.controller.loops.endurance import Troubles
 from services.controller.loops.facts import FactLoop
 from services.controller.loops.index import index_jobs
-from services.controller.loops.planning import plan_jobs
+from services.controller.loops.planner import plan_jobs
 from services.controller.loops.reconciler import reconcile
 from services.controller.ports.office import Ports
 from services.controller.use_cases.plans import Drawing

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 
 
 class NodeStore(Protocol):

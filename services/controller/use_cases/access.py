@@ -14,8 +14,7 @@ from services.contract.access import (
     TokenView,
 )
 from services.contract.ids import new_token_id
-from services.controller.domain.errors import ForbiddenError, NotFoundError
-from services.controller.domain.token import (
+from services.controller.domain.access.token import (
     BOOTSTRAP,
     SECRET_BYTES,
     Principal,
@@ -24,6 +23,7 @@ from services.controller.domain.token import (
     parts_of,
     token_text,
 )
+from services.controller.domain.errors import ForbiddenError, NotFoundError
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry

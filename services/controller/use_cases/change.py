@@ -5,11 +5,11 @@ from typing import Final
 
 import structlog
 
-from services.controller.domain.decide import decide, is_foreign, is_stale
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.dispatch import decide, is_foreign, is_stale
+from services.controller.domain.decisions.history import Occurrence, entry
 from services.controller.domain.errors import NotFoundError, StaleWriteError
-from services.controller.domain.history import Occurrence, entry
-from services.controller.domain.job import Job
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Actor, Change, Stored
 from services.controller.ports.office import Ports
 

@@ -3,16 +3,16 @@
 from services.contract.ids import job_of_checkpoint
 from services.contract.states import NodeState
 from services.contract.views import CheckpointList, CheckpointView
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError, StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     ExportAsked,
     JobEvent,
     PinAsked,
     RemovalAsked,
     VerifyAsked,
 )
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events

@@ -16,7 +16,9 @@ from services.contract.requests import CloneRequest
 from services.contract.specs import JobSpec
 from services.contract.states import CheckpointState
 from services.contract.views import JobView
-from services.controller.domain.decide import first_decision
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.patch import with_patch
 from services.controller.domain.errors import (
     InvalidRequestError,
     KeyReusedError,
@@ -25,10 +27,8 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job, Origin
-from services.controller.domain.patching import with_patch
+from services.controller.domain.job.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
+from services.controller.domain.job.job import Job, Origin
 from services.controller.ports.jobs import Actor, Claim, Place, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events

@@ -15,7 +15,7 @@ from services.contract.entry_points import EntryPoints
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.contract.views import CodeView
-from services.controller.domain.code import CodeLimits, UploadedCode
+from services.controller.domain.access.code import CodeLimits, UploadedCode
 from services.controller.domain.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -26,23 +26,23 @@ from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
 from services.contract.states import NodeState
-from services.controller.domain import node as nodes
-from services.controller.domain.decide import was_told_to_load
-from services.controller.domain.effects import Send
+from services.controller.domain.decisions.dispatch import was_told_to_load
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.purge import is_purged
+from services.controller.domain.decisions.recovery import awaits_adoption
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
-from services.controller.domain.events import GangFact, NodeLost
-from services.controller.domain.finding import awaits_adoption
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.purging import is_purged
+from services.controller.domain.job.effects import Send
+from services.controller.domain.job.events import GangFact, NodeLost
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling import node as nodes
+from services.controller.domain.scheduling.node import Node
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
-from services.controller.use_cases.finding import heed_found
-from services.controller.use_cases.telling import last_told
+from services.controller.use_cases.last_seen import last_told
+from services.controller.use_cases.recovery import heed_found
 
 _log = structlog.get_logger()
 _FAULTS_TOLD = 100

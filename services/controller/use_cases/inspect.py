@@ -8,7 +8,7 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.domain.errors import NotFoundError
-from services.controller.domain.placement import stand
+from services.controller.domain.scheduling.placement import stand
 from services.controller.ports.office import Ports
 from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
 

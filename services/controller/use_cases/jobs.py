@@ -6,10 +6,10 @@ from typing import Final
 from services.contract.bounds import MOST_RANKS
 from services.contract.states import NodeState
 from services.contract.views import AttemptList, JobPage, JobView
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.purge import refuse_unless_ended
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
-from services.controller.domain.events import JobEvent, PurgeAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.purging import refuse_unless_ended
+from services.controller.domain.job.events import JobEvent, PurgeAsked
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.office import Ports
 from services.controller.use_cases import listing

@@ -9,7 +9,7 @@ from services.contract.messages.telemetry import MetricRecord, StepRecord
 from services.contract.problems import Fault
 from services.contract.views import MetricPoint, MetricsPart, MetricsView, StepView
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from services.controller.ports.office import Ports
 from services.controller.use_cases.progress import utilisation
 

@@ -17,23 +17,33 @@ from services.contract import redis_keys as keys
 from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_plan_id
 from services.contract.messages.probing import DeviceType, MeasureNode, ModelProbed, ProbeModel
-from services.contract.planning import JobEstimate, PlanOutcome, PlanProbe, PlanView
+from services.contract.plan_views import JobEstimate, PlanOutcome, PlanProbe, PlanView
 from services.contract.pointers import faults_of
 from services.contract.probes import UnfitProfileError, refuse_unfit
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.contract.states import NodeState, PlanState
-from services.controller.domain import layout, planner
-from services.controller.domain.effects import Send
 from services.controller.domain.errors import (
     InvalidRequestError,
     NotFoundError,
     StateConflictError,
 )
-from services.controller.domain.layout import RankRoom, Study
-from services.controller.domain.node import Node
-from services.controller.domain.pace import Pace, kind_of, scale_of
-from services.controller.domain.placement import (
+from services.controller.domain.job.effects import Send
+from services.controller.domain.job.spec_rules import against_the_rules
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan, search
+from services.controller.domain.plans.pace import Pace, kind_of, scale_of
+from services.controller.domain.plans.plan import (
+    Plan,
+    Profiled,
+    StillProbing,
+    conclude,
+    fail,
+    judge,
+)
+from services.controller.domain.plans.search import RankRoom, Study
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import (
     Gang,
     Seated,
     Standing,
@@ -42,9 +52,6 @@ from services.controller.domain.placement import (
     rooms,
     stand,
 )
-from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, fail, judge
-from services.controller.domain.spec_rules import against_the_rules
-from services.controller.domain.support import unsupported
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.code import code_faults
@@ -126,7 +133,7 @@ async def begin_plan(
             code="no_node_to_probe",
         )
     node = chosen.node
-    question = layout.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
+    question = search.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
     now_ms = await ports.clock.now_ms()
     measure = _measure_of(chosen, question, now_ms)
     plan = Plan(
@@ -197,7 +204,7 @@ async def submittable(ports: Ports, plan_id: str, drawing: Drawing) -> Submittab
         advice = "; ".join(made.advice) or "change the spec and plan again"
         raise _refusal(f"{plan_id} is infeasible: {plan.reason}; {advice}", "plan_infeasible")
     try:
-        spec = planner.planned(plan.spec, made.sharding, made.micro_batch)
+        spec = default_plan.planned(plan.spec, made.sharding, made.micro_batch)
     except ValidationError as error:
         raise InvalidRequestError(faults_of(error.errors(), None)) from error
     return Submittable(spec, plan.estimate)
@@ -229,7 +236,7 @@ async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> N
     faults = against_the_rules(spec, allowed) + unsupported(spec)
     faults += await code_faults(ports, spec, allowed)
     try:
-        planner.shard(spec)
+        default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
     if spec.entrypoint is not None:
@@ -311,7 +318,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
 def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
     if answer is not None:  # an agent's word, which may not be ours
         refuse_unfit(answer)
-    return layout.work_out(study)
+    return search.work_out(study)
 
 
 def _study(
@@ -338,7 +345,7 @@ def _study(
 
 def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoom:
     factor = scale_of(paces, kind_of(node.inventory, device_type))
-    return layout.scaled(RankRoom.on(node, device_type), factor)
+    return search.scaled(RankRoom.on(node, device_type), factor)
 
 
 async def standings_now(ports: Ports) -> tuple[Standing, ...]:

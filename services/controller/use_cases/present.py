@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Final, Literal
 
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.contract.planning import EstimateView
+from services.contract.plan_views import EstimateView
 from services.contract.states import ExitReason, JobState
 from services.contract.views import (
     AttemptView,
@@ -21,11 +21,11 @@ from services.contract.views import (
     RankView,
     ShardView,
 )
-from services.controller.domain.attempt import Attempt, Diagnosis, Failure
-from services.controller.domain.checkpoint import Checkpoint
-from services.controller.domain.job import Job, Origin
-from services.controller.domain.node import Lease
-from services.controller.domain.placement import Standing
+from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure
+from services.controller.domain.job.checkpoint import Checkpoint
+from services.controller.domain.job.job import Job, Origin
+from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.placement import Standing
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"

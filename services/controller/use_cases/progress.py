@@ -8,7 +8,7 @@ from services.contract.bounds import METRIC_NAMES_KEPT
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.states import JobState
 from services.contract.views import Progress
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 
 STEPS_FOR_ETA: Final = 32
 METRICS_FOR_NEWEST: Final = 4

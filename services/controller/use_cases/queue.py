@@ -4,10 +4,10 @@ from services.contract.queue import CapacityView, NodeCapacity, QueueEntry, Queu
 from services.contract.states import NodeState
 from services.contract.views import NodeView
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain
-from services.controller.domain.placement import Standing, stand
-from services.controller.domain.queue import MakeRoom, Turn, Waits, in_order
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Drain
+from services.controller.domain.scheduling.placement import Standing, stand
+from services.controller.domain.scheduling.queue import MakeRoom, Turn, Waits, in_order
 from services.controller.ports.office import Ports
 from services.controller.use_cases.inspect import get_node
 from services.controller.use_cases.present import maybe_moment, moment

@@ -9,8 +9,9 @@ from typing import Final
 import structlog
 
 from services.contract.states import CheckpointState, NodeState
-from services.controller.domain import node as nodes
-from services.controller.domain import planner, tracing
+from services.controller.domain.decisions import tracing
+from services.controller.domain.decisions.attempt_events import is_overdue
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
     DeposedError,
     InvalidRequestError,
@@ -19,7 +20,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     AnswerOverdue,
     ClockSetBack,
     GangPlaced,
@@ -29,19 +30,24 @@ from services.controller.domain.events import (
     PlacementDelayed,
     TraceOverdue,
 )
-from services.controller.domain.gang import is_overdue
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import WAITING_STATES, Job
-from services.controller.domain.moves import is_movable
-from services.controller.domain.node import Lease, Node, Watch
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
-from services.controller.domain.resizing import Chance, Patience, followed, growth, shrinkage
+from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling import node as nodes
+from services.controller.domain.scheduling.elastic import (
+    Chance,
+    Patience,
+    followed,
+    growth,
+    shrinkage,
+)
+from services.controller.domain.scheduling.node import Lease, Node, Watch
+from services.controller.domain.scheduling.placement import Seated, stand
+from services.controller.domain.scheduling.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.last_seen import last_told
 from services.controller.use_cases.outlook import estimate, expect
-from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -227,7 +233,7 @@ class Reconciler:
         attempt = job.attempt
         for node_id in () if attempt is None else attempt.live_nodes:
             drain = known[node_id].drain if node_id in known else None
-            if drain is not None and is_movable(job):
+            if drain is not None and job.can_migrate:
                 words = f"{node_id} is being drained: a checkpoint first, then it moves"
                 move = MoveAsked("node_drained", node_id, words, drain.grace_s)
                 return await self._apply(job, move, now_ms)
@@ -302,7 +308,7 @@ class Reconciler:
 
 def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
     try:
-        plan = planner.gang(job.spec, seated)
+        plan = default_plan.gang(job.spec, seated)
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")

@@ -4,18 +4,18 @@ from dataclasses import dataclass, replace
 
 from services.contract.entry_points import EntryPoints
 from services.contract.ids import new_job_id
-from services.contract.planning import FromPlan, JobEstimate
+from services.contract.plan_views import FromPlan, JobEstimate
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.contract.views import JobView
-from services.controller.domain import planner
-from services.controller.domain.decide import first_decision
+from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job, Origin, Planning
-from services.controller.domain.placement import Never, NotNow, Seated, stand
-from services.controller.domain.resizing import place_most
-from services.controller.domain.spec_rules import against_the_rules
-from services.controller.domain.support import unsupported
+from services.controller.domain.job.job import Job, Origin, Planning
+from services.controller.domain.job.spec_rules import against_the_rules
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.elastic import place_most
+from services.controller.domain.scheduling.placement import Never, NotNow, Seated, stand
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.ports.office import Ports
 from services.controller.use_cases.code import code_faults
@@ -98,7 +98,7 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
 def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
     """The job with the plan that would be run now, unless that is still to be made."""
     if job.planning is None and isinstance(outcome, Seated):
-        job = job.model_copy(update={"plan": planner.gang(job.spec, outcome)})
+        job = job.model_copy(update={"plan": default_plan.gang(job.spec, outcome)})
     return job_view(job, (), {})
 
 
@@ -107,7 +107,7 @@ async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated 
     faults = against_the_rules(spec, allowed) + unsupported(spec)
     faults += await code_faults(ports, spec, allowed)
     try:
-        planner.shard(spec)
+        default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
     active = [stored.job for stored in await ports.jobs.active()]

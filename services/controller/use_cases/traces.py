@@ -4,11 +4,11 @@ from typing import Final
 
 from services.contract.ids import new_trace_id
 from services.contract.traces import TraceFileView, TraceList, TraceRequest, TraceView
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError
-from services.controller.domain.events import TraceAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.trace import Trace
+from services.controller.domain.job.events import TraceAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.trace import Trace
 from services.controller.ports.jobs import Actor
 from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events

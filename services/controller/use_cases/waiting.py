@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.job import WAITING_STATES, Job
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import Turn, turns
+from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.domain.scheduling.placement import Seated, stand
+from services.controller.domain.scheduling.queue import Turn, turns
 from services.controller.ports.office import Ports
 from services.controller.use_cases.outlook import expect
 

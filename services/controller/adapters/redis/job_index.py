@@ -25,7 +25,7 @@ from services.controller.adapters.redis.connection import (
 )
 from services.controller.adapters.redis.job_rows import Row, read_row
 from services.controller.domain.errors import RecordUnreadableError
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
 
 _PAGE: Final = 256

@@ -23,7 +23,7 @@ from services.controller.adapters.redis.job_rows import (
     unreadable,
 )
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
-from services.controller.domain.effects import Decision, Send
+from services.controller.domain.decisions.history import creation
 from services.controller.domain.errors import (
     DeposedError,
     KeyReusedError,
@@ -32,7 +32,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.history import creation
+from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,

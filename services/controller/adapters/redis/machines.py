@@ -24,7 +24,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     no_node,
 )
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
 # The consumer is the office, not its holder: whoever takes the lead finds what the last holder

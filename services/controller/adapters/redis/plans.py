@@ -21,10 +21,10 @@ from services.controller.adapters.redis.connection import (
     is_mistyped,
     to_ms,
 )
-from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
-from services.controller.domain.pace import PACES_KEPT, Pace
-from services.controller.domain.plan import Plan
+from services.controller.domain.job.effects import Send
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
 from services.contract.long_work import in_turns
-from services.contract.planning import Submitted
+from services.contract.plan_views import Submitted
 from services.contract.pointers import pointer_of
 from services.contract.problems import Fault, Problem, first_faults
 from services.contract.requests import CloneRequest, JobPatch
@@ -27,7 +27,7 @@ from services.controller.api.conditional import answer, answer_page, revisions_m
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     CancelAsked,
     KillAsked,
     PatchAsked,

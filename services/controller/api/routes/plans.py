@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.planning import PlanList, PlanView
+from services.contract.plan_views import PlanList, PlanView
 from services.contract.specs import JobSpec
 from services.contract.states import PlanState
 from services.controller.api.conditional import answer

@@ -12,7 +12,7 @@ from services.controller.api.conditional import answer
 from services.controller.api.context import Context, WithContext, WithPrincipal
 from services.controller.api.routes.jobs import next_link
 from services.controller.api.scopes import READS
-from services.controller.domain.token import Principal
+from services.controller.domain.access.token import Principal
 from services.controller.use_cases import watch as use_cases
 from services.controller.use_cases.access import refused_since
 from services.controller.use_cases.cursors import to_entry_id
