@@ -25,7 +25,7 @@ from services.controller.domain.job.events import GangPlaced, JobEvent
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.node import Node
-from services.controller.domain.scheduling.placement import Gang, Seated, Standing, place
+from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
 
 NOW = 1_000_000
 NODE = "loom-1"
@@ -61,9 +61,9 @@ def node(
 
 
 def placed(job: Job, incarnation: str = "life-1") -> GangPlaced:
-    seated = place(Gang.of(job.spec), [Standing(node(slots=64))])
-    assert isinstance(seated, Seated)
-    return GangPlaced(default_plan.gang(job.spec, seated), {NODE: incarnation})
+    outcome = place(GangRequest.of(job.spec), [NodeUsage(node(slots=64))])
+    assert isinstance(outcome, Placed)
+    return GangPlaced(default_plan.gang(job.spec, outcome), {NODE: incarnation})
 
 
 def play(job: Job, events: Iterable[JobEvent], now_ms: int = NOW) -> Decision:
@@ -80,7 +80,7 @@ def commands(decision: Decision) -> list[Command]:
     return [command for command in sent if not isinstance(command, KeepStanding)]
 
 
-def standings(decision: Decision) -> list[JobState]:
+def kept_standings(decision: Decision) -> list[JobState]:
     """Where storage is to remember that the job stands."""
     sent = [send.command for send in decision.sends]
     return [command.standing for command in sent if isinstance(command, KeepStanding)]

@@ -19,7 +19,7 @@ from services.cli.errors import RefusedError
 from services.contract import redis_keys as keys
 from services.contract.messages.telemetry import LogLine
 from services.contract.problems import MOST_FAULTS
-from services.controller.api.framing import MAX_BODY_BYTES, BodyLimit
+from services.controller.api.middleware import MAX_BODY_BYTES, BodyLimit
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.test_connections import answered

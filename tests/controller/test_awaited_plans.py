@@ -36,7 +36,7 @@ from services.controller.ports.machines import Entry, Log
 from services.controller.ports.plans import PlanStore
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import Cloning, clone
-from services.controller.use_cases.facts import heed
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
@@ -100,7 +100,7 @@ class Office:
     async def hears(self, *facts: ModelProbed | NodeMeasured) -> None:
         for fact in facts:
             self.now += 1
-            await heed(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
+            await apply_facts(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
 
     async def answers(self, question: ProbeModel | None = None) -> None:
         """The node profiles the model as it was last asked to, and measures itself."""

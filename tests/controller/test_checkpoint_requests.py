@@ -240,18 +240,18 @@ def test_nothing_is_asked_of_checkpoints_that_are_being_purged() -> None:
     job = play(job, [KillAsked(), killed(job)]).job
     name = named(job, 10)
     purged = play(job, [PurgeAsked(NODE)]).job
-    wishes: list[JobEvent] = [
+    requests: list[JobEvent] = [
         HoldAsked(name, new_job_id(NOW, bytes(9) + b"\1")),
         PinAsked(name),
         VerifyAsked(name, NODE),
         ExportAsked(name, NODE),
     ]
-    for wish in wishes:
+    for request in requests:
         with pytest.raises(StateConflictError, match="are being removed by loom-1"):
-            play(purged, [wish])
+            play(purged, [request])
     failed = JobPurged(job_id=job.id, fence=job.fence, node_id=NODE, error="read-only")
-    for wish in wishes:
-        assert play(purged, [failed, wish]).notes
+    for request in requests:
+        assert play(purged, [failed, request]).notes
 
 
 def test_what_something_still_needs_is_not_deleted() -> None:

@@ -133,7 +133,7 @@ def test_a_drained_node_is_left_after_a_checkpoint_and_used_again_when_undrained
     until(lambda: _reason(house, job_id, "draining: loom-1"))
     waits = house.job(job_id)
     assert (waits["state"], waits["restarts"]) == ("RESTARTING", 0)
-    # Another life of its agent changes nothing: an operator's wish stands until it is taken back.
+    # Another life of its agent changes nothing: an operator's request stands until it is taken back.
     house.agent.join("life-2")
     until(lambda: "life-2" in str(house.redis.hget(keys.NODES, "loom-1")))
     assert house.get("/v1/nodes/loom-1")["state"] == "DRAINING"

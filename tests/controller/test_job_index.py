@@ -29,8 +29,8 @@ from services.controller.domain.job.events import (
     ResumeAsked,
 )
 from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, JobSummary
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
 from tests.controller.conftest import House, open_house

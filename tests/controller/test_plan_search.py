@@ -15,7 +15,7 @@ from services.controller.domain.plans import default_plan, search
 from services.controller.domain.plans.plan import Profiled
 from services.controller.domain.plans.search import RankRoom, Study
 from services.controller.domain.scheduling.node import Measurement
-from services.controller.domain.scheduling.placement import Standing
+from services.controller.domain.scheduling.placement import NodeUsage
 from tests.controller.histories import NODE, node, spec
 from tests.controller.profiles import ARGS, FACTS, profile
 
@@ -30,7 +30,7 @@ def asked(**changes: object) -> ProbeModel:
 def plan(wanted: JobSpec, memory: int = 1 << 30, facts: NodeFacts | None = FACTS) -> PlanOutcome:
     found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
     room = RankRoom("cpu", 4, memory, facts)
-    return search.work_out(Study(wanted, found, room, (Standing(node()),)))
+    return search.work_out(Study(wanted, found, room, (NodeUsage(node()),)))
 
 
 def test_of_a_built_in_model_both_ways_to_split_are_measured() -> None:
@@ -224,7 +224,7 @@ def test_ranks_of_several_nodes_are_planned_without_shared_memory() -> None:
     wanted = spec(model=SMALL, resources={"ranks": 4}, mesh={"dp_shard": 4})
     found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
     room = RankRoom("cpu", 2, 1 << 30, FACTS)
-    made = search.work_out(Study(wanted, found, room, (Standing(node()),)))
+    made = search.work_out(Study(wanted, found, room, (NodeUsage(node()),)))
     assert made.sharding is not None
     assert made.sharding.shared_memory == "none"
     elastic = spec(model=SMALL, resources={"world": {"min": 4, "max": 6}}, mesh="auto")
@@ -250,11 +250,11 @@ def test_cpu_ranks_may_have_what_other_slots_do_not_use_and_the_plan_says_so() -
     tight = replace(room, memory_bytes=600_000, node_bytes=64 * 600_000)
     wanted = spec(model=SMALL)
     found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
-    made = search.work_out(Study(wanted, found, tight, (Standing(there),)))
+    made = search.work_out(Study(wanted, found, tight, (NodeUsage(there),)))
     assert made.feasible
     assert made.memory_limit_bytes == 32 * 600_000
     assert "more than the share of its slot" in made.reasons[-1]
-    roomy = search.work_out(Study(wanted, found, room, (Standing(there),)))
+    roomy = search.work_out(Study(wanted, found, room, (NodeUsage(there),)))
     assert roomy.feasible
     assert len(roomy.reasons) == 1
     assert replace(room, node_bytes=0).alone(2) == replace(room, node_bytes=0)

@@ -44,9 +44,9 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to

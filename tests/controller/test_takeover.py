@@ -86,7 +86,7 @@ def test_the_other_takes_over_from_a_frozen_leader_and_from_a_killed_one(
         assert leads(other)
         with pytest.raises(DeposedError):
             asyncio.run(_write_as_of(redis_url, job_id, int(epoch)))
-        # People may ask either of them: a wish needs no lead.
+        # People may ask either of them: a request needs no lead.
         frozen.client.post(f"/v1/jobs/{job_id}/kill")
         agent.awaits(StopGang, job_id)
         agent.ends(gang, 3, signal=9)

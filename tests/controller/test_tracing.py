@@ -26,7 +26,7 @@ from services.controller.domain.job.events import (
 from services.controller.domain.job.job import Job
 from services.controller.domain.job.trace import Trace
 from services.controller.domain.plans.default_plan import gang
-from services.controller.domain.scheduling.placement import Gang, Seated, Standing, place
+from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
 from tests.controller.conftest import House
 from tests.controller.histories import (
     NODE,
@@ -85,11 +85,11 @@ def kinds(decision: Decision) -> list[str]:
 def on_two_nodes() -> Job:
     """A job that runs on ranks 0 and 1 of one node and 2 and 3 of another."""
     job = new_job(resources={"ranks": 4}, train={"steps": 100, "global_batch": 12})
-    standings = [Standing(node(name, slots=2)) for name in (NODE, OTHER_NODE)]
-    seated = place(Gang.of(job.spec), standings)
-    assert isinstance(seated, Seated)
+    usages = [NodeUsage(node(name, slots=2)) for name in (NODE, OTHER_NODE)]
+    placed = place(GangRequest.of(job.spec), usages)
+    assert isinstance(placed, Placed)
     lives = {NODE: "life-1", OTHER_NODE: "life-1"}
-    job = play(job, [GangPlaced(gang(job.spec, seated), lives)]).job
+    job = play(job, [GangPlaced(gang(job.spec, placed), lives)]).job
     here = launched(job).model_copy(update={"pids": {0: 1, 1: 2}})
     there = launched(job).model_copy(update={"pids": {2: 3, 3: 4}, "node_id": OTHER_NODE})
     return play(job, [here, there, progressed(job)]).job
@@ -207,9 +207,9 @@ def test_ranks_that_are_not_there_are_named_by_their_places() -> None:
 
 def test_all_ranks_of_a_large_job_are_more_than_a_trace_has() -> None:
     job = new_job(resources={"ranks": 65}, train={"steps": 100, "global_batch": 65})
-    seated = place(Gang.of(job.spec), [Standing(node(slots=65))])
-    assert isinstance(seated, Seated)
-    job = play(job, [GangPlaced(gang(job.spec, seated), {NODE: "life-1"}), launched(job)]).job
+    placed = place(GangRequest.of(job.spec), [NodeUsage(node(slots=65))])
+    assert isinstance(placed, Placed)
+    job = play(job, [GangPlaced(gang(job.spec, placed), {NODE: "life-1"}), launched(job)]).job
     job = play(job, [progressed(job)]).job
     with pytest.raises(InvalidRequestError) as refused:
         play(job, [asked(ranks=None)])

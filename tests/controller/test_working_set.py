@@ -24,8 +24,8 @@ from services.controller.domain.errors import DeposedError, StateConflictError
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import JobEvent, KillAsked, PauseAsked, ResumeAsked
 from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Stored
-from services.controller.ports.office import Ports
 from services.controller.use_cases import reconcile
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.reconcile import Reconciler

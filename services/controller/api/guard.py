@@ -15,7 +15,7 @@ from services.controller.api.provenance import refuse_stranger
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import BOOTSTRAP, LOCAL, Principal
 from services.controller.domain.errors import MeshloomError, StoreUnavailableError
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.access import Refusal, identify
 
 _PROTECTED: Final = "/v1"

@@ -1,7 +1,7 @@
 """The loop that has layouts chosen for jobs that leave them open."""
 
 from services.controller.loops.endurance import Endurance, Troubles
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plans import Drawing
 

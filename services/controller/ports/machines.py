@@ -31,7 +31,7 @@ class NodeStore(Protocol):
 
         Args:
             node: As it was read.
-            epoch: The leadership in whose name this is done; None for a person's wish.
+            epoch: The leadership in whose name this is done; None for a person's request.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.

@@ -25,9 +25,9 @@ from services.controller.domain.access.token import (
 )
 from services.controller.domain.errors import ForbiddenError, NotFoundError
 from services.controller.ports.access import AuditRecord
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
-from services.controller.ports.office import Ports
 from services.controller.use_cases.present import maybe_moment, moment
 
 _RANDOM_BYTES = 10

@@ -29,8 +29,8 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.job.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
 from services.controller.domain.job.job import Job, Origin
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim, Place, Stored
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import Drafting, draft_job, foreseen

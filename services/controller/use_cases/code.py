@@ -21,8 +21,8 @@ from services.controller.domain.errors import (
     NotFoundError,
     StateConflictError,
 )
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Place
-from services.controller.ports.office import Ports
 from services.controller.use_cases.present import moment
 
 _CHUNK: Final = 200

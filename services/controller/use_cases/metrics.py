@@ -10,7 +10,7 @@ from services.contract.problems import Fault
 from services.contract.views import MetricPoint, MetricsPart, MetricsView, StepView
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.job import Job
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import utilisation
 
 _KEYS: Final = frozenset({"step", "fence"})

@@ -32,16 +32,16 @@ from services.controller.domain.job.events import (
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans.pace import STEPS_READ, can_tell, pace_of
 from services.controller.domain.plans.plan import Plan
-from services.controller.domain.scheduling.placement import Standing
+from services.controller.domain.scheduling.placement import NodeUsage
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.plans import (
     Drawing,
     Wanted,
     begin_plan,
+    current_usages,
     look_at_plan,
-    standings_now,
 )
 
 _log = structlog.get_logger()
@@ -78,9 +78,9 @@ class Planner:
         nameless = [job for job in waiting if _plan_of(job) is None]
         if nameless:
             # Read once for all of them, and before searches that take their time.
-            standings = await standings_now(self._ports)
+            usages = await current_usages(self._ports)
             for job in nameless:
-                await self._advance(job, self._ask(job, standings))
+                await self._advance(job, self._ask(job, usages))
         for job in named:
             await self._advance(job, self._next(job))
         await self._keep_paces(active)
@@ -126,26 +126,26 @@ class Planner:
         try:
             plan = await look_at_plan(self._ports, plan_id, self._drawing)
         except NotFoundError:
-            return await self._ask(job, await standings_now(self._ports))
+            return await self._ask(job, await current_usages(self._ports))
         except RecordUnreadableError as error:
             return PlanMissed(plan_id, f"no plan could be made: {error}")
         return _outcome(plan)
 
-    async def _ask(self, job: Job, standings: tuple[Standing, ...]) -> JobEvent:
+    async def _ask(self, job: Job, usages: tuple[NodeUsage, ...]) -> JobEvent:
         try:
-            plan = await self._begin(job, standings)
+            plan = await self._begin(job, usages)
         except StateConflictError as error:
             return PlacementDelayed(f"its layout is not chosen yet: {error}")
         return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}", job.revision)
 
-    async def _begin(self, job: Job, standings: tuple[Standing, ...]) -> Plan:
+    async def _begin(self, job: Job, usages: tuple[NodeUsage, ...]) -> Plan:
         # Whoever was asked before and did not answer must not be waited for.
         wanted = Wanted(job.spec, fresh=job.planning is not None and job.planning.again)
         try:
-            return await begin_plan(self._ports, wanted, job.owner, self._drawing, standings)
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
         except RecordUnreadableError:  # what is known of the model; the node can tell it anew
             wanted = Wanted(job.spec, fresh=True)
-            return await begin_plan(self._ports, wanted, job.owner, self._drawing, standings)
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
 
 
 def _plan_of(job: Job) -> str | None:

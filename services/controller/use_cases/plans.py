@@ -44,16 +44,16 @@ from services.controller.domain.plans.plan import (
 from services.controller.domain.plans.search import RankRoom, Study
 from services.controller.domain.scheduling.node import Node
 from services.controller.domain.scheduling.placement import (
-    Gang,
-    Seated,
-    Standing,
+    GangRequest,
+    NodeUsage,
+    Placed,
     device_of,
+    node_sets,
     place,
-    rooms,
-    stand,
+    usages_of,
 )
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.present import moment
 
@@ -110,13 +110,13 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model.
     """
     await _refuse_faulty(ports, wanted.spec, allowed)
-    standings = await standings_now(ports)
-    plan = await begin_plan(ports, wanted, actor.name, drawing, standings)
+    usages = await current_usages(ports)
+    plan = await begin_plan(ports, wanted, actor.name, drawing, usages)
     return plan_view(await _patiently(ports, plan, drawing))
 
 
 async def begin_plan(
-    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, standings: tuple[Standing, ...]
+    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, usages: tuple[NodeUsage, ...]
 ) -> Plan:
     """A plan for a spec without faults, of which no more is done than to ask one of these nodes.
 
@@ -124,8 +124,8 @@ async def begin_plan(
         StateConflictError: No node is there that could profile the model.
     """
     spec = wanted.spec
-    device_type = device_of(Gang.of(spec), standings)
-    chosen = _least_busy(standings, device_type)
+    device_type = device_of(GangRequest.of(spec), usages)
+    chosen = _least_busy(usages, device_type)
     if chosen is None:
         raise StateConflictError(
             f"no node with {_DEVICES[device_type]} is ready that could profile the model; "
@@ -246,14 +246,12 @@ async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> N
         raise InvalidRequestError(faults)
 
 
-def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Standing | None:
+def _least_busy(usages: tuple[NodeUsage, ...], device_type: DeviceType) -> NodeUsage | None:
     """The node to ask: open ones first, then those with the least at work, then by name."""
     able = [
-        standing
-        for standing in standings
-        if standing.node.state == NodeState.READY
-        and standing.has_lease
-        and standing.capacity(device_type)
+        usage
+        for usage in usages
+        if usage.node.state == NodeState.READY and usage.has_lease and usage.capacity(device_type)
     ]
     return min(
         able,
@@ -262,7 +260,7 @@ def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Sta
     )
 
 
-def _measure_of(chosen: Standing, question: ProbeModel, now_ms: int) -> Send | None:
+def _measure_of(chosen: NodeUsage, question: ProbeModel, now_ms: int) -> Send | None:
     known = chosen.node.measured.get(question.device_type)
     stands = known is not None and (
         known.facts is not None or now_ms - known.at_ms < _FAILED_MEASURE_STANDS_MS
@@ -271,7 +269,7 @@ def _measure_of(chosen: Standing, question: ProbeModel, now_ms: int) -> Send | N
 
 
 async def _patiently(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
-    """The plan once it is concluded, or as it is when the patience is over."""
+    """The plan once it is concluded, or as it is when the time to wait is over."""
     clock = asyncio.get_running_loop().time
     ends = clock() + drawing.wait_s
     await ports.plans.wait(plan.probe_id, drawing.wait_s)
@@ -299,10 +297,10 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
-        standings = await standings_now(ports)
+        usages = await current_usages(ports)
         paces = await ports.plans.paces(plan.probe_id)
         try:
-            study = _study(plan, verdict, standings, paces)
+            study = _study(plan, verdict, usages, paces)
             outcome = await asyncio.to_thread(_work_out, answer, study)
         except UnfitProfileError as error:
             concluded = fail(plan, "raised", str(error))
@@ -322,25 +320,25 @@ def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
 
 
 def _study(
-    plan: Plan, found: Profiled, standings: tuple[Standing, ...], paces: Sequence[Pace]
+    plan: Plan, found: Profiled, usages: tuple[NodeUsage, ...], paces: Sequence[Pace]
 ) -> Study:
     """Where the job would run now, or could run later: its room is that of the tightest node."""
-    gang, device_type = Gang.of(plan.spec), plan.device_type
-    outcome = place(gang, standings)
-    if isinstance(outcome, Seated):
+    gang, device_type = GangRequest.of(plan.spec), plan.device_type
+    outcome = place(gang, usages)
+    if isinstance(outcome, Placed):
         gangs = [outcome.nodes]
     else:
-        ready = [s for s in standings if s.node.state == NodeState.READY]
+        ready = [s for s in usages if s.node.state == NodeState.READY]
         able = [s for s in ready if s.capacity(device_type)]
-        gangs = [tuple(s.node for s in r.standings) for r in rooms(gang, able, device_type)]
+        gangs = [tuple(s.node for s in r.usages) for r in node_sets(gang, able, device_type)]
     # Without any, the reason that it can never run is told with the asked node's plan.
-    gangs = gangs or [tuple(s.node for s in standings if s.node.id == plan.node_id)]
+    gangs = gangs or [tuple(s.node for s in usages if s.node.id == plan.node_id)]
     tightest = [
         min((_room(node, device_type, paces) for node in nodes), key=lambda room: room.memory_bytes)
         for nodes in gangs
     ]
     room = max(tightest, key=lambda room: (room.memory_bytes, room.facts is not None))
-    return Study(plan.spec, found, room, standings)
+    return Study(plan.spec, found, room, usages)
 
 
 def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoom:
@@ -348,11 +346,11 @@ def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoo
     return search.scaled(RankRoom.on(node, device_type), factor)
 
 
-async def standings_now(ports: Ports) -> tuple[Standing, ...]:
+async def current_usages(ports: Ports) -> tuple[NodeUsage, ...]:
     """The nodes with what is taken of them. It reads all active jobs."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
-    return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
+    return usages_of(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
 
 
 def _refusal(detail: str, code: str) -> InvalidRequestError:

@@ -9,15 +9,15 @@ from services.controller.domain.decisions.recovery import found_again
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.job.effects import Send
 from services.controller.domain.job.events import FoundInStorage
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import hold_origin
 
 _log = structlog.get_logger()
 
 
-async def heed_found(ports: Ports, fact: JobFound, now_ms: int, epoch: int) -> None:
+async def recover_job(ports: Ports, fact: JobFound, now_ms: int, epoch: int) -> None:
     """Make the job anew if it is unknown, then take in what storage tells of it.
 
     Its ranks, where they still train, are adopted; those of a job that people deleted are stopped.

@@ -157,8 +157,8 @@ async def patch_job(
     Only people's changes make an ETag stale here, not a job's progress.
     """
     refuse_unspeakable(patch)
-    wish = PatchAsked(patch, revisions_matched(if_match))
-    return answer(request, await use_cases.change_course(ports, job_id, wish, actor))
+    event = PatchAsked(patch, revisions_matched(if_match))
+    return answer(request, await use_cases.change_course(ports, job_id, event, actor))
 
 
 @router.post(
@@ -240,8 +240,8 @@ async def pause(
     stop: StopRequest | None = None,
 ) -> Response:
     """Stop after a checkpoint, as asked; `resume` goes on."""
-    wish = PauseAsked(stop or StopRequest())
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = PauseAsked(stop or StopRequest())
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
@@ -259,8 +259,8 @@ async def resume(
     source: ResumeRequest | None = None,
 ) -> Response:
     """Go on, from a named checkpoint or from the latest committed one."""
-    wish = ResumeAsked((source or ResumeRequest()).from_checkpoint)
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = ResumeAsked((source or ResumeRequest()).from_checkpoint)
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
@@ -278,8 +278,8 @@ async def cancel(
     stop: StopRequest | None = None,
 ) -> Response:
     """Stop for good, after a checkpoint as asked."""
-    wish = CancelAsked(stop or StopRequest())
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = CancelAsked(stop or StopRequest())
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 

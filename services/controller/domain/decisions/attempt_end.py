@@ -103,21 +103,21 @@ def _conclude_stop(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     kept = f"at step {saved}" if is_safe else f"what is saved ends at step {saved}"
     if stop.kind == "pause":
         _end_attempt(draft, ExitReason.PAUSED)
-        draft.move(JobState.PAUSED, f"paused on request; {kept}", stop=None)
+        draft.transition(JobState.PAUSED, f"paused on request; {kept}", stop=None)
     else:
         _end_attempt(draft, ExitReason.CANCELLED)
         _cancel(draft, ExitReason.CANCELLED, f"cancelled on request; {kept}")
 
 
 def _stand(draft: Draft) -> None:
-    """Ranks drain only if they are asked to: the wish is forgotten, and nobody is at fault."""
+    """Ranks drain only if they are asked to: the request is forgotten, and nobody is at fault."""
     saved = draft.job.resume_point.step
     _end_attempt(draft, ExitReason.PAUSED)
     reason = (
         "it had been asked to stop; who asked was lost with Redis; "
         f"what is saved ends at step {saved}"
     )
-    draft.move(JobState.PAUSED, reason)
+    draft.transition(JobState.PAUSED, reason)
 
 
 def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
@@ -133,10 +133,10 @@ def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     _end_attempt(draft, why if why == ExitReason.NODE_LOST else asked)
     saved = draft.job.resume_point.step
     reason = f"{verb} {stop.by}; it goes on from step {saved}, and this restart is not counted"
-    draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+    draft.transition(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
     if is_preempted:
         waits = f"preempted by {stop.by}; it waits for room and goes on from step {saved}"
-        draft.move(JobState.QUEUED, waits)
+        draft.transition(JobState.QUEUED, waits)
 
 
 def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None:
@@ -151,7 +151,7 @@ def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None
         f"the pause was given up: it required a checkpoint, which failed ({why}); "
         f"the job goes on from step {saved}"
     )
-    draft.move(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
+    draft.transition(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
 
 
 def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
@@ -159,7 +159,7 @@ def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
     verdict = retry.judge(draft.job, attempt, failure)
     _end_attempt(draft, retry.cause(attempt, failure), failure)
     if isinstance(verdict, retry.GiveUp):
-        draft.move(
+        draft.transition(
             JobState.FAILED,
             verdict.reason,
             exit_reason=verdict.exit_reason,
@@ -175,10 +175,10 @@ def _conclude_failure(draft: Draft, attempt: Attempt) -> None:
         if attempt.was_prevented(failure):
             why = f"{attempt.condition}: the job waits and tries again{wait}"
         reason = f"{why}; this restart is not counted"
-        draft.move(JobState.RESTARTING, reason, not_before_ms=not_before_ms)
+        draft.transition(JobState.RESTARTING, reason, not_before_ms=not_before_ms)
         return
     number = draft.job.restarts + 1
-    draft.move(
+    draft.transition(
         JobState.RESTARTING,
         f"{retry.describe(failure)}; restart {number} of "
         f"{draft.job.spec.faults.max_restarts}{wait}",
@@ -226,7 +226,7 @@ def _how_it_succeeded(job: Job) -> str:
 
 
 def _succeed(draft: Draft) -> None:
-    draft.move(
+    draft.transition(
         JobState.SUCCEEDED,
         _how_it_succeeded(draft.job),
         exit_reason=ExitReason.COMPLETED,
@@ -237,7 +237,7 @@ def _succeed(draft: Draft) -> None:
 
 
 def _cancel(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
-    draft.move(
+    draft.transition(
         JobState.CANCELLED, reason, exit_reason=exit_reason, ended_ms=draft.now_ms, stop=None
     )
 

@@ -46,7 +46,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.state not in WAITING_STATES or job.planning is not None:
         return
     if job.has_lost_its_checkpoints:
-        draft.move(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
+        draft.transition(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
         return
     fence = job.fence + 1
     source = job.resume_point
@@ -65,7 +65,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     nodes = ", ".join(event.incarnations)
     _append(draft, attempt)
     draft.change(plan=event.plan, fence=fence)
-    draft.move(
+    draft.transition(
         JobState.PLACING,
         f"attempt {fence}: {event.plan.world_size} {event.plan.device_type} ranks on {nodes}, "
         f"{source.words}",
@@ -106,7 +106,7 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
     if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
         _launch(draft, [n for n in attempt.live_nodes if n not in launched])
     if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
-        draft.move(JobState.STARTING, f"attempt {attempt.fence}: all ranks are launched")
+        draft.transition(JobState.STARTING, f"attempt {attempt.fence}: all ranks are launched")
 
 
 def on_refused(fact: LaunchRefused, draft: Draft) -> None:
@@ -139,7 +139,7 @@ def on_progressed(fact: GangProgressed, draft: Draft) -> None:
     if draft.job.state in _STARTING_STATES:
         script = draft.job.spec.entrypoint
         does = "is training" if script is None else f"runs {script.what}"
-        draft.move(JobState.RUNNING, f"attempt {attempt.fence} {does}")
+        draft.transition(JobState.RUNNING, f"attempt {attempt.fence} {does}")
     _take_notices(draft, attempt, fact.notices)
 
 
@@ -334,7 +334,7 @@ def send_commit(draft: Draft, fence: int, checkpoint_id: str) -> None:
 
 
 def stop_command(job: Job, attempt: Attempt, now_ms: int) -> StopGang:
-    """The command that carries the job's wish to stop; grace is what is left of it, in seconds."""
+    """The command that carries the job's request to stop; grace is what is left of it, in seconds."""
     stop = job.stop
     if stop is None or stop.kind == "kill":
         return StopGang(job_id=job.id, fence=attempt.fence, mode="kill")

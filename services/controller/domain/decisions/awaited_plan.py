@@ -73,7 +73,7 @@ def on_refused(event: PlanRefused, draft: Draft) -> None:
     if not _is_awaited(draft.job, event.plan_id):
         return
     words = f"{event.reason}; {event.advice}; or say plan: default to run it in spite of this"
-    draft.move(
+    draft.transition(
         JobState.FAILED,
         words,
         exit_reason=ExitReason.INFEASIBLE,
@@ -87,7 +87,7 @@ def on_faulted(event: SpecFaulted, draft: Draft) -> None:
     """Its ranks would fail as the probe did, after they had waited for seats."""
     if not _is_awaited(draft.job, event.plan_id):
         return
-    draft.move(
+    draft.transition(
         JobState.FAILED,
         f"the spec is wrong: {event.reason}",
         exit_reason=ExitReason.USER_ERROR,

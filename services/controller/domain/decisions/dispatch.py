@@ -157,11 +157,11 @@ def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
 
     Args:
         job: The job with its checkpoints.
-        event: A wish, a finding of the reconciler, or an agent's fact.
+        event: A request, a finding of the reconciler, or an agent's fact.
         now_ms: When it happened, in milliseconds of Redis's clock.
 
     Raises:
-        StateConflictError, InvalidRequestError: A wish cannot be fulfilled.
+        StateConflictError, InvalidRequestError: A request cannot be fulfilled.
     """
     draft = Draft(job, now_ms)
     if not is_stale(job, event) and not is_foreign(job, event):

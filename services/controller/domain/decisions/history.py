@@ -1,6 +1,6 @@
 """A job's history: all that ever happened to it, from which its record can be decided anew.
 
-The first entry is the job as it was created. Each that follows is an event (a wish, a finding of
+The first entry is the job as it was created. Each that follows is an event (a request, a finding of
 the reconciler, an agent's fact) and its moment; those that changed nothing may be missing.
 """
 
@@ -49,7 +49,7 @@ def creation(job: Job) -> HistoryEntry:
 def entry(occurrence: Occurrence) -> HistoryEntry:
     """The entry that tells of an occurrence."""
     kind = type(occurrence.event).__name__
-    # What a patch leaves unset stays as it is; null would be another wish.
+    # What a patch leaves unset stays as it is; null would be another request.
     body = _ADAPTERS[kind].dump_python(occurrence.event, mode="json", exclude_unset=True)
     return HistoryEntry(kind=kind, now_ms=occurrence.now_ms, body=body)
 

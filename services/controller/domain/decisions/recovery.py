@@ -129,7 +129,7 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
     draft.change(
         attempts=(attempt,), plan=card.plan, started_ms=draft.now_ms, run_fence=fact.fence - 1
     )
-    draft.move(
+    draft.transition(
         JobState.RUNNING,
         f"{FOUND_AGAIN}: attempt {fact.fence} trains on after step {attempt.last_step}",
     )

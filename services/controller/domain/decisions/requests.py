@@ -36,7 +36,7 @@ def on_pause(event: PauseAsked, draft: Draft) -> None:
     if draft.job.is_terminal or state == JobState.CANCELLING:
         raise StateConflictError(f"the job is {state}: it cannot be paused")
     if draft.job.attempt is None:
-        draft.move(JobState.PAUSED, "paused on request; no rank was running", stop=None)
+        draft.transition(JobState.PAUSED, "paused on request; no rank was running", stop=None)
     else:
         _stop(draft, "pause", event.stop)
 
@@ -103,7 +103,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
             "every checkpoint to go on from is corrupt: restore the files and verify one, name "
             "another, or delete the corrupt ones to begin anew"
         )
-    draft.move(
+    draft.transition(
         JobState.QUEUED,
         f"resumed on request, {draft.job.resume_point.words}",
         exit_reason=None,
@@ -168,7 +168,7 @@ def _stop(draft: Draft, kind: Literal["pause", "cancel", "kill"], request: StopR
         draft.change(reason=reason)
         draft.note(f"job.{words}", reason)
     else:
-        draft.move(target, reason)
+        draft.transition(target, reason)
     attempt = draft.job.attempt
     if attempt is not None and attempt.live_nodes:
         draft.send(stop_command(draft.job, attempt, draft.now_ms), attempt.live_nodes)
@@ -182,7 +182,7 @@ def _stop_for_good_is_done(job: Job) -> bool:
 
 
 def _cancel_idle(draft: Draft, exit_reason: ExitReason, reason: str) -> None:
-    draft.move(
+    draft.transition(
         JobState.CANCELLED, reason, exit_reason=exit_reason, ended_ms=draft.now_ms, stop=None
     )
 

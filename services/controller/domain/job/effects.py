@@ -64,7 +64,7 @@ class Draft:
         newest = self.job.attempts[-1].model_copy(update=fields)
         self.change(attempts=(*self.job.attempts[:-1], newest))
 
-    def move(self, state: JobState, reason: str, **fields: object) -> None:
+    def transition(self, state: JobState, reason: str, **fields: object) -> None:
         """Go to another state, and say why; an illegal move is a bug of ours."""
         assert state in TRANSITIONS[self.job.state], f"{self.job.state} → {state}"  # noqa: S101 our own invariant
         self.change(state=state, reason=reason, **fields)

@@ -1,4 +1,4 @@
-"""What can happen to a job besides the facts of agents: wishes of people, and the reconciler's."""
+"""What can happen to a job besides the facts of agents: requests of people, and the reconciler's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

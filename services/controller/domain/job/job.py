@@ -24,7 +24,7 @@ SEVERITY: Final[Mapping[str, int]] = {"move": 0, "pause": 1, "cancel": 2, "kill"
 
 
 class Stop(Record):
-    """A wish to stop that has not been fulfilled yet. It may only get more severe.
+    """A request to stop that has not been fulfilled yet. It may only get more severe.
 
     ``move`` is the controller's own: the gang drains, and the job goes on elsewhere or later.
     ``cause`` and ``by`` say for what: a job (its id) that needs the room, a node that is drained, or
@@ -125,7 +125,7 @@ class Job(Record):
 
     @property
     def is_active(self) -> bool:
-        """Whether something is still to happen to it without a person's wish."""
+        """Whether something is still to happen to it without a person's request."""
         return not self.is_terminal and self.state != JobState.PAUSED
 
     @property

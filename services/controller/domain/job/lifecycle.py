@@ -1,4 +1,4 @@
-"""The table of a job's states: every move that there is, and what causes it.
+"""The table of a job's states: every transition that there is, and what causes it.
 
 The decisions are checked against it, the property tests walk along it, and ``docs/lifecycle.md``
 is written from it.
@@ -11,7 +11,7 @@ from services.contract.states import TERMINAL_STATES, JobState
 
 
 class Edge(NamedTuple):
-    """A move from one state to another, and its cause in words."""
+    """A transition from one state to another, and its cause in words."""
 
     source: JobState
     target: JobState

@@ -10,7 +10,7 @@ _HEAD: Final = """\
 # A job's life
 
 Written by `python -m tests.docs.test_lifecycle_page` from
-`services/controller/domain/job/lifecycle.py`; a test compares the two. Every move is one Lua script:
+`services/controller/domain/job/lifecycle.py`; a test compares the two. Every transition is one Lua script:
 it compares the job's version, its fence and the leader's epoch, and writes the job, its
 checkpoints, its events and the commands to agents, or nothing
 ([architecture.md](architecture.md), "Truths and their owners").
@@ -21,27 +21,27 @@ _TAIL: Final = """\
 
 - **Fences only grow.** Each attempt has the next number; a command, fact, vote or commit of a lower
   one is void.
-- **At most one attempt lives**, and its seats are taken until its last rank has ended or its node is
+- **At most one attempt lives**, and its slots are taken until its last rank has ended or its node is
   lost for certain.
-- **A stop only gets more severe**: {severity}. `move` is the controller's own wish: a gang that makes
+- **A stop only gets more severe**: {severity}. A `move` (a migration) is the controller's own request: a gang that makes
   room for a job of higher priority, leaves a node that is drained, or is elastic and to have another
   size ([elastic.md](elastic.md)), takes a checkpoint, ends within its grace and goes on elsewhere or
   later, at no cost to the restart budget. The state stays as it is until the ranks have ended; the
   reason says what goes on.
-- **Ended is ended** ({terminal}), but for the moves above: {resumable} go on when somebody resumes
+- **Ended is ended** ({terminal}), but for the transitions above: {resumable} go on when somebody resumes
   them, and a job that was given up for want of its last commit succeeds when that commit is told.
 - **A committed checkpoint vanishes only by retention or deletion.** The newest one, the one that an
   attempt was resumed from while there is no newer, and those that clones begin with stay.
-- **Told twice, done once.** Facts come at least once; heeding one again changes nothing.
+- **Told twice, done once.** Facts come at least once; applying one again changes nothing.
 
-`tests/controller/test_lifecycle_properties.py` plays any sequence of wishes, facts, repetitions,
+`tests/controller/test_lifecycle_properties.py` plays any sequence of requests, facts, repetitions,
 losses and looks of the reconciler against these.
 """
 
 
 def lifecycle_page() -> str:
     """The page, whole."""
-    parts = [_HEAD, "## The moves\n", _diagram(), _table()]
+    parts = [_HEAD, "## The transitions\n", _diagram(), _table()]
     severity = " < ".join(sorted(SEVERITY, key=lambda kind: SEVERITY[kind]))
     parts.append(
         _TAIL.format(

@@ -1,4 +1,4 @@
-"""What a spec can say and this version cannot do: refused, for a wish must not be passed over."""
+"""What a spec can say and this version cannot do: refused, for a request must not be passed over."""
 
 from services.contract.built_ins import BUILT_IN_NAMES
 from services.contract.entry_points import factories_of, is_entry_point

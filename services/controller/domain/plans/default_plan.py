@@ -23,7 +23,7 @@ from services.contract.plans import SHARDING_PLAN, GangPlan
 from services.contract.problems import Fault
 from services.contract.specs import JobSpec
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.scheduling.placement import Seated
+from services.controller.domain.scheduling.placement import Placed
 
 _BUILT_IN_UNITS: Final = {"decoder": (UnitPlan(modules=("blocks.*",)),)}
 _BUILT_IN_SPLITS: Final = {
@@ -118,10 +118,10 @@ def common_share(spec: JobSpec) -> int:
     return gcd(*(spec.train.global_batch // (n // spec.share.tp) for n in spec.worlds))
 
 
-def gang(spec: JobSpec, seated: Seated) -> GangPlan:
+def gang(spec: JobSpec, placed: Placed) -> GangPlan:
     """All that the ranks of an attempt must know: the sharding plan, and who sits where."""
-    sharding = shard(spec, len(seated.ranks))
-    return GangPlan(device_type=seated.device, sharding=sharding, ranks=seated.ranks)
+    sharding = shard(spec, len(placed.ranks))
+    return GangPlan(device_type=placed.device, sharding=sharding, ranks=placed.ranks)
 
 
 def _model(spec: JobSpec) -> str:

@@ -36,7 +36,13 @@ from services.contract.specs import JobSpec, MeshSpec
 from services.controller.domain.plans import breakdown, default_plan
 from services.controller.domain.plans.plan import Profiled
 from services.controller.domain.scheduling.node import Node
-from services.controller.domain.scheduling.placement import Gang, Never, Seated, Standing, place
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
+    Never,
+    NodeUsage,
+    Placed,
+    place,
+)
 
 _UNASKED: Final = f"probe_{'0' * 32}"
 _DECODER_HEADS: Final = 6
@@ -108,7 +114,7 @@ class Study:
     spec: JobSpec
     found: Profiled
     room: RankRoom
-    standings: tuple[Standing, ...]
+    usages: tuple[NodeUsage, ...]
 
 
 def scaled(room: RankRoom, factor: float) -> RankRoom:
@@ -159,7 +165,7 @@ def _search(study: Study) -> LayoutAnswer:
     best, ranks = answer.best, study.spec.worlds[0]
     if question.fixed.mesh is not None or best is None or best.plan.mesh.tp == 1:
         return answer
-    seats = place(Gang.of(_with_mesh(study.spec, best), ranks), study.standings)
+    seats = place(GangRequest.of(_with_mesh(study.spec, best), ranks), study.usages)
     if not isinstance(seats, Never):
         return answer
     # Other nodes have fewer seats than that of the room: a choice of ours must not rule them out.
@@ -224,7 +230,7 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     room, best = study.room, answer.best
     spec = study.spec if best is None else _with_mesh(study.spec, best)
     ranks = study.spec.worlds[0]
-    seats = place(Gang.of(spec, ranks), study.standings)
+    seats = place(GangRequest.of(spec, ranks), study.usages)
     is_elastic = study.spec.resources.world is not None
     least = (f"for {ranks} ranks, the fewest that it may have",) if is_elastic else ()
     never = (seats.reason,) if isinstance(seats, Never) else ()
@@ -238,8 +244,8 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
         device_type=room.device_type,
         memory_limit_bytes=room.memory_bytes,
         alternatives=tuple(_alternative(each) for each in answer.alternatives),
-        ranks=seats.ranks if isinstance(seats, Seated) else (),
-        placement=None if isinstance(seats, Seated) else seats.reason,
+        ranks=seats.ranks if isinstance(seats, Placed) else (),
+        placement=None if isinstance(seats, Placed) else seats.reason,
     )
     if best is None:
         return shown

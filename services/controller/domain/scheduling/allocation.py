@@ -1,4 +1,4 @@
-"""The nodes and who holds which of their seats, as it is while the queue is gone through."""
+"""The nodes and who holds which of their slots, as it is while the queue is gone through."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,18 +8,18 @@ from services.contract.messages.probing import DeviceType
 from services.contract.plans import RankPlacement, Taken, taken_by
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.placement import (
-    Gang,
-    Room,
-    Seated,
-    Standing,
+    GangRequest,
+    NodeSet,
+    NodeUsage,
+    Placed,
+    node_sets,
     occupy,
-    rooms,
 )
-from services.controller.domain.scheduling.preemption import Holder, vacate
+from services.controller.domain.scheduling.preemption import Occupant, released
 
 
 @dataclass(frozen=True)
-class Head:
+class QueueHead:
     """The first that waits for a kind of device, and where and when it is to have room."""
 
     job: Job
@@ -28,81 +28,81 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Hall:
+class Allocation:
     """A moment of it.
 
     Attributes:
-        standings: The nodes with what is taken of them.
+        usages: The nodes with what is taken of them.
         jobs: All that are active, by id.
         remaining_ms: How long they are expected to run yet, where that is known.
         now_ms: The present.
-        seated: Those that have just been given their seats.
+        placed: Those that have just been given their slots.
     """
 
-    standings: tuple[Standing, ...]
+    usages: tuple[NodeUsage, ...]
     jobs: Mapping[str, Job]
     remaining_ms: Mapping[str, int]
     now_ms: int
-    seated: Mapping[str, Seated] = field(default_factory=dict)
+    placed: Mapping[str, Placed] = field(default_factory=dict)
 
-    def with_seated(self, job: Job, seated: Seated) -> "Hall":
-        """The hall once the job sits there."""
-        standings = occupy(self.standings, seated, job.id)
-        return replace(self, standings=standings, seated={**self.seated, job.id: seated})
+    def with_placed(self, job: Job, placed: Placed) -> "Allocation":
+        """The allocation once the job runs there."""
+        usages = occupy(self.usages, placed, job.id)
+        return replace(self, usages=usages, placed={**self.placed, job.id: placed})
 
-    def without(self, job: Job) -> "Hall":
-        """The hall once the job has left its seats."""
-        others = {name: seated for name, seated in self.seated.items() if name != job.id}
-        standings = vacate(self.standings, self._seats(job), job.id)
-        return replace(self, standings=standings, seated=others)
+    def without(self, job: Job) -> "Allocation":
+        """The allocation once the job has left its slots."""
+        others = {name: placed for name, placed in self.placed.items() if name != job.id}
+        usages = released(self.usages, self._slots(job), job.id)
+        return replace(self, usages=usages, placed=others)
 
-    def rooms(self, gang: Gang, device: DeviceType) -> tuple[Room, ...]:
-        """Where the gang could sit now if nobody else did."""
-        return rooms(gang, [s for s in self.standings if s.is_open], device)
+    def node_sets(self, gang: GangRequest, device: DeviceType) -> tuple[NodeSet, ...]:
+        """Where the gang could run now if nobody else did."""
+        return node_sets(gang, [s for s in self.usages if s.is_open], device)
 
-    def holders(self, room: Room, device: DeviceType) -> tuple[Holder, ...]:
-        """Who sits there."""
-        found = (self._holder(self.jobs[name], room, device) for name in room.jobs)
-        return tuple(holder for holder in found if holder.seats)
+    def occupants(self, room: NodeSet, device: DeviceType) -> tuple[Occupant, ...]:
+        """Who runs there."""
+        found = (self._occupant(self.jobs[name], room, device) for name in room.jobs)
+        return tuple(occupant for occupant in found if occupant.slots)
 
     def harmless(
-        self, job: Job, ranks: int, device: DeviceType, head: Head
-    ) -> tuple[Standing, ...]:
-        """The nodes where ``head`` starts no later if ``job`` sits there with so many ranks."""
-        wishes = Gang.of(head.job.spec)
-        wanted = self.rooms(wishes, device)
+        self, job: Job, ranks: int, device: DeviceType, head: QueueHead
+    ) -> tuple[NodeUsage, ...]:
+        """The nodes where ``head`` starts no later if ``job`` runs there with so many ranks."""
+        request = GangRequest.of(head.job.spec)
+        wanted = self.node_sets(request, device)
         harmed = {
-            standing.node.id
+            usage.node.id
             for room in wanted
             if not self._is_harmless(job, ranks, room, device, head)
-            for standing in room.standings
+            for usage in room.usages
         }
-        return tuple(s for s in self.standings if s.node.id not in harmed)
+        return tuple(s for s in self.usages if s.node.id not in harmed)
 
     def _is_harmless(
-        self, job: Job, ranks: int, room: Room, device: DeviceType, head: Head
+        self, job: Job, ranks: int, room: NodeSet, device: DeviceType, head: QueueHead
     ) -> bool:
-        wishes = Gang.of(head.job.spec)
-        # Over several nodes ranks that stay together need whole groups of seats: in the worst case
+        request = GangRequest.of(head.job.spec)
+        # Over several nodes ranks that stay together need whole groups of slots: in the worst case
         # each rank of another job leaves one of them broken.
-        group = wishes.together if len(room.standings) > 1 else 1
+        group = request.together if len(room.usages) > 1 else 1
         taken = ranks * group
-        capacity = room.capacity(device, wishes.together)
-        holders = self.holders(room, device)
+        capacity = room.capacity(device, request.together)
+        occupants = self.occupants(room, device)
         if head.start_ms is None:
-            spare = capacity - wishes.ranks
-            return taken <= spare - _largest_sum([_whole(h, group) for h in holders], spare)
+            spare = capacity - request.ranks
+            return taken <= spare - _largest_sum([_whole(h, group) for h in occupants], spare)
         if room.name != head.room:
             return True
         remaining = self.remaining_ms.get(job.id)
         if remaining is not None and self.now_ms + remaining <= head.start_ms:
             return True
-        stay = [h for h in holders if h.end_ms is None or h.end_ms > head.start_ms]
-        return taken <= capacity - sum(_whole(h, group) for h in stay) - wishes.ranks
+        stay = [h for h in occupants if h.end_ms is None or h.end_ms > head.start_ms]
+        return taken <= capacity - sum(_whole(h, group) for h in stay) - request.ranks
 
-    def _holder(self, job: Job, room: Room, device: DeviceType) -> Holder:
+    def _occupant(self, job: Job, room: NodeSet, device: DeviceType) -> Occupant:
         # Not those on nodes where the job has ended: they are free already.
-        nodes = {standing.node.id for standing in room.standings if job.id in standing.jobs}
+        nodes = {usage.node.id for usage in room.usages if job.id in usage.jobs}
         on_device = {
             node: taken.cpu_slots if device == "cpu" else len(taken.accelerators)
             for node, taken in self._taken(job).items()
@@ -110,22 +110,22 @@ class Hall:
         }
         remaining = self.remaining_ms.get(job.id)
         end_ms = None if remaining is None else self.now_ms + remaining
-        return Holder(job, on_device, end_ms)
+        return Occupant(job, on_device, end_ms)
 
     def _taken(self, job: Job) -> Mapping[NodeId, Taken]:
-        seated = self.seated.get(job.id)
-        if seated is not None:
-            return taken_by(seated.ranks)
+        placed = self.placed.get(job.id)
+        if placed is not None:
+            return taken_by(placed.ranks)
         return job.plan.taken if job.plan else {}
 
-    def _seats(self, job: Job) -> Sequence[RankPlacement]:
-        seated = self.seated.get(job.id)
-        return seated.ranks if seated is not None else job.plan.ranks if job.plan else ()
+    def _slots(self, job: Job) -> Sequence[RankPlacement]:
+        placed = self.placed.get(job.id)
+        return placed.ranks if placed is not None else job.plan.ranks if job.plan else ()
 
 
-def _whole(holder: Holder, group: int) -> int:
-    """The seats of all groups of so many on one node of which it has any."""
-    return sum(-(-seats // group) * group for seats in holder.taken.values())
+def _whole(occupant: Occupant, group: int) -> int:
+    """The slots of all groups of so many on one node of which it has any."""
+    return sum(-(-slots // group) * group for slots in occupant.taken.values())
 
 
 def _largest_sum(sizes: Iterable[int], bound: int) -> int:

@@ -18,7 +18,7 @@ _BREAK_MS: Final = 5_000
 
 
 class Drain(Record):
-    """An operator's wish that a node be empty: running gangs get ``grace_s`` to checkpoint."""
+    """An operator's request that a node be empty: running gangs get ``grace_s`` to checkpoint."""
 
     grace_s: float = 60.0
     asked_ms: int

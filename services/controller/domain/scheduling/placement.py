@@ -1,6 +1,6 @@
-"""Gang placement: seats for all ranks of an attempt, or for none.
+"""Gang placement: slots for all ranks of an attempt, or for none.
 
-A gang sits on one node if any is large enough, for nothing is as fast between nodes; else on as few
+A gang runs on one node if any is large enough, for nothing is as fast between nodes; else on as few
 as possible. Ranks that share a matrix multiplication (tp) are never parted, and those that share
 one copy of the parameters (dp_shard) only where no node has room for a copy.
 
@@ -21,11 +21,11 @@ from services.controller.domain.scheduling.node import Lease, Node
 
 _WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
 _NOTHING: Final[Mapping[NodeId, int]] = {}
-_NO_SEATS: Final = Taken(0, frozenset())
+_NO_SLOTS: Final = Taken(0, frozenset())
 
 
 @dataclass(frozen=True)
-class Standing:
+class NodeUsage:
     """A node, what of it is taken (CPU slots, indices of accelerators), and by which jobs.
 
     ``has_lease``: the life of its agent that is on record holds the node's lease. Without one the
@@ -49,7 +49,7 @@ class Standing:
         return len(inventory.accelerators) if device == "cuda" else inventory.cpu_slots
 
     def free(self, device: DeviceType, freed: int = 0) -> int:
-        """How many ranks the node takes now, or once ``freed`` seats of it are given up."""
+        """How many ranks the node takes now, or once ``freed`` slots of it are given up."""
         if not self.is_open:
             return 0
         taken = len(self.accelerators_taken) if device == "cuda" else self.cpu_taken
@@ -57,7 +57,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Gang:
+class GangRequest:
     """What is asked for: ``ranks`` on a kind of device, ``together`` of them always on one node.
 
     ``close``: so many are on one node wherever they can be; a multiple of ``together``.
@@ -73,7 +73,7 @@ class Gang:
     spreads: bool = False
 
     @classmethod
-    def of(cls, spec: JobSpec, ranks: int | None = None) -> "Gang":
+    def of(cls, spec: JobSpec, ranks: int | None = None) -> "GangRequest":
         """The gang of a job: of an elastic one with so many ranks, or else the smallest."""
         ranks = spec.worlds[0] if ranks is None else ranks
         copy, tp = spec.share.copy, spec.share.tp
@@ -83,36 +83,36 @@ class Gang:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Nodes on which a gang can sit: one, or several where no single one is large enough."""
+class NodeSet:
+    """Nodes on which a gang can run: one, or several where no single one is large enough."""
 
-    standings: tuple[Standing, ...]
+    usages: tuple[NodeUsage, ...]
 
     @property
     def name(self) -> str:
         """Its nodes."""
-        return ", ".join(standing.node.id for standing in self.standings)
+        return ", ".join(usage.node.id for usage in self.usages)
 
     @property
     def jobs(self) -> tuple[str, ...]:
         """Who is there."""
-        return tuple(dict.fromkeys(job for s in self.standings for job in s.jobs))
+        return tuple(dict.fromkeys(job for s in self.usages for job in s.jobs))
 
     def capacity(self, device: DeviceType, together: int) -> int:
         """How many ranks it takes when idle."""
-        return sum(s.capacity(device) // together * together for s in self.standings)
+        return sum(s.capacity(device) // together * together for s in self.usages)
 
     def free(
         self, device: DeviceType, together: int, freed: Mapping[NodeId, int] = _NOTHING
     ) -> int:
-        """How many ranks it takes now, or once so many seats are given up on these nodes."""
-        frees = (s.free(device, freed.get(s.node.id, 0)) for s in self.standings)
+        """How many ranks it takes now, or once so many slots are given up on these nodes."""
+        frees = (s.free(device, freed.get(s.node.id, 0)) for s in self.usages)
         return sum(free // together * together for free in frees)
 
 
 @dataclass(frozen=True)
-class Seated:
-    """There is room: one seat a rank, on ``nodes`` in the order of their ranks."""
+class Placed:
+    """There is room: one slot a rank, on ``nodes`` in the order of their ranks."""
 
     device: DeviceType
     ranks: tuple[RankPlacement, ...]
@@ -140,112 +140,116 @@ class Never:
     reason: str
 
 
-def stand(
+def usages_of(
     nodes: Iterable[Node], jobs: Iterable[Job], leases: Mapping[str, Lease]
-) -> tuple[Standing, ...]:
+) -> tuple[NodeUsage, ...]:
     """The nodes with what the living attempts of ``jobs`` take of them, by node id."""
-    standings = {
-        node.id: Standing(node, has_lease=_holds(leases.get(node.id), node)) for node in nodes
+    usages = {
+        node.id: NodeUsage(node, has_lease=_holds(leases.get(node.id), node)) for node in nodes
     }
     for job in jobs:
         attempt = job.attempt
         if attempt is None or job.plan is None:
             continue
         for node_id in attempt.live_nodes:
-            if node_id in standings:
-                taken = job.plan.taken.get(node_id, _NO_SEATS)
-                standings[node_id] = _take(standings[node_id], taken, job.id)
-    return tuple(standings[name] for name in sorted(standings))
+            if node_id in usages:
+                taken = job.plan.taken.get(node_id, _NO_SLOTS)
+                usages[node_id] = _take(usages[node_id], taken, job.id)
+    return tuple(usages[name] for name in sorted(usages))
 
 
-def place(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
+def place(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
     """Seats for a gang: on the node that it fills best, or on as few nodes as possible.
 
     ``device: auto`` means GPUs where there are enough of them for the gang, else CPUs; it waits
     for busy GPUs rather than train on CPUs by surprise.
     """
-    if not standings:
+    if not usages:
         device: DeviceType = "cuda" if gang.device == "cuda" else "cpu"
         return NotNow(device, "no node has joined yet", blocks=False)
-    device = device_of(gang, standings)
-    if not rooms(gang, standings, device):
-        return Never(_why_never(gang, device, standings))
+    device = device_of(gang, usages)
+    if not node_sets(gang, usages, device):
+        return Never(_why_never(gang, device, usages))
     # A node that is silent may come back in a moment; one that is lost or drained is not waited for.
-    here = [s for s in standings if s.node.shown_state == NodeState.READY]
-    fitting = [r for r in rooms(gang, here, device) if r.free(device, gang.together) >= gang.ranks]
+    here = [s for s in usages if s.node.shown_state == NodeState.READY]
+    fitting = [
+        r for r in node_sets(gang, here, device) if r.free(device, gang.together) >= gang.ranks
+    ]
     if not fitting:
-        return _why_not_now(gang, device, standings)
+        return _why_not_now(gang, device, usages)
     shunned = set(gang.last_resort)
     best = min(
         fitting,
         key=lambda room: (
-            any(standing.node.id in shunned for standing in room.standings),
+            any(usage.node.id in shunned for usage in room.usages),
             room.free(device, gang.together),
             room.name,
         ),
     )
-    return _seat(best, gang, device)
+    return _assign(best, gang, device)
 
 
-def rooms(gang: Gang, standings: Sequence[Standing], device: DeviceType) -> tuple[Room, ...]:
-    """Where the gang could sit if nobody else did: each single node, or else all together.
+def node_sets(
+    gang: GangRequest, usages: Sequence[NodeUsage], device: DeviceType
+) -> tuple[NodeSet, ...]:
+    """Where the gang could run if nobody else did: each single node, or else all together.
 
     One that spreads has both.
     """
     single = tuple(
         room
-        for room in (Room((standing,)) for standing in standings)
+        for room in (NodeSet((usage,)) for usage in usages)
         if room.capacity(device, gang.together) >= gang.ranks
     )
-    pool = Room(tuple(standings))
-    if single and (len(standings) == 1 or not gang.spreads):
+    pool = NodeSet(tuple(usages))
+    if single and (len(usages) == 1 or not gang.spreads):
         return single
     return (*single, pool) if pool.capacity(device, gang.together) >= gang.ranks else ()
 
 
-def occupy(standings: Sequence[Standing], seated: Seated, job_id: str) -> tuple[Standing, ...]:
-    """The standings once the gang sits."""
-    taken = taken_by(seated.ranks)
-    return tuple(_take(s, taken[s.node.id], job_id) if s.node.id in taken else s for s in standings)
+def occupy(usages: Sequence[NodeUsage], placed: Placed, job_id: str) -> tuple[NodeUsage, ...]:
+    """The usages once the gang runs."""
+    taken = taken_by(placed.ranks)
+    return tuple(_take(s, taken[s.node.id], job_id) if s.node.id in taken else s for s in usages)
 
 
-def device_of(gang: Gang, standings: Sequence[Standing]) -> DeviceType:
+def device_of(gang: GangRequest, usages: Sequence[NodeUsage]) -> DeviceType:
     """On which type of device the gang would run."""
     if gang.device != "auto":
         return gang.device
-    ready = [s for s in standings if s.node.state == NodeState.READY]
-    return "cuda" if rooms(gang, ready or standings, "cuda") else "cpu"
+    ready = [s for s in usages if s.node.state == NodeState.READY]
+    return "cuda" if node_sets(gang, ready or usages, "cuda") else "cpu"
 
 
-def _seat(room: Room, gang: Gang, device: DeviceType) -> Seated:
+def _assign(room: NodeSet, gang: GangRequest, device: DeviceType) -> Placed:
     """Rank after rank on the nodes with most room; whole groups of ``close`` ranks first."""
     left = gang.ranks
     shares: dict[str, int] = {}
     for size in (gang.close, gang.together):
-        for standing in sorted(room.standings, key=lambda s: (-s.free(device), s.node.id)):
-            taken = shares.get(standing.node.id, 0)
-            more = min((standing.free(device) - taken) // size * size, left // size * size)
+        for usage in sorted(room.usages, key=lambda s: (-s.free(device), s.node.id)):
+            taken = shares.get(usage.node.id, 0)
+            more = min((usage.free(device) - taken) // size * size, left // size * size)
             if more:
-                shares[standing.node.id] = taken + more
+                shares[usage.node.id] = taken + more
                 left -= more
-    chosen = [s for name in shares for s in room.standings if s.node.id == name]
-    seats: list[RankPlacement] = []
-    for standing in chosen:
-        seats += _seats(standing, device, len(seats), shares[standing.node.id])
-    return Seated(device, tuple(seats), tuple(standing.node for standing in chosen))
+    chosen = [s for name in shares for s in room.usages if s.node.id == name]
+    slots: list[RankPlacement] = []
+    for usage in chosen:
+        slots += _slots(usage, device, len(slots), shares[usage.node.id])
+    return Placed(device, tuple(slots), tuple(usage.node for usage in chosen))
 
 
-def _seats(
-    standing: Standing, device: DeviceType, first: int, count: int
+def _slots(
+    usage: NodeUsage, device: DeviceType, first: int, count: int
 ) -> tuple[RankPlacement, ...]:
     if device == "cuda":
-        indices = [a.index for a in standing.node.inventory.accelerators]
-        free = [index for index in indices if index not in standing.accelerators_taken]
+        indices = [a.index for a in usage.node.inventory.accelerators]
+        free = [index for index in indices if index not in usage.accelerators_taken]
         names = [f"cuda:{index}" for index in free[:count]]
     else:
         names = ["cpu"] * count
     return tuple(
-        RankPlacement(rank=first + place, node_id=standing.node.id, local_rank=place, device=name)
+        RankPlacement(rank=first + place, node_id=usage.node.id, local_rank=place, device=name)
         for place, name in enumerate(names)
     )
 
@@ -254,17 +258,17 @@ def _holds(lease: Lease | None, node: Node) -> bool:
     return lease is not None and lease.incarnation == node.incarnation
 
 
-def _take(standing: Standing, taken: Taken, job_id: str) -> Standing:
+def _take(usage: NodeUsage, taken: Taken, job_id: str) -> NodeUsage:
     return replace(
-        standing,
-        cpu_taken=standing.cpu_taken + taken.cpu_slots,
-        accelerators_taken=standing.accelerators_taken | taken.accelerators,
-        jobs=(*standing.jobs, job_id),
+        usage,
+        cpu_taken=usage.cpu_taken + taken.cpu_slots,
+        accelerators_taken=usage.accelerators_taken | taken.accelerators,
+        jobs=(*usage.jobs, job_id),
     )
 
 
-def _why_never(gang: Gang, device: DeviceType, standings: Sequence[Standing]) -> str:
-    total = Room(tuple(standings)).capacity(device, gang.together)
+def _why_never(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> str:
+    total = NodeSet(tuple(usages)).capacity(device, gang.together)
     if device == "cuda" and total == 0:
         return f"{gang.ranks} CUDA ranks are asked for, but no known node has a GPU"
     parted = f" in groups of {gang.together} on one node" if gang.together > 1 else ""
@@ -274,14 +278,14 @@ def _why_never(gang: Gang, device: DeviceType, standings: Sequence[Standing]) ->
     )
 
 
-def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) -> NotNow:
-    able = rooms(gang, standings, device)
-    ready = rooms(gang, [s for s in standings if s.is_open], device)
+def _why_not_now(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> NotNow:
+    able = node_sets(gang, usages, device)
+    ready = node_sets(gang, [s for s in usages if s.is_open], device)
     free = max((room.free(device, gang.together) for room in ready), default=None)
     if free is None or free >= gang.ranks:  # room on several nodes, while a single one is silent
-        reason = _why_closed(gang.ranks, [s for room in able for s in room.standings])
+        reason = _why_closed(gang.ranks, [s for room in able for s in room.usages])
         return NotNow(device, reason, blocks=False)
-    where = "on one node" if len(ready[-1].standings) == 1 else f"on {ready[-1].name}"
+    where = "on one node" if len(ready[-1].usages) == 1 else f"on {ready[-1].name}"
     busy = ", ".join(sorted({job for room in ready for job in room.jobs})) or "nothing"
     return NotNow(
         device,
@@ -291,7 +295,7 @@ def _why_not_now(gang: Gang, device: DeviceType, standings: Sequence[Standing]) 
     )
 
 
-def _why_closed(ranks: int, able: Sequence[Standing]) -> str:
+def _why_closed(ranks: int, able: Sequence[NodeUsage]) -> str:
     closed = {s.node.id: s for s in able if not s.is_open}.values()
     draining = [s.node.id for s in closed if s.node.shown_state == NodeState.DRAINING]
     absent = [s.node.id for s in closed if s.node.id not in draining]

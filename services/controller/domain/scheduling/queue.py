@@ -2,8 +2,8 @@
 
 The first job that finds no room heads the queue of its kind of device. A job behind it is placed
 only where that cannot delay the head (EASY back-filling: D. Lifka, "The ANL/IBM SP scheduling
-system", 1995): on seats that the head will not need at the time when the jobs in its way are
-expected to end, or until then. While nobody can say when they end, only seats count that the head
+system", 1995): on slots that the head will not need at the time when the jobs in its way are
+expected to end, or until then. While nobody can say when they end, only slots count that the head
 needs in no order of their ends. A head of higher priority than jobs in its way has the smallest
 sufficient set of them drained.
 """
@@ -15,25 +15,30 @@ from typing import Final
 
 from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import WAITING_STATES, Job
-from services.controller.domain.scheduling.allocation import Hall, Head
-from services.controller.domain.scheduling.elastic import Chance, chances, enlarged, wishes_of
+from services.controller.domain.scheduling.allocation import Allocation, QueueHead
+from services.controller.domain.scheduling.elastic import (
+    GrowthOption,
+    enlarged,
+    gang_request_of,
+    growth_options,
+)
 from services.controller.domain.scheduling.placement import (
-    Gang,
+    GangRequest,
     Never,
+    NodeSet,
+    NodeUsage,
     NotNow,
-    Room,
-    Seated,
-    Standing,
+    Placed,
     place,
 )
-from services.controller.domain.scheduling.preemption import Holder, freed_by, smallest_sufficient
+from services.controller.domain.scheduling.preemption import Occupant, freed_by, smallest_sufficient
 
 PREEMPTION_GRACE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Waits:
-    """No seats yet. ``blocked_by``: jobs. ``start_ms``: when it is expected to begin, if known."""
+class Waiting:
+    """No slots yet. ``blocked_by``: jobs. ``start_ms``: when it is expected to begin, if known."""
 
     reason: str
     blocked_by: tuple[str, ...] = ()
@@ -41,7 +46,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class MakeRoom:
+class Preempt:
     """Have ``victims`` drained: then there is room on ``nodes``."""
 
     nodes: str
@@ -54,177 +59,181 @@ class Turn:
     """A waiting job and what is to become of it."""
 
     job: Job
-    outcome: Seated | Waits | MakeRoom
+    outcome: Placed | Waiting | Preempt
 
 
 @dataclass(frozen=True)
-class Survey:
+class Schedule:
     """What is to become of each waiting job, in the order of the queue, and of those that run.
 
-    ``chances``: elastic jobs that could go on with more ranks, and nobody who waits would mind.
+    ``growth_options``: elastic jobs that could go on with more ranks, and nobody who waits would mind.
     """
 
     turns: tuple[Turn, ...]
-    chances: tuple[Chance, ...]
+    growth_options: tuple[GrowthOption, ...]
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that wait for seats, the next one first."""
+    """The jobs that wait for slots, the next one first."""
     waiting = (j for j in jobs if j.state in WAITING_STATES and j.attempt is None)
     return sorted(waiting, key=lambda j: (-j.spec.priority, j.created_ms, j.id))
 
 
 def turns(
     jobs: Sequence[Job],
-    standings: Sequence[Standing],
+    usages: Sequence[NodeUsage],
     remaining_ms: Mapping[str, int],
     now_ms: int,
 ) -> tuple[Turn, ...]:
-    """What is to become of each waiting job, in the order of the queue: see ``survey``."""
-    return survey(jobs, standings, remaining_ms, now_ms).turns
+    """What is to become of each waiting job, in the order of the queue: see ``schedule``."""
+    return schedule(jobs, usages, remaining_ms, now_ms).turns
 
 
-def survey(
+def schedule(
     jobs: Sequence[Job],
-    standings: Sequence[Standing],
+    usages: Sequence[NodeUsage],
     remaining_ms: Mapping[str, int],
     now_ms: int,
-) -> Survey:
-    """Who is given seats now, who waits and why, who makes room, and who could grow.
+) -> Schedule:
+    """Who is given slots now, who waits and why, who makes room, and who could grow.
 
     An elastic job counts as what it needs, its smallest gang. What nobody who waits could use is
-    shared out among those that are seated, then among those that run, in the same order.
+    shared out among those that are placed, then among those that run, in the same order.
 
     Args:
         jobs: All that are active.
-        standings: The nodes with what these jobs take of them.
+        usages: The nodes with what these jobs take of them.
         remaining_ms: How long jobs are expected to run yet, by id, where that is known.
         now_ms: The present. Jobs that still back off have no turn, and nothing grows onto the
-            seats that they will need.
+            slots that they will need.
     """
-    hall = Hall(tuple(standings), {job.id: job for job in jobs}, remaining_ms, now_ms)
-    line = _Line(hall)
-    # Without a layout nobody knows yet which seats a job needs.
+    allocation = Allocation(tuple(usages), {job.id: job for job in jobs}, remaining_ms, now_ms)
+    line = _QueuePass(allocation)
+    # Without a layout nobody knows yet which slots a job needs.
     waiting = [job for job in in_order(jobs) if job.planning is None]
     due = [line.turn(job) for job in waiting if job.not_before_ms <= now_ms]
     for job in waiting:
         if job.not_before_ms > now_ms:
             line.turn(job)
-    seated = [turn.job for turn in due if isinstance(turn.outcome, Seated)]
-    hall, larger = enlarged(line.hall, line.heads, seated)
-    return Survey(
+    placed = [turn.job for turn in due if isinstance(turn.outcome, Placed)]
+    allocation, larger = enlarged(line.allocation, line.heads, placed)
+    return Schedule(
         tuple(Turn(t.job, larger[t.job.id]) if t.job.id in larger else t for t in due),
-        chances(hall, line.heads, jobs),
+        growth_options(allocation, line.heads, jobs),
     )
 
 
-class _Line:
+class _QueuePass:
     """The queue while one job after the other is looked at.
 
-    Gangs that ask for the same are answered the same until somebody is given seats: of thousands of
+    Gangs that ask for the same are answered the same until somebody is given slots: of thousands of
     jobs that wait, few differ in that.
 
     Attributes:
-        hall: The nodes, with those that were given seats.
+        allocation: The nodes, with those that were given slots.
         heads: Who waits first for each kind of device.
     """
 
-    def __init__(self, hall: Hall) -> None:
-        self.hall = hall
-        self.heads: dict[DeviceType, Head] = {}
-        self._placed: dict[Gang, Seated | NotNow | Never] = {}
-        self._harmless: dict[tuple[Gang, int | None], Seated | NotNow | Never | None] = {}
+    def __init__(self, allocation: Allocation) -> None:
+        self.allocation = allocation
+        self.heads: dict[DeviceType, QueueHead] = {}
+        self._placed: dict[GangRequest, Placed | NotNow | Never] = {}
+        self._harmless: dict[tuple[GangRequest, int | None], Placed | NotNow | Never | None] = {}
 
     def turn(self, job: Job) -> Turn:
         """What is to become of the next one."""
-        gang = wishes_of(job)
+        gang = gang_request_of(job)
         if gang not in self._placed:
-            self._placed[gang] = place(gang, self.hall.standings)
+            self._placed[gang] = place(gang, self.allocation.usages)
         outcome = self._placed[gang]
-        if isinstance(outcome, Seated):
+        if isinstance(outcome, Placed):
             head = self.heads.get(outcome.device)
             if head is not None:
                 return self._behind(job, outcome.device, head)
-            return self._seat(job, outcome)
+            return self._assign(job, outcome)
         if isinstance(outcome, Never):
-            return Turn(job, Waits(outcome.reason))
+            return Turn(job, Waiting(outcome.reason))
         if not outcome.blocks:
-            return Turn(job, Waits(outcome.reason))
+            return Turn(job, Waiting(outcome.reason))
         head = self.heads.get(outcome.device)
         if head is None:
             return self._lead(job, outcome)
-        return Turn(job, Waits(outcome.reason, (head.job.id,)))
+        return Turn(job, Waiting(outcome.reason, (head.job.id,)))
 
-    def _seat(self, job: Job, seated: Seated) -> Turn:
-        self.hall = self.hall.with_seated(job, seated)
+    def _assign(self, job: Job, placed: Placed) -> Turn:
+        self.allocation = self.allocation.with_placed(job, placed)
         self._placed.clear()
         self._harmless.clear()
-        return Turn(job, seated)
+        return Turn(job, placed)
 
-    def _behind(self, job: Job, device: DeviceType, head: Head) -> Turn:
-        gang = replace(wishes_of(job), device=device)
+    def _behind(self, job: Job, device: DeviceType, head: QueueHead) -> Turn:
+        gang = replace(gang_request_of(job), device=device)
         # Of the job itself only this counts beside its gang; the head stays who it is.
-        like = gang, self.hall.remaining_ms.get(job.id)
+        like = gang, self.allocation.remaining_ms.get(job.id)
         if like not in self._harmless:
-            harmless = self.hall.harmless(job, gang.ranks, device, head)
+            harmless = self.allocation.harmless(job, gang.ranks, device, head)
             self._harmless[like] = place(gang, harmless) if harmless else None
         outcome = self._harmless[like]
-        if isinstance(outcome, Seated):
-            return self._seat(job, outcome)
-        return Turn(job, Waits(f"waiting behind {head.job.id}, which goes first", (head.job.id,)))
+        if isinstance(outcome, Placed):
+            return self._assign(job, outcome)
+        return Turn(job, Waiting(f"waiting behind {head.job.id}, which goes first", (head.job.id,)))
 
     def _lead(self, job: Job, outcome: NotNow) -> Turn:
-        device, gang = outcome.device, Gang.of(job.spec)
-        able = self.hall.rooms(gang, device)
+        device, gang = outcome.device, GangRequest.of(job.spec)
+        able = self.allocation.node_sets(gang, device)
         leaving = self._leaving(able, device, gang)
         if leaving is not None:
             return self._wait_for_leaving(job, device, *leaving)
         chosen = self._victims(job, able, device, gang)
         if chosen is not None:
             nodes, victims = chosen
-            start_ms = self.hall.now_ms + int(PREEMPTION_GRACE_S * 1000)
-            self.heads[device] = Head(job, nodes, start_ms)
+            start_ms = self.allocation.now_ms + int(PREEMPTION_GRACE_S * 1000)
+            self.heads[device] = QueueHead(job, nodes, start_ms)
             names = ", ".join(v.id for v in victims)
             reason = f"waiting until {names}, of lower priority, made room on {nodes}"
-            return Turn(job, MakeRoom(nodes, victims, reason))
+            return Turn(job, Preempt(nodes, victims, reason))
         starts = [
             (at, room.name) for room in able if (at := self._start(room, device, gang)) is not None
         ]
         expected = min(starts)[0] if starts else None
-        self.heads[device] = Head(job, min(starts)[1] if starts else None, expected)
-        in_the_way = {h.job.id for room in able for h in self.hall.holders(room, device)}
-        return Turn(job, Waits(outcome.reason, tuple(sorted(in_the_way)), expected))
+        self.heads[device] = QueueHead(job, min(starts)[1] if starts else None, expected)
+        in_the_way = {h.job.id for room in able for h in self.allocation.occupants(room, device)}
+        return Turn(job, Waiting(outcome.reason, tuple(sorted(in_the_way)), expected))
 
     def _leaving(
-        self, able: Sequence[Room], device: DeviceType, gang: Gang
-    ) -> tuple[Room, tuple[Holder, ...]] | None:
-        """Where there are seats once those have ended that are stopping anyway."""
+        self, able: Sequence[NodeSet], device: DeviceType, gang: GangRequest
+    ) -> tuple[NodeSet, tuple[Occupant, ...]] | None:
+        """Where there are slots once those have ended that are stopping anyway."""
         for room in able:
-            stopping = tuple(h for h in self.hall.holders(room, device) if h.job.stop is not None)
+            stopping = tuple(
+                h for h in self.allocation.occupants(room, device) if h.job.stop is not None
+            )
             if stopping and _has_room(room, device, gang, stopping):
                 return room, stopping
         return None
 
     def _wait_for_leaving(
-        self, job: Job, device: DeviceType, room: Room, stopping: tuple[Holder, ...]
+        self, job: Job, device: DeviceType, room: NodeSet, stopping: tuple[Occupant, ...]
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
-        self.heads[device] = Head(job, room.name, start_ms)
+        self.heads[device] = QueueHead(job, room.name, start_ms)
         names = tuple(sorted(h.job.id for h in stopping))
         reason = f"waiting until {', '.join(names)} ended on {room.name}"
-        return Turn(job, Waits(reason, names, start_ms))
+        return Turn(job, Waiting(reason, names, start_ms))
 
     def _victims(
-        self, job: Job, able: Sequence[Room], device: DeviceType, gang: Gang
+        self, job: Job, able: Sequence[NodeSet], device: DeviceType, gang: GangRequest
     ) -> tuple[str, tuple[Job, ...]] | None:
         """Where the fewest jobs of lower priority have to go, and which."""
         found = []
         for room in able:
-            holders = self.hall.holders(room, device)
-            stopping = [h for h in holders if h.job.stop is not None]
+            occupants = self.allocation.occupants(room, device)
+            stopping = [h for h in occupants if h.job.stop is not None]
             weaker = [
-                h for h in holders if h.job.spec.priority < job.spec.priority and h.job.can_migrate
+                h
+                for h in occupants
+                if h.job.spec.priority < job.spec.priority and h.job.can_migrate
             ]
             suffices = partial(_has_room, room, device, gang, stopping=stopping)
             chosen = smallest_sufficient(weaker, suffices)
@@ -236,23 +245,23 @@ class _Line:
         _, _, nodes, chosen = min(found, key=lambda f: f[:3])
         return nodes, tuple(h.job for h in chosen)
 
-    def _start(self, room: Room, device: DeviceType, gang: Gang) -> int | None:
-        """When so many seats are expected to be free there; None: nobody can say."""
-        known = [h for h in self.hall.holders(room, device) if h.end_ms is not None]
-        known.sort(key=lambda h: (h.end_ms, h.seats))
+    def _start(self, room: NodeSet, device: DeviceType, gang: GangRequest) -> int | None:
+        """When so many slots are expected to be free there; None: nobody can say."""
+        known = [h for h in self.allocation.occupants(room, device) if h.end_ms is not None]
+        known.sort(key=lambda h: (h.end_ms, h.slots))
         for count, last in enumerate(known, 1):
             if last.end_ms is not None and _has_room(room, device, gang, known[:count]):
-                return max(last.end_ms, self.hall.now_ms)
+                return max(last.end_ms, self.allocation.now_ms)
         return None
 
 
 def _has_room(
-    room: Room,
+    room: NodeSet,
     device: DeviceType,
-    gang: Gang,
-    leaving: Sequence[Holder],
-    stopping: Sequence[Holder] = (),
+    gang: GangRequest,
+    leaving: Sequence[Occupant],
+    stopping: Sequence[Occupant] = (),
 ) -> bool:
-    """Whether the gang could sit there once those have left."""
+    """Whether the gang could run there once those have left."""
     freed = freed_by([*stopping, *leaving])
     return room.free(device, gang.together, freed) >= gang.ranks

@@ -14,8 +14,8 @@ from services.contract.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
+from services.controller.api.concurrency import Shares, Turns
 from services.controller.api.monitoring import Monitor
-from services.controller.api.turns import Shares, Turns
 from services.controller.domain.access.token import Principal
 from services.controller.ports.jobs import JobStore, Stored
 from tests.controller.histories import NOW, new_job
