@@ -282,6 +282,9 @@ def test_a_node_is_measured_once_and_its_figures_are_kept(node: Node) -> None:
     assert min(*facts.matmul_flops.values(), *rates, facts.collective_latency) > 0
     assert 0 <= facts.overlap <= 1
     assert set(facts.exchanges) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert set(facts.shared_exchanges) == {"copy", "storage"}
+    for kinds in facts.shared_exchanges.values():
+        assert set(kinds) == {"all_gather", "reduce_scatter"}
     assert min(facts.dispatch_s, facts.update_s) > 0
     assert facts.ranks == 2
     assert "not measured" in str(first.detail["network_bandwidth"])

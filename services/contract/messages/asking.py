@@ -9,7 +9,7 @@ from services.contract.ids import NodeId
 from services.contract.messages.base import Message
 from services.contract.messages.probing import DeviceType, ProbeModel
 
-SELF_TEST_VERSION: Final = 2
+SELF_TEST_VERSION: Final = 3
 """Of what the self-test measures; figures of another version are measured anew."""
 
 

@@ -583,6 +583,7 @@ export interface NodeFacts {
   overlap: number;
   dispatch_s: number;
   exchanges: Record<string, Exchange>;
+  shared_exchanges: Record<string, Record<string, Exchange>>;
   unit_s: number;
   parameter_s: number;
   sharded_parameter_s: number;
