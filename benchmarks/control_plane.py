@@ -28,7 +28,7 @@ import httpx
 from redis import Redis
 
 from benchmarks.simulated_cluster import SimulatedCluster, spec
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.facts import apply_facts

@@ -12,9 +12,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import (
     CheckpointBegan,
     CheckpointLinked,
@@ -26,8 +24,10 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.telemetry import RankSample, StepRecord
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState
+from services.contract.redis import redis_keys as keys
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import NodeState
 from services.controller.domain.decisions.dispatch import decide, first_decision
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.job.effects import Decision

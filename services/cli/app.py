@@ -28,10 +28,10 @@ from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
 from services.cli.tokenizing import data
-from services.contract.queue import DrainRequest
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.api.queue import DrainRequest
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.words.states import TERMINAL_STATES, CheckpointState, JobState
 
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130

@@ -14,9 +14,9 @@ from services.cli.errors import CliError
 from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.spec_file import read_spec
 from services.cli.terminal import console, errors, print_json
-from services.contract.ids import PlanId
-from services.contract.plan_views import PlanView
-from services.contract.states import PlanState
+from services.contract.api.plan_views import PlanView
+from services.contract.words.ids import PlanId
+from services.contract.words.states import PlanState
 
 _EXIT_FAILED: Final = 1
 _EXIT_INFEASIBLE: Final = 3

@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
-from services.contract.own_process import set_up_process
+from services.contract.system.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits

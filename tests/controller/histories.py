@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import Command, KeepStanding
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -17,8 +16,9 @@ from services.contract.messages.facts import (
     Inventory,
     RankExit,
 )
-from services.contract.specs import JobSpec
-from services.contract.states import JobState, NodeState
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState, NodeState
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import GangPlaced, JobEvent

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from httpx2 import Response
 
-from services.contract import redis_keys as keys
-from services.contract.access import Scope
-from services.contract.entry_points import EntryPoints
+from services.contract.api.access import Scope
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.redis import redis_keys as keys
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.job_cards import JobCard
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     Fact,
@@ -14,7 +12,9 @@ from services.contract.messages.facts import (
     NodeJoined,
     RunningGang,
 )
-from services.contract.states import JobState
+from services.contract.storage.job_cards import JobCard
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.dispatch import first_decision

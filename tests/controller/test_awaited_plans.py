@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from services.contract import redis_keys as keys
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import StopRequest
+from services.contract.jobs.specs import MAX_SPEC_BYTES, JobSpec
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.probing import ModelProbed, NodeMeasured, ProbeFailure, ProbeModel
 from services.contract.messages.telemetry import StepRecord
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.specs import MAX_SPEC_BYTES, JobSpec
-from services.contract.states import ExitReason, JobState, NodeState, PlanState
-from services.contract.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import ExitReason, JobState, NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.history import Occurrence

@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import DamagedRecord
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import (
     LaunchGang,
     RetireCheckpoint,
@@ -16,8 +15,9 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     JobPurged,
 )
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import StopRequest
+from services.contract.storage.manifests import DamagedRecord
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.job.events import (
     CancelAsked,

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.contract import redis_keys as keys
-from services.contract.entry_points import EntryPoints
+from services.contract.api.requests import CloneRequest
+from services.contract.jobs.entry_points import EntryPoints
 from services.contract.messages.commands import RetireCheckpoint
-from services.contract.requests import CloneRequest
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.server import MemoryServer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.contract.access import Scope as TokenScope
-from services.contract.long_work import in_turns
-from services.contract.states import JobState
+from services.contract.api.access import Scope as TokenScope
+from services.contract.system.long_work import in_turns
+from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
@@ -105,7 +105,7 @@ async def _nowhere(_: Message) -> None: ...
 
 async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(100))
-    monkeypatch.setattr("services.contract.long_work.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("services.contract.system.long_work.time.monotonic", lambda: next(moments))
     rounds, seen = 0, list[int]()
 
     async def go_round() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.contract import redis_keys as keys
 from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import RunningGang
+from services.contract.redis import redis_keys as keys
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House
 from tests.waiting import until

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import Fact
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.states import ExitReason, JobState, NodeState
-from services.contract.views import StopRequest
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.states import ExitReason, JobState, NodeState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.machines import MemoryNodes
 from services.controller.adapters.memory.server import MemoryServer

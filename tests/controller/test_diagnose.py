@@ -4,7 +4,7 @@ import pytest
 
 from services.contract.messages.facts import AGENT_DIED, RankExit
 from services.contract.messages.findings import Findings, RankFinding
-from services.contract.states import ExitReason, FailureClass, JobState
+from services.contract.words.states import ExitReason, FailureClass, JobState
 from services.controller.domain.decisions import diagnose, retry
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.attempt import Attempt, Diagnosis, NodeExit, NodeFindings

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from services.contract.specs import JobSpec
-from services.contract.states import ExitReason, JobState
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.allocation import Allocation

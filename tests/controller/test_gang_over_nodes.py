@@ -1,5 +1,7 @@
 """A gang on several nodes starts, stops and fails as one."""
 
+from services.contract.api.views import StopRequest
+from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.base import Address
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import (
@@ -10,9 +12,7 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.states import ExitReason, FailureClass, JobState
-from services.contract.views import StopRequest
+from services.contract.words.states import ExitReason, FailureClass, JobState
 from services.controller.domain.decisions.attempt_events import ANSWER_DUE_MS, is_overdue
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.effects import Decision, Send

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.contract.requests import JobPatch
-from services.contract.views import StopRequest
+from services.contract.api.requests import JobPatch
+from services.contract.api.views import StopRequest
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.decisions.history import (
     HistoryEntry,

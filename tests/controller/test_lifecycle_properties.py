@@ -13,7 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.api.plan_views import JobEstimate, MemoryView
+from services.contract.api.requests import JobPatch, ResourcesPatch
+from services.contract.api.views import StopRequest
 from services.contract.messages.base import Address
 from services.contract.messages.commands import (
     Command,
@@ -30,10 +32,8 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
 )
-from services.contract.plan_views import JobEstimate, MemoryView
-from services.contract.requests import JobPatch, ResourcesPatch
-from services.contract.states import CheckpointState, JobState
-from services.contract.views import StopRequest
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.attempt_events import is_overdue
 from services.controller.domain.decisions.dispatch import decide, is_stale
 from services.controller.domain.errors import (

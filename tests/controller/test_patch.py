@@ -4,10 +4,10 @@ import pytest
 
 from services.cli.app import _best
 from services.cli.spec_file import read_model
+from services.contract.api.requests import JobPatch
+from services.contract.jobs.specs import KeepBestSpec
 from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.messages.facts import Evaluated
-from services.contract.requests import JobPatch
-from services.contract.specs import KeepBestSpec
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.job.events import PatchAsked
 from services.controller.domain.job.job import Job

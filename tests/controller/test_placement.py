@@ -5,8 +5,8 @@ from typing import Literal
 import pytest
 
 from services.contract.messages.facts import NodeJoined, NodeLeft
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.states import NodeState
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.states import NodeState
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.node import Drain, Lease, join, judge, leave

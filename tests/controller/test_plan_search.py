@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fsdp_core.plan.model import ADAMW_FUSED, PROFILE_VERSION, Conditions, MeshPlan, NodeFacts
+from services.contract.api.plan_views import PlanOutcome
+from services.contract.jobs.plans import SHARDING_PLAN
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probing import ProbeModel
-from services.contract.plan_views import PlanOutcome
-from services.contract.plans import SHARDING_PLAN
-from services.contract.specs import JobSpec
 from services.controller.domain.plans import default_plan, search
 from services.controller.domain.plans.plan import Profiled
 from services.controller.domain.plans.search import RankRoom, Study

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.contract import redis_keys as keys
+from services.contract.api.plan_views import PlanView
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import NodeJoined
 from services.contract.messages.probing import (
     MeasureNode,
@@ -14,9 +15,8 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.plan_views import PlanView
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState, PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import StateConflictError

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.contract.ids import new_job_id
-from services.contract.plans import RankPlacement
-from services.contract.states import JobState
-from services.contract.views import StopRequest
+from services.contract.api.views import StopRequest
+from services.contract.jobs.plans import RankPlacement
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import JobState
 from services.controller.domain.job.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan

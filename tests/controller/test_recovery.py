@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.job_cards import JobCard
-from services.contract.manifests import DamagedRecord
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import LaunchGang, RetireCheckpoint
 from services.contract.messages.facts import JobFound
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import StopRequest
+from services.contract.storage.job_cards import JobCard
+from services.contract.storage.manifests import DamagedRecord
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.decisions.recovery import ADOPTED_WITHIN_MS, found_again
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import (

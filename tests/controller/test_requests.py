@@ -2,11 +2,11 @@
 
 import pytest
 
-from services.contract.ids import checkpoint_id
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
 from services.contract.messages.facts import CheckpointLost
-from services.contract.states import ExitReason, JobState
-from services.contract.views import StopRequest
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
 from services.controller.domain.job.events import (
     CancelAsked,

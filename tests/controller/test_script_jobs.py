@@ -1,12 +1,12 @@
 """The course of a job that runs a script, and what is refused of one."""
 
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_job_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.telemetry import StepRecord
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.states import ExitReason, JobState
-from services.contract.views import StopRequest
+from services.contract.words.ids import new_job_id
+from services.contract.words.problems import Fault
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.events import PauseAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.job.spec_rules import against_the_rules

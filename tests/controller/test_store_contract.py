@@ -11,9 +11,8 @@ import pytest
 from redis import Redis
 
 from fsdp_core.plan.model import Conditions
-from services.contract import redis_keys as keys
-from services.contract.code_archives import digest_of, hex_of
-from services.contract.ids import new_job_id, new_plan_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.code_archives import digest_of, hex_of
 from services.contract.messages.commands import COMMAND, Command, StopGang
 from services.contract.messages.probing import (
     MeasureNode,
@@ -22,8 +21,9 @@ from services.contract.messages.probing import (
     ProbeModel,
 )
 from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
-from services.contract.states import JobState, NodeState, PlanState
-from services.contract.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id, new_plan_id
+from services.contract.words.states import JobState, NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from services.controller.domain.job.support import unsupported
 from services.controller.domain.plans import default_plan
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
 from services.contract.messages.commands import StopGang
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import DeposedError

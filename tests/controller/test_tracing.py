@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from services.contract.ids import new_trace_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.traces import TRACES_KEPT
 from services.contract.messages.commands import RecordTrace, RemoveTraces
 from services.contract.messages.facts import TraceFailed, TraceOrdered, TraceRecorded
-from services.contract.states import JobState, TraceState
-from services.contract.traces import TRACES_KEPT
-from services.contract.views import StopRequest
+from services.contract.words.ids import new_trace_id
+from services.contract.words.states import JobState, TraceState
 from services.controller.domain.decisions.tracing import ANSWER_DUE_MS, RESENT_MOST, is_overdue
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
 from services.controller.domain.job.effects import Decision

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.bounds import MOST_RANKS
-from services.contract.ids import new_job_id
+from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import RankSample
-from services.contract.states import ExitReason, JobState, NodeState
-from services.contract.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import MOST_RANKS
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import ExitReason, JobState, NodeState
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decisions.attempt_events import (

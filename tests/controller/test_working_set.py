@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.ids import new_job_id
-from services.contract.states import JobState
-from services.contract.views import StopRequest
+from services.contract.api.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports, working_set
 from services.controller.adapters.redis.connection import connected
 from services.controller.adapters.redis.jobs import RedisJobs

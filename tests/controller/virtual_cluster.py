@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.api.requests import JobPatch
+from services.contract.jobs.plans import GangPlan
 from services.contract.messages.base import Address
 from services.contract.messages.commands import (
     COMMAND,
@@ -25,10 +26,9 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.telemetry import StepRecord
-from services.contract.plans import GangPlan
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.requests import JobPatch
-from services.contract.states import JobState
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.dispatch import first_decision

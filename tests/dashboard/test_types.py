@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from pydantic import BaseModel, TypeAdapter
 
-from services.contract import plan_views, traces, views
-from services.contract.problems import Problem
+from services.contract.api import plan_views, views
+from services.contract.jobs import traces
+from services.contract.words.problems import Problem
 
 _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
 _READ: Final[tuple[type[BaseModel], ...]] = (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from services.contract.entry_points import EntryPoints
+from services.contract.jobs.entry_points import EntryPoints
 from services.controller.api.concurrency import Turns
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots

@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.controller.ports.coordination import Ports
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -13,8 +13,8 @@ from fastapi.params import Security as SecurityParameter
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from services.contract.access import Scope
-from services.contract.ids import job_of_checkpoint
+from services.contract.api.access import Scope
+from services.contract.words.ids import job_of_checkpoint
 from services.controller.api.context import WithPorts, WithPrincipal
 from services.controller.domain.access.token import Principal
 from services.controller.domain.errors import ForbiddenError

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Final
 
-from services.contract.cancellation import end_if_told
+from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.endurance import Endurance, Troubles

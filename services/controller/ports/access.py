@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.contract.access import Scope
+from services.contract.api.access import Scope
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import Token
 from services.controller.domain.record import Record

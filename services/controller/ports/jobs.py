@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.controller.domain.decisions.history import HistoryEntry
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.effects import Decision, Send

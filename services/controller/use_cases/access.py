@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from services.contract.access import (
+from services.contract.api.access import (
     AuditEntryView,
     AuditPage,
     Scope,
@@ -13,7 +13,7 @@ from services.contract.access import (
     TokenRequest,
     TokenView,
 )
-from services.contract.ids import new_token_id
+from services.contract.words.ids import new_token_id
 from services.controller.domain.access.token import (
     BOOTSTRAP,
     SECRET_BYTES,

@@ -1,8 +1,8 @@
 """Looking at checkpoints, keeping them, having them read, deleting them."""
 
-from services.contract.ids import job_of_checkpoint
-from services.contract.states import NodeState
-from services.contract.views import CheckpointList, CheckpointView
+from services.contract.api.views import CheckpointList, CheckpointView
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import NodeState
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.job.events import (

@@ -10,12 +10,12 @@ from typing import Final
 
 import structlog
 
-from services.contract.entry_points import EntryPoints
-from services.contract.problems import Fault
-from services.contract.requests import CloneRequest
-from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState
-from services.contract.views import JobView
+from services.contract.api.requests import CloneRequest
+from services.contract.api.views import JobView
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.problems import Fault
+from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.patch import with_patch

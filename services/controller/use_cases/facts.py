@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import structlog
 from pydantic import ValidationError
 
-from services.contract.ids import job_of_checkpoint
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     FACT,
@@ -25,7 +24,8 @@ from services.contract.messages.facts import (
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
-from services.contract.states import NodeState
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import NodeState
 from services.controller.domain.decisions.dispatch import was_told_to_load
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import is_purged

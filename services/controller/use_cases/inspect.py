@@ -1,6 +1,6 @@
 """Looking at ranks and nodes."""
 
-from services.contract.views import (
+from services.contract.api.views import (
     DiagnosisView,
     NodeList,
     NodeView,

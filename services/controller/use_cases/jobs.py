@@ -3,9 +3,9 @@
 from collections.abc import Sequence, Set
 from typing import Final
 
-from services.contract.bounds import MOST_RANKS
-from services.contract.states import NodeState
-from services.contract.views import AttemptList, JobPage, JobView
+from services.contract.api.views import AttemptList, JobPage, JobView
+from services.contract.words.bounds import MOST_RANKS
+from services.contract.words.states import NodeState
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import refuse_unless_ended
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError

@@ -8,8 +8,8 @@ from typing import Final
 
 import structlog
 
-from services.contract.plan_views import PlanFailure
-from services.contract.states import PlanState
+from services.contract.api.plan_views import PlanFailure
+from services.contract.words.states import PlanState
 from services.controller.domain.decisions.awaited_plan import awaits_plan
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.plan_views import PlanList, PlanSummary, PlanView
-from services.contract.states import PlanState
+from services.contract.api.plan_views import PlanList, PlanSummary, PlanView
+from services.contract.words.states import PlanState
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.coordination import Ports

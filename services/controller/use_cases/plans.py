@@ -13,16 +13,16 @@ from typing import Final, NamedTuple
 import structlog
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_plan_id
+from services.contract.api.plan_views import JobEstimate, PlanOutcome, PlanProbe, PlanView
+from services.contract.api.pointers import faults_of
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.probe_ids import UnfitProfileError, refuse_unfit
 from services.contract.messages.probing import DeviceType, MeasureNode, ModelProbed, ProbeModel
-from services.contract.plan_views import JobEstimate, PlanOutcome, PlanProbe, PlanView
-from services.contract.pointers import faults_of
-from services.contract.probes import UnfitProfileError, refuse_unfit
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState, PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_plan_id
+from services.contract.words.problems import Fault
+from services.contract.words.states import NodeState, PlanState
 from services.controller.domain.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -5,10 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.contract.plan_views import EstimateView
-from services.contract.states import ExitReason, JobState
-from services.contract.views import (
+from services.contract.api.plan_views import EstimateView
+from services.contract.api.views import (
     AttemptView,
     CheckpointView,
     CloneOrigin,
@@ -21,6 +19,8 @@ from services.contract.views import (
     RankView,
     ShardView,
 )
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.job import Job, Origin

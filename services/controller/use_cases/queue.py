@@ -1,8 +1,8 @@
 """The queue and the room there is; nodes that are to be emptied."""
 
-from services.contract.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
-from services.contract.states import NodeState
-from services.contract.views import NodeView
+from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.api.views import NodeView
+from services.contract.words.states import NodeState
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Drain

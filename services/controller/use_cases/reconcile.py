@@ -8,7 +8,7 @@ from typing import Final
 
 import structlog
 
-from services.contract.states import CheckpointState, NodeState
+from services.contract.words.states import CheckpointState, NodeState
 from services.controller.domain.decisions import tracing
 from services.controller.domain.decisions.attempt_events import is_overdue
 from services.controller.domain.decisions.history import Occurrence

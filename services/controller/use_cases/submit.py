@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_job_id
-from services.contract.plan_views import FromPlan, JobEstimate
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.views import JobView
+from services.contract.api.plan_views import FromPlan, JobEstimate
+from services.contract.api.views import JobView
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.ids import new_job_id
+from services.contract.words.problems import Fault
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.job import Job, Origin, Planning

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from services.contract.ids import new_trace_id
-from services.contract.traces import TraceFileView, TraceList, TraceRequest, TraceView
+from services.contract.jobs.traces import TraceFileView, TraceList, TraceRequest, TraceView
+from services.contract.words.ids import new_trace_id
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError
 from services.controller.domain.job.events import TraceAsked

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.history import HistoryEntry, creation
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError

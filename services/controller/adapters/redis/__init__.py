@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
-from services.contract.redis_keys import TELEMETRY_KEPT_S
+from services.contract.redis.redis_keys import TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected

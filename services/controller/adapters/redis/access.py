@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import Token

@@ -6,7 +6,7 @@ from typing import Final
 
 from redis.asyncio.client import PubSub
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import RedisClients, answering
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.states import JobState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,

@@ -5,7 +5,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.domain.errors import RecordUnreadableError
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.job import Job

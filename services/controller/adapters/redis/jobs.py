@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from services.contract import redis_keys as keys
-from services.contract.long_work import in_turns
 from services.contract.messages.commands import COMMAND
-from services.contract.states import JobState
+from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import in_turns
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,

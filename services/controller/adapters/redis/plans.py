@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.cancellation import end_if_told
 from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
-from services.contract.states import PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.system.cancellation import end_if_told
+from services.contract.words.states import PlanState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,

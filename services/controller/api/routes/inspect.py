@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.views import (
+from services.contract.api.views import (
     DiagnosisView,
     JobView,
     MetricsPart,

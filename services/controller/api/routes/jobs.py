@@ -9,13 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
-from services.contract.long_work import in_turns
-from services.contract.plan_views import Submitted
-from services.contract.pointers import pointer_of
-from services.contract.problems import Fault, Problem, first_faults
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.states import JobState
-from services.contract.views import (
+from services.contract.api.plan_views import Submitted
+from services.contract.api.pointers import pointer_of
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import (
     AttemptList,
     JobPage,
     JobView,
@@ -23,6 +20,9 @@ from services.contract.views import (
     SparseJobPage,
     StopRequest,
 )
+from services.contract.system.long_work import in_turns
+from services.contract.words.problems import Fault, Problem, first_faults
+from services.contract.words.states import JobState
 from services.controller.api.conditional import answer, answer_page, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS

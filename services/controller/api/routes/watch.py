@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AwareDatetime
 
-from services.contract.views import EventPage, LogPage
+from services.contract.api.views import EventPage, LogPage
 from services.controller.api import sse
 from services.controller.api.conditional import answer
 from services.controller.api.context import Context, WithContext, WithPrincipal

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from services.contract.code_archives import DEFAULT_CODE_MIB, DEFAULT_CODE_STORE_MIB, CodeDigest
+from services.contract.jobs.code_archives import (
+    DEFAULT_CODE_MIB,
+    DEFAULT_CODE_STORE_MIB,
+    CodeDigest,
+)
 from services.controller.domain.record import Record
 
 _SHARE: Final = 4

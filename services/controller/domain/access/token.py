@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.access import Scope
-from services.contract.ids import TokenId
+from services.contract.api.access import Scope
+from services.contract.words.ids import TokenId
 from services.controller.domain.record import Record
 
 SECRET_BYTES: Final = 32

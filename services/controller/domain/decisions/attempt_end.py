@@ -6,7 +6,7 @@ looks at the facts so far: it either reaches the outcome or goes on waiting for 
 
 from typing import Final
 
-from services.contract.states import CheckpointState, ExitReason, JobState
+from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.decisions import diagnose, retry, tracing
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt, Failure

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from services.contract.api.views import Evaluation
 from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
 from services.contract.messages.facts import (
     Evaluated,
@@ -16,8 +17,7 @@ from services.contract.messages.facts import (
     GangProgressed,
     LaunchRefused,
 )
-from services.contract.states import CheckpointState, JobState
-from services.contract.views import Evaluation
+from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions import diagnose
 from services.controller.domain.decisions.attempt_end import settle
 from services.controller.domain.job import checkpoint as checkpoints

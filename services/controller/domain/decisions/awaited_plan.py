@@ -2,7 +2,7 @@
 
 from pydantic import ValidationError
 
-from services.contract.states import ExitReason, JobState
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.attempt import Failure
 from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.events import (

@@ -15,7 +15,7 @@ from services.contract.messages.facts import (
     CheckpointVoted,
     CheckpointWaits,
 )
-from services.contract.states import CheckpointState
+from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.attempt_end import settle, succeed_late
 from services.controller.domain.decisions.attempt_events import answered, send_commit
 from services.controller.domain.job import checkpoint as checkpoints

@@ -5,7 +5,7 @@ Asking again for what is already so, or already under way, changes nothing but m
 
 from services.contract.messages.commands import ExportCheckpoint, RetireCheckpoint, VerifyCheckpoint
 from services.contract.messages.facts import CheckpointExported, ExportFailed
-from services.contract.states import CheckpointState
+from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.purge import refuse_while_purged
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.job import checkpoint as checkpoints

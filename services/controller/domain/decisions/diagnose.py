@@ -19,7 +19,7 @@ from typing import Final
 
 from services.contract.messages.facts import AGENT_DIED
 from services.contract.messages.findings import RankFinding
-from services.contract.states import ExitReason, FailureClass
+from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
 NON_FINITE_LOSS: Final = "services.worker.rank.loop.context.NonFiniteLossError"

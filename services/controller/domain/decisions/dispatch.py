@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from services.contract.ids import job_of_checkpoint
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
@@ -28,6 +27,7 @@ from services.contract.messages.facts import (
     TraceOrdered,
     TraceRecorded,
 )
+from services.contract.words.ids import job_of_checkpoint
 from services.controller.domain.decisions import (
     attempt_events,
     awaited_plan,

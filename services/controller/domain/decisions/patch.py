@@ -5,12 +5,12 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract.bounds import metric_name
-from services.contract.merge_patch import merged
-from services.contract.pointers import faults_of
-from services.contract.problems import Fault
-from services.contract.secret_references import written_out
-from services.contract.specs import JobSpec
+from services.contract.api.merge_patch import merged
+from services.contract.api.pointers import faults_of
+from services.contract.jobs.secret_references import written_out
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.bounds import metric_name
+from services.contract.words.problems import Fault
 from services.controller.domain.decisions.checkpoint_facts import retire_surplus
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.job.effects import Draft

@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from services.contract.ids import job_of_checkpoint
-from services.contract.job_cards import JobCard
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
-from services.contract.states import ExitReason, JobState
+from services.contract.storage.job_cards import JobCard
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.decisions.checkpoint_facts import on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt

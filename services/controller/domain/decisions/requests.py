@@ -5,10 +5,10 @@ Asking again for what is already so, or already under way, changes nothing.
 
 from typing import Literal
 
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import DiagnoseGang, TakeCheckpoint
-from services.contract.problems import Fault
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import StopRequest
+from services.contract.words.problems import Fault
+from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.decisions.attempt_end import settle
 from services.controller.domain.decisions.attempt_events import stop_command
 from services.controller.domain.errors import InvalidRequestError, StateConflictError

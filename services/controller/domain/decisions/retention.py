@@ -1,7 +1,7 @@
 """How a clone keeps the checkpoint with which it begins, until it has one of its own."""
 
-from services.contract.problems import Fault
-from services.contract.states import CheckpointState
+from services.contract.words.problems import Fault
+from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.checkpoint_facts import retire_surplus
 from services.controller.domain.decisions.purge import refuse_while_purged
 from services.controller.domain.errors import InvalidRequestError

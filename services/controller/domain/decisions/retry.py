@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.messages.facts import ExitStanding
-from services.contract.states import ExitReason, FailureClass
+from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.decisions import diagnose
 from services.controller.domain.job.attempt import Attempt, Failure, NodeExit
 from services.controller.domain.job.job import Job

@@ -5,11 +5,11 @@ Nothing of a trace touches the job's course: it trains on, whatever becomes of t
 
 from typing import Final
 
+from services.contract.jobs.traces import MOST_TRACED_RANKS, TRACES_KEPT
 from services.contract.messages.commands import RecordTrace, RemoveTraces
 from services.contract.messages.facts import TraceFailed, TraceOrdered, TraceRecorded
-from services.contract.problems import Fault
-from services.contract.states import ExitReason, JobState, TraceState
-from services.contract.traces import MOST_TRACED_RANKS, TRACES_KEPT
+from services.contract.words.problems import Fault
+from services.contract.words.states import ExitReason, JobState, TraceState
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
 from services.controller.domain.job import trace as traces
 from services.controller.domain.job.effects import Draft

@@ -3,11 +3,11 @@
 from typing import Final
 
 from fsdp_core.plan.model import MeshPlan
-from services.contract.ids import CheckpointId, NodeId
 from services.contract.messages.base import Address
 from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.messages.findings import Findings
-from services.contract.states import ExitReason, FailureClass
+from services.contract.words.ids import CheckpointId, NodeId
+from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
 
 ATTEMPTS_KEPT: Final = 20

@@ -11,12 +11,12 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from services.contract.bounds import metric_name
-from services.contract.ids import CheckpointId, JobId, NodeId
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.specs import CheckpointSpec, KeepBestSpec
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
-from services.contract.specs import CheckpointSpec, KeepBestSpec
-from services.contract.states import CheckpointState
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.bounds import metric_name
+from services.contract.words.ids import CheckpointId, JobId, NodeId
+from services.contract.words.states import CheckpointState
 from services.controller.domain.record import Record
 
 LINKED_STATES: Final = frozenset(

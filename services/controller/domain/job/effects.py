@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.contract.messages.commands import Command, KeepStanding
-from services.contract.states import TERMINAL_STATES, JobState
+from services.contract.words.states import TERMINAL_STATES, JobState
 from services.controller.domain.job.job import Job
 from services.controller.domain.job.lifecycle import TRANSITIONS
 

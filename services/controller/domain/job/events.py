@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_core.plan.model import ShardingPlan
+from services.contract.api.plan_views import JobEstimate
+from services.contract.api.requests import JobPatch
+from services.contract.api.views import StopRequest
+from services.contract.jobs.plans import GangPlan
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointBegan,
@@ -30,10 +34,6 @@ from services.contract.messages.facts import (
     TraceOrdered,
     TraceRecorded,
 )
-from services.contract.plan_views import JobEstimate
-from services.contract.plans import GangPlan
-from services.contract.requests import JobPatch
-from services.contract.views import StopRequest
 
 
 @dataclass(frozen=True)

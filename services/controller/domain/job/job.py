@@ -5,13 +5,13 @@ from typing import Final, Literal, NamedTuple
 
 from pydantic import Field
 
-from services.contract.ids import CheckpointId, JobId, PlanId
+from services.contract.api.plan_views import JobEstimate
+from services.contract.api.views import Evaluation
+from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.specs import CarriedSpec, KeepBestSpec
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
-from services.contract.plan_views import JobEstimate
-from services.contract.plans import GangPlan
-from services.contract.specs import CarriedSpec, KeepBestSpec
-from services.contract.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
-from services.contract.views import Evaluation
+from services.contract.words.ids import CheckpointId, JobId, PlanId
+from services.contract.words.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState
 from services.controller.domain.job.attempt import Attempt, Failure
 from services.controller.domain.job.checkpoint import Checkpoint, best_of
 from services.controller.domain.job.trace import Trace

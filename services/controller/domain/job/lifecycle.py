@@ -7,7 +7,7 @@ is written from it.
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from services.contract.states import TERMINAL_STATES, JobState
+from services.contract.words.states import TERMINAL_STATES, JobState
 
 
 class Edge(NamedTuple):

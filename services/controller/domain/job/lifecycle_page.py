@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from services.contract.states import TERMINAL_STATES, JobState
+from services.contract.words.states import TERMINAL_STATES, JobState
 from services.controller.domain.job.job import RESUMABLE_STATES, SEVERITY
 from services.controller.domain.job.lifecycle import EDGES
 

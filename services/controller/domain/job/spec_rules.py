@@ -1,10 +1,10 @@
 """What the operator does not let a spec say."""
 
-from services.contract.entry_points import EntryPoints, factories_of
-from services.contract.problems import Fault
-from services.contract.scripts import EntryPoint
-from services.contract.secret_references import written_out
-from services.contract.specs import JobSpec
+from services.contract.jobs.entry_points import EntryPoints, factories_of
+from services.contract.jobs.scripts import EntryPoint
+from services.contract.jobs.secret_references import written_out
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.problems import Fault
 
 
 def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:

@@ -1,9 +1,9 @@
 """What a spec can say and this version cannot do: refused, for a request must not be passed over."""
 
-from services.contract.built_ins import BUILT_IN_NAMES
-from services.contract.entry_points import factories_of, is_entry_point
-from services.contract.problems import Fault
-from services.contract.specs import Factory, JobSpec
+from services.contract.jobs.built_ins import BUILT_IN_NAMES
+from services.contract.jobs.entry_points import factories_of, is_entry_point
+from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.words.problems import Fault
 
 _NOT_YET = "not_supported_yet"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from services.contract.ids import NodeId, TraceId
-from services.contract.states import TraceState
+from services.contract.words.ids import NodeId, TraceId
+from services.contract.words.states import TraceState
 from services.controller.domain.record import Record
 
 

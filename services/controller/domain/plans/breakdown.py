@@ -13,7 +13,7 @@ from fsdp_core.plan.model import (
     estimate,
 )
 from fsdp_core.plan.model.shares import UnitShare, shares_of
-from services.contract.plan_views import (
+from services.contract.api.plan_views import (
     AxisTraffic,
     MemoryView,
     PlanUnit,

@@ -19,9 +19,9 @@ from fsdp_core.plan.model import (
     TensorParallelPlan,
     UnitPlan,
 )
-from services.contract.plans import SHARDING_PLAN, GangPlan
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
+from services.contract.jobs.plans import SHARDING_PLAN, GangPlan
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.problems import Fault
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.scheduling.placement import Placed
 

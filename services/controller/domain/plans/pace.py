@@ -7,7 +7,7 @@ from typing import Final
 from services.contract.messages.facts import Inventory
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import StepRecord
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.controller.domain.job.job import Job
 from services.controller.domain.record import Record
 from services.controller.domain.scheduling.node import Node

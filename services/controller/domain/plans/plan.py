@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from fsdp_core.plan.model import ModelProfile, OptimizerFacts
-from services.contract.ids import NodeId, PlanId, ProbeId
+from services.contract.api.plan_views import JobEstimate, PlanFailure, PlanOutcome
+from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
-from services.contract.plan_views import JobEstimate, PlanFailure, PlanOutcome
-from services.contract.specs import CarriedSpec
-from services.contract.states import NodeState, PlanState
+from services.contract.words.ids import NodeId, PlanId, ProbeId
+from services.contract.words.states import NodeState, PlanState
 from services.controller.domain.record import Record, is_ahead
 from services.controller.domain.scheduling.node import Node
 

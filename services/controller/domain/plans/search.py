@@ -28,11 +28,11 @@ from fsdp_core.plan.model import (
     tp_sizes,
     within_nodes,
 )
+from services.contract.api.plan_views import PlanAlternative, PlanOutcome
+from services.contract.jobs.plans import default_micro_batch
+from services.contract.jobs.specs import JobSpec, MeshSpec
+from services.contract.messages.probe_ids import probe_id
 from services.contract.messages.probing import DeviceType, ProbeModel
-from services.contract.plan_views import PlanAlternative, PlanOutcome
-from services.contract.plans import default_micro_batch
-from services.contract.probes import probe_id
-from services.contract.specs import JobSpec, MeshSpec
 from services.controller.domain.plans import breakdown, default_plan
 from services.controller.domain.plans.plan import Profiled
 from services.controller.domain.scheduling.node import Node

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.contract.ids import NodeId
+from services.contract.jobs.plans import RankPlacement, Taken, taken_by
 from services.contract.messages.probing import DeviceType
-from services.contract.plans import RankPlacement, Taken, taken_by
+from services.contract.words.ids import NodeId
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.placement import (
     GangRequest,

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probing import DeviceType
-from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState, JobState
+from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.job.events import MoveAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.allocation import Allocation, QueueHead

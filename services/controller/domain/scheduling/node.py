@@ -6,11 +6,11 @@ from typing import Final
 from pydantic import Field
 
 from fsdp_core.plan.model import NodeFacts
-from services.contract.ids import NodeId
 from services.contract.messages.facts import Inventory, NodeJoined, NodeLeft
 from services.contract.messages.probing import DeviceType, NodeMeasured
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.states import NodeState
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.ids import NodeId
+from services.contract.words.states import NodeState
 from services.controller.domain.record import Record
 
 LOST_NODE_KEPT_MS: Final = 7 * 86_400_000

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from services.contract.ids import NodeId
+from services.contract.jobs.plans import RankPlacement, Taken, taken_by
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probing import DeviceType
-from services.contract.plans import RankPlacement, Taken, taken_by
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState
+from services.contract.words.ids import NodeId
+from services.contract.words.states import NodeState
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Lease, Node
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.contract.ids import NodeId
-from services.contract.plans import RankPlacement
+from services.contract.jobs.plans import RankPlacement
+from services.contract.words.ids import NodeId
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.placement import NodeUsage
 
