@@ -15,7 +15,7 @@ from services.cli import tables
 from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.terminal import console
-from services.contract.views import MeasuredView, NodeView
+from services.contract.api.views import MeasuredView, NodeView
 
 _NODE_ID: Final = re.compile(r"[\w.-]+", re.ASCII)
 _WAYS: Final = {"copy": "memory", "storage": "storage"}

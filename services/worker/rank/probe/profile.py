@@ -33,11 +33,11 @@ from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
 from meshloom.trainable import Trainable
-from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
-from services.contract.messages.asking import ProbeSeat
+from services.contract.jobs.plans import default_micro_batch
+from services.contract.jobs.specs import Factory
+from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.plans import default_micro_batch
-from services.contract.specs import Factory
+from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened
 from services.worker.rank import registry
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import VocabularyError, check_tokenizer
@@ -49,9 +49,9 @@ from services.worker.rank.models.several import ALONE, checked_module
 from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.probe.first_samples import FirstSamples, SampleError, check
 from services.worker.rank.probe.passes import ProbeContext, pass_for_real
-from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
+from services.worker.rank.process.probe_program import take_question
 from services.worker.rank.process.user_path import add_code
 
 _MIB: Final = 1 << 20
