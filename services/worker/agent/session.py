@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from services.contract import redis_keys
-from services.contract.cancellation import end_if_told
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
 from services.contract.messages.telemetry import StepRecord
-from services.worker.agent.beat import Beat
-from services.worker.agent.redis_clients import REDIS_AWAY
+from services.contract.redis import redis_keys
+from services.contract.system.cancellation import end_if_told
+from services.worker.agent.streams.redis_clients import REDIS_AWAY
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry import (
+from services.worker.agent.telemetry.beat import Beat
+from services.worker.agent.telemetry.gang_telemetry import (
     LINES_PER_BEAT,
     METRICS_PER_BEAT,
     STEPS_PER_BEAT,

@@ -7,10 +7,10 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from services.contract import redis_keys as keys
-from services.contract.bounds import MOST_RANKS, NAME_CHARACTERS
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
@@ -24,7 +24,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     no_node,
 )
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
 # The consumer is the office, not its holder: whoever takes the lead finds what the last holder
