@@ -90,8 +90,8 @@ def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
             if how != "stop":
                 ctypes.CDLL(None).ptrace(_PTRACE_TRACEME, 0, 0, 0)
             os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGUSR1)
-        case other if other in _REFUSALS:
-            _REFUSALS[other]()
+        case other if other in _FAILURES:
+            _FAILURES[other]()
 
 
 def _aborts() -> None:
@@ -114,11 +114,17 @@ def _hides_a_refusal() -> None:
         raise RuntimeError("no batch") from error
 
 
-_REFUSALS: Final = {
+def _raises_what_is_no_text() -> None:
+    """As with the name of a file that is no UTF-8."""
+    raise ValueError("no samples in a\udc80b")
+
+
+_FAILURES: Final = {
     "take memory": lambda: bytearray(1 << 33),
     "abort for memory": _aborts,
     "lose a thread": _loses_a_thread,
     "hide a refusal": _hides_a_refusal,
+    "raise what is no text": _raises_what_is_no_text,
 }
 
 
