@@ -33,7 +33,7 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobInRedis:
     """What Redis says of a job: nothing (``state`` None), its state, or that it was deleted."""
 
     state: str | None
@@ -112,27 +112,27 @@ class StorageRounds:
             OSError: The storage does not answer.
         """
         jobs = await asyncio.to_thread(jobs_in, self._storage.root)
-        standings = await self._standings(jobs)
+        known = await self._jobs_in_redis(jobs)
         gangs = self._gangs()
-        for job_id, standing in standings.items():
-            stands = standing.state in _UNADOPTED_STATES and job_id in gangs
-            if standing.is_lost or stands:
+        for job_id, job_in_redis in known.items():
+            stands = job_in_redis.state in _UNADOPTED_STATES and job_id in gangs
+            if job_in_redis.is_lost or stands:
                 await self._report(job_id, gangs)
-            elif standing.deleted:
+            elif job_in_redis.deleted:
                 await asyncio.to_thread(self._put_away, job_id)
         # One that was told of just now may need to be told again, once all its nodes have joined.
         waiting = any(
-            standings[job].is_lost or standings[job].state in _UNADOPTED_STATES
+            known[job].is_lost or known[job].state in _UNADOPTED_STATES
             for job in gangs
-            if job in standings
+            if job in known
         )
-        over = [job_id for job_id, s in standings.items() if s.is_over and job_id not in gangs]
+        over = [job_id for job_id, s in known.items() if s.is_over and job_id not in gangs]
         await asyncio.to_thread(self._remove_orphans, jobs, over)
-        await asyncio.to_thread(self._folder.prune, [j for j, s in standings.items() if s.deleted])
+        await asyncio.to_thread(self._folder.prune, [j for j, s in known.items() if s.deleted])
         return waiting
 
-    async def _standings(self, jobs: list[str]) -> dict[str, Standing]:
-        found: dict[str, Standing] = {}
+    async def _jobs_in_redis(self, jobs: list[str]) -> dict[str, JobInRedis]:
+        found: dict[str, JobInRedis] = {}
         for start in range(0, len(jobs), _AT_ONCE):
             some = jobs[start : start + _AT_ONCE]
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -141,7 +141,7 @@ class StorageRounds:
                     pipe.sismember(redis_keys.DELETED_JOBS, job_id)
                 answers: list[Any] = await pipe.execute()
             for job_id, state, deleted in zip(some, answers[0::2], answers[1::2], strict=True):
-                found[job_id] = Standing(state, bool(deleted))
+                found[job_id] = JobInRedis(state, bool(deleted))
         return found
 
     async def _report(self, job_id: str, gangs: Mapping[str, tuple[RunningGang, int]]) -> None:
