@@ -162,12 +162,9 @@ class PendingGather:
         with streams.enter(Stream.GATHER):
             sequence = comm.counts.issue(axis.name)
             work = axis.all_gather(buffer, own_row, on_stream=streams.run_apart)
-        ticket = Ticket(
-            work,
-            buffer,
-            group=axis.group,
-            on_complete=lambda: comm.counts.complete(axis.name, sequence),
-        )
+        waited_on = None if work is None else Stream.COMPUTE
+        ended = comm.completion(axis.name, sequence, Stream.GATHER, waited_on)
+        ticket = Ticket(work, buffer, group=axis.group, on_complete=ended)
         return cls(
             ticket,
             packing,
