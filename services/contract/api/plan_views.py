@@ -14,7 +14,7 @@ from services.contract.words.states import PlanState
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class MemoryView(_View):

@@ -24,7 +24,7 @@ from services.contract.words.states import (
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class Progress(_View):
