@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
+from fsdp_core.plan import fakes
 from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
@@ -268,7 +268,7 @@ def _check(first: FirstSamples, seat: ProbeSeat, course: _Course) -> None:
         return
 
     def train(batch: Batch) -> torch.Tensor:
-        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(seat.question.spec.worlds[0]):
+        with limited_memory(_REAL_BYTES), fakes.fake_ranks(seat.question.spec.worlds[0]):
             return pass_for_real(batch, seat)
 
     check(first, course.model, train)
@@ -325,7 +325,7 @@ def _raised_for_real(
     if not isinstance(error, Exception) or isinstance(error, OSError):
         return None
     try:
-        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(ranks):
+        with limited_memory(_REAL_BYTES), fakes.fake_ranks(ranks):
             make()
     except Exception as again:  # noqa: BLE001 what it is says whether it counts
         is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))

@@ -1,4 +1,4 @@
-# ruff: noqa: SLF001 - private names are what this package is for
+# ruff: noqa: SLF001 - PyTorch offers no other way to profile without memory
 """Dispatch modes that keep what PyTorch would compute again for every operator."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# ruff: noqa: SLF001 - private names are what this package is for
+# ruff: noqa: SLF001 - PyTorch offers no other way to profile without memory
 """Tensors without memory, and a look at every operator that makes one."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from fsdp_core.torch_private.fake_answers import AnsweringFakes
+from fsdp_core.plan.fakes.answers import AnsweringFakes
 
 _DEVICE = torch.ops.prim.device.default
 

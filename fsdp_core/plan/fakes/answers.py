@@ -1,4 +1,4 @@
-# ruff: noqa: SLF001 - private names are what this package is for
+# ruff: noqa: SLF001 - PyTorch offers no other way to profile without memory
 """Tensors without memory, and operators on them that are answered as they were before."""
 
 from __future__ import annotations
