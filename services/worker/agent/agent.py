@@ -133,7 +133,9 @@ class Agent:
             self._outbox.tell,
         )
         self._rounds = StorageRounds(
-            writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
+            writing,
+            Holdings(node_id, storage, folder, self._supervisor.newest_gangs),
+            self._outbox.tell,
         )
         self._inbox = Inbox(
             waiting,

@@ -199,6 +199,7 @@ class Session:
         if not self._connected:
             self._connected = True
             _log.info("redis_is_back")
+            self.loss_suspected.set()  # it may be back with an older copy of its data
         if answer.lapsed:
             # The controller may have given this node up, or Redis may have lost what it knew.
             _log.warning("lease_had_lapsed")
