@@ -1,7 +1,7 @@
 """An agent's rounds through storage, with a real Redis that knows some jobs and not others."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from services.worker.agent.storage.rounds import Holdings, StorageRounds
 from services.worker.agent.streams.redis_clients import writing_client
 from tests.agent.conftest import JOB, NODE, launch
 from tests.agent.test_removal import make_deep
-from tests.controller.conftest import come_true
 
 pytestmark = pytest.mark.redis
 
@@ -60,11 +59,11 @@ class Rounds:
         return folder
 
     def agent(
-        self, client: "AsyncRedis", node_id: str = NODE, grace_s: float = 0.0
+        self, client: AsyncRedis, node_id: str = NODE, tell: Callable[[Fact], None] | None = None
     ) -> StorageRounds:
-        """A life of an agent that has run nothing yet."""
+        """A life of an agent that runs nothing."""
         holdings = Holdings(node_id, self.storage, self.folder, dict)
-        return StorageRounds(client, holdings, self.told.append, grace_s=grace_s)
+        return StorageRounds(client, holdings, tell or self.told.append, grace_s=0.0)
 
     def go(self, gangs: Gangs | None = None, *, grace_s: float = 0.0, times: int = 1) -> bool:
         """Whether the last round is soon followed by another one."""
@@ -218,16 +217,21 @@ def test_all_jobs_are_gone_through_when_redis_may_have_lost_some_and_until_none_
     rounds: Rounds, redis_url: str, client: "redis.Redis"
 ) -> None:
     client.hset(redis_keys.job(JOB), "state", "RUNNING")
-    asked = asyncio.Event()
+    asked, heard = asyncio.Event(), asyncio.Event()
+
+    def tell(fact: Fact) -> None:
+        rounds.told.append(fact)
+        heard.set()
 
     async def asked_round() -> None:
         async with writing_client(redis_url) as connection:
-            agent = rounds.agent(connection)
+            agent = rounds.agent(connection, tell=tell)
             await agent.go()
             client.delete(redis_keys.job(JOB))
             asked.set()
             running = asyncio.create_task(agent.run(asked))
-            await come_true(lambda: bool(rounds.told))
+            async with asyncio.timeout(60):
+                await heard.wait()
             running.cancel()
             await asyncio.wait([running])
             await agent.go()
