@@ -209,7 +209,9 @@ def measure(
     Raises:
         AssertionError: On two ranks, a sharded way had other losses than FSDP2.
     """
-    ways = WAYS if hosts == 1 else {**WAYS, f"ours, {hosts} hosts": partial(_on_hosts, hosts)}
+    ways: dict[str, Way] = dict(WAYS)
+    if hosts > 1:
+        ways[f"ours, {hosts} hosts"] = partial(_on_hosts, hosts)
     trainings = {
         name: Training.by(way, shape, mesh, is_fused=is_fused) for name, way in ways.items()
     }
