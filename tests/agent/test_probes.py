@@ -32,7 +32,7 @@ from services.contract.system.mask import Mask
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.probes.prober import NICENESS, _read
-from services.worker.agent.probes.programs import Asker, Ended, _end
+from services.worker.agent.probes.programs import ProgramEnd, ProgramRunner, _end
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.ranks.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
@@ -286,9 +286,9 @@ def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
 
 
 def test_how_a_process_ended_is_told_in_words() -> None:
-    assert Ended(b"", 7, "").how == "its process left with code 7"
-    assert Ended(b"", -9, "").how == "its process was ended by SIGKILL"
-    assert Ended(b"", -250, "").how == "its process was ended by signal 250"
+    assert ProgramEnd(b"", 7, "").how == "its process left with code 7"
+    assert ProgramEnd(b"", -9, "").how == "its process was ended by SIGKILL"
+    assert ProgramEnd(b"", -250, "").how == "its process was ended by signal 250"
 
 
 def test_an_exception_is_told_in_its_own_words_without_the_secrets_in_them(node: Node) -> None:
@@ -356,7 +356,7 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
             NODE,
             "a",
             inventory,
-            Asker(Imported({}, "", (), 0.0), tmp_path),
+            ProgramRunner(Imported({}, "", (), 0.0), tmp_path),
             asyncio.Event().wait,
         )
 

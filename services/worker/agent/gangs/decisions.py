@@ -3,8 +3,8 @@
 When any rank fails, by an error that it reports or by its exit, the others are killed: they
 would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
 peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
-once what was found is known. Performing the effects is ``gang_runtime``'s; what a rank may say
-is judged in ``hearing``, who failed first is worked out in ``verdict``.
+once what was found is known. Performing the effects is ``runtime``'s; what a rank may say
+is judged in ``rank_reports``, who failed first is worked out in ``exit_order``.
 """
 
 import re
