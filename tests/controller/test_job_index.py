@@ -1,5 +1,6 @@
 """Lists and counts from summaries and indexes: the same as from all records, and none of those is read."""
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -168,6 +169,31 @@ async def test_jobs_are_counted_without_asking_for_any(world: World) -> None:
     counted = await world.ports.jobs.counts()
     assert (counted[JobState.QUEUED], counted[JobState.CANCELLED]) == (9, 1)
     assert (world.calls("hget"), world.calls("hmget")) == before
+
+
+@pytest.mark.anyio
+async def test_jobs_that_come_and_go_meanwhile_are_no_reason_to_build_anew(
+    world: World, redis_url: str
+) -> None:
+    await world.ports.jobs.index()
+    is_over = False
+
+    async def come_and_go(number: int) -> None:
+        chance = random.Random(number)  # noqa: S311 no secret
+        async with redis_ports(redis_url) as ports:
+            other = World(ports, world.redis)
+            while not is_over:
+                job_id = await other.keep(number, chance)
+                await ports.jobs.delete(await ports.jobs.load(job_id))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(come_and_go(number))
+        try:
+            built = [await world.ports.jobs.index() for _ in range(60)]
+        finally:
+            is_over = True
+    assert set(built) == {0}
 
 
 @pytest.mark.anyio
