@@ -122,6 +122,18 @@ class Refusing(Taking):
         raise OSError("gone")
 
 
+def test_a_name_that_is_no_unicode_costs_no_file(
+    tmp_path: Path, spec: Spec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seat = seat_of(tmp_path, spec()).model_copy(update={"log_folder": str(tmp_path)})
+    with MetricsReporter(seat, lambda _: None) as metrics:
+        metrics.report(1, {"a\udc80b": 2.0})
+        metrics.report(2, {"plain": 3.0})
+    assert capsys.readouterr().err == ""
+    (events,) = (Path(seat.log_folder) / "tensorboard").iterdir()
+    assert [(step, tag) for step, tag, _ in scalars(events)] == [(1, "a\\udc80b"), (2, "plain")]
+
+
 def test_a_loop_of_thousands_of_steps_a_second_sends_few_messages() -> None:
     sent: list[RankMetrics] = []
     outlet = AgentOutlet(lambda message: sent.append(cast("RankMetrics", message)), steps=60_000)
