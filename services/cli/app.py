@@ -8,6 +8,7 @@ import typer
 from services.cli import plan_command, tables
 from services.cli.access import audit, tokens
 from services.cli.attempts import attempts_table
+from services.cli.checkpoints import export, pin, remove_checkpoint, unpin, verify
 from services.cli.client import Client
 from services.cli.code_folder import with_code
 from services.cli.connect import PATIENCE_S as _PATIENCE_S
@@ -17,16 +18,15 @@ from services.cli.diagnosing import looked_into
 from services.cli.doctor import examine
 from services.cli.errors import CliError
 from services.cli.follow import follow as follow_job
-from services.cli.keeping import export, pin, remove_checkpoint, unpin, verify
+from services.cli.job_names import Job
+from services.cli.job_names import resolve as _resolve
 from services.cli.metrics import show_metrics
-from services.cli.moments import Since, Until
-from services.cli.naming import Job
-from services.cli.naming import resolve as _resolve
 from services.cli.nodes import nodes
 from services.cli.profiling import profile
 from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
+from services.cli.times import Since, Until
 from services.cli.tokenizing import data
 from services.contract.api.queue import DrainRequest
 from services.contract.api.requests import CloneRequest, JobPatch
@@ -94,7 +94,7 @@ def submit(  # noqa: PLR0913 one parameter an option
         typer.Option("--idempotency-key", help="The same key submits the same job only once."),
     ] = None,
     rejoin: Annotated[
-        bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
+        bool, typer.Option("--rejoin", help="Attach to an unfinished job with this spec, if any.")
     ] = False,
     code: plan_command.Code = None,
 ) -> None:
@@ -177,7 +177,7 @@ def ranks(
     elif found.items:
         console.print(tables.ranks_table(found))
     else:
-        console.print("no rank was placed yet")
+        console.print("No ranks placed yet")
 
 
 @app.command()
@@ -384,7 +384,7 @@ def delete(
         bool, typer.Option("--purge-checkpoints", help="Remove its checkpoints, too.")
     ] = False,
 ) -> None:
-    """Forget a job that has ended."""
+    """Delete a finished job."""
     with _connect() as client:
         job_id = _resolve(client, job)
         is_gone = client.delete(job_id, purge_checkpoints=purge)
@@ -410,7 +410,7 @@ def checkpoints(
 
 @app.command()
 def queue() -> None:
-    """List who waits for seats, and why."""
+    """List queued jobs and why they wait."""
     with _connect() as client:
         console.print(tables.queue_table(client.queue()))
 
@@ -442,7 +442,7 @@ def drain(
 
 @app.command()
 def undrain(node: Annotated[str, typer.Argument(metavar="NODE", help="A node's id.")]) -> None:
-    """Have gangs placed on a node again."""
+    """Make a node schedulable again."""
     with _connect() as client:
         view = client.undrain(node)
     console.print(f"{view.id} is {view.state}")
