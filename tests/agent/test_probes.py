@@ -212,12 +212,62 @@ def test_a_profile_with_which_nobody_could_plan_is_refused_with_the_reason(
     assert words in failure.reason
 
 
+LINE: Final = {"base": 0, "slope": 1}
+
+
+def a_trace(lines: list[dict[str, int]], grads: list[int]) -> dict[str, object]:
+    segment = {"begins": "start", "module": "", "peak": {"lines": lines}, "change": LINE}
+    return {"conditions": {}, "segments": [segment | {"grads": grads}], "tp_bytes": LINE}
+
+
+def a_unit() -> dict[str, object]:
+    peak = {"lines": [LINE]}
+    amounts = {"saved": LINE, "forward_peak": peak, "backward_peak": peak, "outputs": LINE}
+    return {"module": "a", "kind": "block", "flops": LINE, **amounts}
+
+
+def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, object]:
+    trained = {"is_floating": True, "requires_grad": True, "also": also}
+    return {"name": "a", "shape": shape or [1], "dtype": "float32", "itemsize": 4, **trained}
+
+
 @pytest.mark.parametrize(
     ("changes", "modules", "words"),
     [
         ('{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}', 0, "no measure of a model"),
         (f'{{"granularity": 1{"0" * 400}}}', 0, "characters cut"),
         ("{}", 70_000, "modules, more than the 65536"),
+        (
+            json.dumps({"flops": {"base": 0, "slope": 0, "table": [[n, n] for n in range(65)]}}),
+            0,
+            "65 numbers or names at /profile/flops/table, more than the 64",
+        ),
+        (
+            json.dumps({"traces": [a_trace([LINE] * 257, [0])]}),
+            0,
+            "257 numbers or names at /profile/traces/0/segments/0/peak/lines",
+        ),
+        (
+            json.dumps({"traces": [a_trace([LINE], [0] * 85)]}),
+            0,
+            "that 85 gradients are made of 21",
+        ),
+        (json.dumps({"units": [a_unit()] * 1_025}), 0, "1025 units, more than the 1024"),
+        (
+            json.dumps({"parameters": [a_parameter(["a" + ".a" * 999] * 600)]}),
+            0,
+            "have 600001 parts, more than the 524288",
+        ),
+        (
+            json.dumps({"parameters": [a_parameter(["a"] * 1_025)]}),
+            0,
+            "parameters/0/also, more than",
+        ),
+        (
+            json.dumps({"parameters": [a_parameter([], [1] * 65)]}),
+            0,
+            "parameters/0/shape, more than",
+        ),
     ],
 )
 def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, words: str) -> None:
