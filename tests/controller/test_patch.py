@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.app import _best
+from services.cli.course import _best
 from services.cli.spec_file import read_model
 from services.contract.api.requests import JobPatch
 from services.contract.jobs.specs import KeepBestSpec
