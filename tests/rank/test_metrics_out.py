@@ -14,7 +14,8 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
 from meshloom.trainable import Trainable
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RANK_MESSAGE,
     RankMessage,

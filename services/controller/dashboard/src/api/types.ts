@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document a5c52b642266852dd4b2c60f9afd56b319e429d5048a451a1673680ef9fccbcc
+// document 15f487a2227fb530e90f8dc36480c66ade98fdc6f25d5577c1ea6d168ad3412f
 // types c3a85fe42dd237817eff5e54012ecaac9116141e1c8d56eb7469ce9671b65cab
 
 export type paths = Record<string, never>;
