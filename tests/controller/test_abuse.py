@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 import hypothesis
 import pytest
-from httpx import Response
+from httpx2 import Response
 from hypothesis import strategies
 from redis import Redis
 from starlette.types import Message, Receive, Scope, Send
