@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.plan.model import Growth
 from services.contract.api.requests import CloneRequest, JobPatch
 from services.contract.api.views import StopRequest
 from services.contract.jobs.specs import MAX_SPEC_BYTES, JobSpec
@@ -669,17 +670,27 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
     play(course)
 
 
-def test_a_profile_that_no_measurement_finds_is_not_planned_with() -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"granularity": 10**300}, "no measure of a model"),
+        ({"flops": Growth(0, 0, tuple((n, n) for n in range(50_000)))}, "50000 numbers or names"),
+    ],
+    ids=["a number", "megabytes of numbers"],
+)
+def test_a_profile_that_no_measurement_finds_is_not_planned_with(
+    changes: dict[str, Any], words: str
+) -> None:
     async def course(office: Office) -> None:
         job_id = await office.submits()
         await office.looks()
         told = answer_to(office.asked()[-1])
         assert told.profile is not None
-        forged = replace(told.profile, granularity=10**300)
+        forged = replace(told.profile, **changes)
         known = NodeMeasured(node_id=NODE, incarnation="life-1", device_type="cpu", facts=FACTS)
         await office.hears(told.model_copy(update={"profile": forged}), known)
         await office.looks()
-        assert "no measure of a model" in (await office.events(job_id))["job.unplanned"]
+        assert words in (await office.events(job_id))["job.unplanned"]
 
     play(course)
 
