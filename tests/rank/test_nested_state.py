@@ -177,3 +177,14 @@ def test_tensors_of_a_trainable_whose_names_are_alike_are_kept_apart() -> None:
     back = beside.restored(document, shards(dict(found.tensors)), {})
     assert (back["a.b"].tolist(), back["a"]["b"].tolist()) == ([0, 0], [1, 1])
     assert back[HALF].tolist() == [2, 2]
+
+
+PAIR: Final = "\ud800" + "\udc80"
+
+
+@pytest.mark.parametrize("state", [{PAIR: 1}, {"a": PAIR}], ids=["key", "value"])
+def test_what_json_would_change_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(nested.UnsavableStateError, match="no Unicode"):
+        nested.taken(state)
+    with pytest.raises(beside.UnsavableStateError, match="no Unicode"):
+        beside.flattened(state)

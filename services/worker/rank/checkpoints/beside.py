@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
-from services.worker.rank.checkpoints.shard_file import free_name
+from services.worker.rank.checkpoints.shard_file import comes_back, free_name
 
 PREFIX: Final = "beside."
 
@@ -82,9 +82,13 @@ def _written(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise UnsavableStateError(f"state_dict: {path} has keys that are no strings")
+        if not all(map(comes_back, value)):
+            raise UnsavableStateError(f"state_dict: {path!r} has keys that are no Unicode")
         return {"dict": {n: _written(each, f"{path}.{n}", tensors) for n, each in value.items()}}
     if isinstance(value, list | tuple):
         return [_written(each, f"{path}.{place}", tensors) for place, each in enumerate(value)]
+    if isinstance(value, str) and not comes_back(value):
+        raise UnsavableStateError(f"state_dict: {path!r} is a text that is no Unicode")
     try:
         json.dumps(value)
     except TypeError as error:

@@ -129,6 +129,15 @@ def free_name(wanted: str, taken: Collection[str]) -> str:
     return name
 
 
+def comes_back(text: str) -> bool:
+    """Whether JSON gives it back as it is: the halves of one pair side by side become one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return bool(json.loads(json.dumps(text)) == text)
+    return True
+
+
 def can_hold(dtype: torch.dtype) -> bool:
     """Whether the format has a name for tensors of this kind."""
     return dtype in _DTYPES

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
 from services.worker.rank.checkpoints.random_state import RANDOM_NAMES
-from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold, free_name
+from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold, comes_back, free_name
 
 Node = dict[str, Any]
 """One place of a state as JSON: ``{kind: content}``."""
@@ -105,6 +105,8 @@ def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Ten
         }
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = value.item()
+    if isinstance(value, str) and not comes_back(value):
+        raise UnsavableStateError(place, f"{value!r} is no Unicode")
     if value is None or isinstance(value, bool | int | float | str):
         return {_VALUE: value}
     if isinstance(value, Mapping):
@@ -135,6 +137,8 @@ def _keep(tensor: torch.Tensor, place: tuple[object, ...], tensors: dict[str, to
 
 
 def _key(key: object, place: tuple[object, ...]) -> str | int:
+    if isinstance(key, str) and not comes_back(key):
+        raise UnsavableStateError(place, f"a key is {key!r}, which is no Unicode")
     if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool)):
         return key
     raise UnsavableStateError(place, f"a key is {key!r}; keys must be strings or whole numbers")
