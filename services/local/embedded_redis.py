@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 import redis
+import redis.asyncio
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from services.local.children import die_with_parent
@@ -79,12 +80,22 @@ def redis_program(folder: Path) -> Iterator[RedisProgram]:
         yield RedisProgram((binary, config), f"unix://:{password}@{socket}", folder / "redis.log")
 
 
-@retry(
+_until_it_answers = retry(
     retry=retry_if_exception_type(redis.ConnectionError),
     wait=wait_fixed(0.02),
     stop=stop_after_delay(_START_TIMEOUT_S),
     reraise=True,
 )
+
+
+@_until_it_answers
+async def wait_for_redis_in_loop(url: str) -> None:
+    """As ``wait_for_redis``; ends at once when it is cancelled."""
+    async with redis.asyncio.Redis.from_url(url) as client:
+        await client.ping()
+
+
+@_until_it_answers
 def wait_for_redis(url: str) -> None:
     """Return once the server at ``url`` answers and has loaded its data.
 

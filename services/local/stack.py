@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from services.contract.api.views import NodeList
 from services.contract.words.states import NodeState
 from services.local.children import Child, Program
-from services.local.embedded_redis import redis_program, wait_for_redis
+from services.local.embedded_redis import redis_program, wait_for_redis_in_loop
 from services.local.settings import LocalSettings
 
 _READY_TIMEOUT_S: Final = 60
@@ -65,9 +65,9 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
             )
         ]
         async with _kept_alive(redis_programs) as redis_failed:
-            await _or_failed(
-                asyncio.to_thread(wait_for_redis, settings.redis_address or redis_url), redis_failed
-            )
+            address = settings.redis_address or redis_url
+            # In no thread: one that waits for a server that has ended would hold up a Ctrl-C.
+            await _or_failed(wait_for_redis_in_loop(address), redis_failed)
             async with _kept_alive(programs) as failed:
                 url = f"http://{settings.host}:{settings.port}"
                 await _or_failed(_wait_until_ready(url, settings.token), failed)

@@ -141,6 +141,22 @@ def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
 
 
+def test_ctrl_c_ends_the_wait_for_a_redis_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {
+            "MESHLOOM_HOME": str(tmp_path),
+            "MESHLOOM_PORT": str(free_port()),
+            "MESHLOOM_REDIS_URL": f"redis://127.0.0.1:{silent.getsockname()[1]}",
+        }
+        with subprocess.Popen(
+            [sys.executable, "-m", "services.local", "up"], env=child_environment(**environment)
+        ) as owner:
+            connection, _ = silent.accept()
+            with connection:
+                owner.send_signal(signal.SIGINT)
+                assert owner.wait(60) == 0
+
+
 def test_a_redis_that_runs_already_is_used(tmp_path: Path, redis_url: str) -> None:
     spec_file = tmp_path / "spec.yaml"
     spec_file.write_text(json.dumps(tiny_spec()))
