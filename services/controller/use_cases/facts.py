@@ -20,6 +20,7 @@ from services.contract.messages.facts import (
     JobPurged,
     NodeJoined,
     NodeLeft,
+    RecordsClosed,
     RunningGang,
 )
 from services.contract.messages.findings import Findings
@@ -76,7 +77,7 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
                 await _heed_node(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
             await heed_found(ports, group[0].fact, group[0].time_ms, epoch)
-        elif isinstance(group[0].fact, ModelProbed | NodeMeasured):
+        elif isinstance(group[0].fact, ModelProbed | NodeMeasured | RecordsClosed):
             for one in group:
                 await _heed_answer(ports, one, epoch)
         else:
@@ -116,7 +117,7 @@ def _addressee(told: Told) -> tuple[str, str]:
         return ("finding", told.entry.id)
     if isinstance(fact, NodeJoined | NodeLeft):
         return ("node", fact.node_id)
-    if isinstance(fact, ModelProbed | NodeMeasured):
+    if isinstance(fact, ModelProbed | NodeMeasured | RecordsClosed):
         return ("answer", told.entry.id)
     return ("job", fact.job_id)
 
@@ -132,6 +133,9 @@ async def _heed_answer(ports: Ports, told: Told, epoch: int) -> None:
         found = nodes.measurement(fact, told.time_ms)
         await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
         _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
+    elif isinstance(fact, RecordsClosed):
+        await ports.telemetry.closed(fact.job_id, fact.fence, fact.events_to)
+        _log.info("records_closed", job_id=fact.job_id, node_id=fact.node_id)
 
 
 async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:

@@ -17,17 +17,19 @@ from services.worker.agent.devices import take_inventory
 from services.worker.agent.exporter import Exporter
 from services.worker.agent.folders import NodeFolder
 from services.worker.agent.inbox import Inbox
+from services.worker.agent.journal import Journal
 from services.worker.agent.launch import Launcher
 from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.network import Network, find_network
 from services.worker.agent.outbox import Outbox
 from services.worker.agent.prober import Prober
 from services.worker.agent.processes import sweep
+from services.worker.agent.records import RecordKeeper
 from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.reserve import take_reserve
 from services.worker.agent.self_test import SelfTest
 from services.worker.agent.sentinel_keeper import SentinelKeeper
-from services.worker.agent.session import LeaseTakenError, Session
+from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage import Storage
 from services.worker.agent.storage_rounds import Holdings, StorageRounds
@@ -102,12 +104,14 @@ class Agent:
         storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
         asker = Asker(imported, folder.path)
         codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
+        self._journal = Journal(settings.checkpoint_root, f"{node_id}.{self._incarnation}")
         answers = Answers(
             node_id,
             storage,
             Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Prober(node_id, settings.admission, asker, codes),
             SelfTest(folder, node_id, self._incarnation, inventory, asker, self._warm.settled),
+            RecordKeeper(writing, node_id, settings.checkpoint_root, self._journal),
         )
         self._supervisor = Supervisor(
             node_id,
@@ -126,11 +130,10 @@ class Agent:
         )
         self._session = Session(
             writing,
-            node_id,
-            self._incarnation,
-            inventory,
+            Life(node_id, self._incarnation, inventory),
             self._supervisor,
             self._outbox.tell,
+            self._journal,
         )
         self._rounds = StorageRounds(
             writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
@@ -162,6 +165,7 @@ class Agent:
                 background += [
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
+                    group.create_task(self._journal.run()),
                     group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
@@ -197,6 +201,7 @@ class Agent:
             async with asyncio.timeout(_TOLD_WITHIN_S):
                 await self._outbox.emptied()
                 await self._session.release_lease()
+                await self._journal.flush()
         except (TimeoutError, *REDIS_AWAY) as error:
             _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
         else:

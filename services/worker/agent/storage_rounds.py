@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from services.contract.messages.facts import Fact, RunningGang
 from services.contract.states import TERMINAL_STATES, JobState
 from services.contract.traces import drafts as trace_drafts
 from services.worker.agent.folders import NodeFolder
+from services.worker.agent.record_files import records_folder
 from services.worker.agent.redis_clients import REDIS_AWAY
 from services.worker.agent.removal import remove_tree
 from services.worker.agent.storage import Storage
@@ -154,6 +156,9 @@ class StorageRounds:
     def _put_away(self, job_id: str) -> None:
         if put_card_away(self._storage.root, job_id):
             _log.info("card_put_away", job=job_id)
+        records = records_folder(self._storage.root, job_id)
+        if os.path.lexists(records):
+            _remove(records)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Iterable[str]) -> None:
         """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long."""

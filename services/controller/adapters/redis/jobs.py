@@ -93,6 +93,7 @@ class RedisJobs:
                     _claim_key(claim),
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
+                    keys.job_records(job.id),
                 ],
                 args=[
                     job.id,
@@ -194,6 +195,7 @@ class RedisJobs:
             keys.job_logs(job.id),
             keys.job_stacks(job.id),
             keys.job_metrics(job.id),
+            keys.job_records(job.id),
             keys.CHANGED_JOBS,
         ]
         first_inbox = len(its_own) + 1  # as Lua counts
@@ -414,6 +416,14 @@ def _doomed(job_id: str) -> list[str]:
         keys.job_metrics(job_id),
         keys.job_checkpoints(job_id),
         keys.job_history(job_id),
+        keys.job_records(job_id),
+        keys.job_last(job_id),
+        keys.recalled(job_id),
+        keys.recalled_steps(job_id),
+        keys.recalled_metrics(job_id),
+        keys.recalled_logs(job_id),
+        keys.recalled_events(job_id),
+        keys.job_older_events(job_id),
     ]
 
 

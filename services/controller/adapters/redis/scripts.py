@@ -67,6 +67,14 @@ local function remember_deleted(key, job, id)
 end
 """
 
+# Of a job that has ended what goes sooner, for storage has it, goes no later for what is done with it.
+_LIVE_AT_MOST: Final = """
+local function live_at_most(key, seconds)
+  local left = redis.call('TTL', key)
+  if left < 0 or left > seconds then redis.call('EXPIRE', key, seconds) end
+end
+"""
+
 COMMIT: Final = (
     _REFUSE_DEPOSED
     + _REMEMBER_DELETED
@@ -75,9 +83,10 @@ COMMIT: Final = (
     + _TO_INBOX
     + _RELIST
     + _TELL_CHANGE
+    + _LIVE_AT_MOST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, changes,
--- then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
+-- these are whole, changes, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -117,11 +126,11 @@ for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 local lives_s = take()
-for i = 6, 11 do
-  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
+for i = 6, 12 do
+  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else live_at_most(KEYS[i], tonumber(lives_s)) end
 end
 local changes_kept = take()
-tell_change(KEYS[12], changes_kept, id, version, active)
+tell_change(KEYS[13], changes_kept, id, version, active)
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
   remember_deleted(KEYS[doomed + 2], KEYS[doomed], doomed_id)
@@ -129,7 +138,7 @@ if doomed > 0 then
   relist(KEYS[doomed], doomed_id, 0, '')
   redis.call('DEL', KEYS[doomed])
   for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
-  tell_change(KEYS[12], changes_kept, doomed_id, '', 0)
+  tell_change(KEYS[13], changes_kept, doomed_id, '', 0)
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -142,7 +151,7 @@ CREATE: Final = (
     + _RELIST
     + _TELL_CHANGE
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history, changes
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
@@ -159,6 +168,7 @@ redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
+redis.call('SET', KEYS[8], '1')
 tell_change(KEYS[7], take(), id, 1, 1)
 redis.call('PUBLISH', wake, id)
 return {'ok', '1'}
@@ -214,6 +224,113 @@ redis.call('DEL', KEYS[2])
 for i = 5, #KEYS - 1 do redis.call('DEL', KEYS[i]) end
 tell_change(KEYS[#KEYS], ARGV[3], ARGV[2], '', 0)
 return {'ok', '0'}
+"""
+)
+
+ASK_BACK: Final = (
+    _TO_INBOX
+    + """
+-- KEYS: who asked, the inbox, then the streams into which records are brought back
+-- ARGV: who asks now, how long that holds in s, field, the command
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'asked', ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+-- Made here, and empty: the agent appends to them only while they live, so nothing stays of them.
+for i = 3, #KEYS do
+  redis.call('DEL', KEYS[i])
+  redis.call('XGROUP', 'CREATE', KEYS[i], 'made', '$', 'MKSTREAM')
+  redis.call('XGROUP', 'DESTROY', KEYS[i], 'made')
+  redis.call('EXPIRE', KEYS[i], ARGV[2])
+end
+to_inbox(KEYS[2], ARGV[3], ARGV[4])
+return 1
+"""
+)
+
+_HAS_ENDED: Final = """
+local function has_ended(state, first)
+  for i = first, #ARGV do
+    if ARGV[i] == state then return true end
+  end
+  return false
+end
+"""
+
+PUT_TOGETHER: Final = (
+    _HAS_ENDED
+    + """
+-- KEYS: who asked, job, that its records are whole, older events behind what was brought back of them,
+-- then each stream behind what was brought back of it
+-- ARGV: how long it stays of a job that has ended in s, then the states in which a job has
+local asked = redis.call('HMGET', KEYS[1], 'asked', 'done')
+if not asked[1] or asked[1] ~= asked[2] then return 0 end
+local state = redis.call('HGET', KEYS[2], 'state')
+local ended = has_ended(state, 2)
+if redis.call('EXISTS', KEYS[4]) == 1 and redis.call('XLEN', KEYS[4]) > 0 then
+  -- Beside the controller's own, which no agent writes.
+  redis.call('RENAME', KEYS[4], KEYS[5])
+  redis.call('EXPIRE', KEYS[5], ARGV[1])
+else
+  redis.call('DEL', KEYS[4])
+end
+for i = 6, #KEYS, 2 do
+  local back, here = KEYS[i], KEYS[i + 1]
+  if redis.call('EXISTS', back) == 1 and redis.call('XLEN', back) > 0 then
+    local left = redis.call('TTL', here)
+    local rows = redis.pcall('XRANGE', here, '-', '+')
+    for _, row in ipairs(rows.err and {} or rows) do
+      if #redis.call('XRANGE', back, row[1], row[1]) == 0 then
+        local added = redis.pcall('XADD', back, row[1], unpack(row[2]))
+        -- Another node's, which is in no file yet though what came later is.
+        if type(added) ~= 'string' then redis.call('XADD', back, '*', unpack(row[2])) end
+      end
+    end
+    redis.call('RENAME', back, here)
+    if ended then
+      redis.call('EXPIRE', here, math.max(tonumber(ARGV[1]), left))
+    else
+      redis.call('PERSIST', here)
+    end
+  else
+    redis.call('DEL', back)
+  end
+end
+redis.call('SET', KEYS[3], '1')
+if ended then redis.call('EXPIRE', KEYS[3], ARGV[1]) end
+redis.call('DEL', KEYS[1])
+return 1
+"""
+)
+
+RECORDS_CLOSED: Final = (
+    _HAS_ENDED
+    + _LIVE_AT_MOST
+    + """
+-- KEYS: job, the last of them, steps, metrics, events, then all else that goes
+-- ARGV: fence, how long it stays in s, how many of the last are kept, field, the last event that storage has
+-- ('': it has none), how many of those are kept, the states in which a job has ended
+local known = redis.call('HMGET', KEYS[1], 'state', 'fence')
+if known[2] ~= ARGV[1] or not has_ended(known[1], 7) then return 'stale' end
+for i, kind in ipairs({'steps', 'metrics'}) do
+  local rows = redis.pcall('XREVRANGE', KEYS[2 + i], '+', '-', 'COUNT', ARGV[3])
+  local texts = {}
+  for _, row in ipairs(rows.err and {} or rows) do
+    for at = 1, #row[2], 2 do
+      if row[2][at] == ARGV[4] then table.insert(texts, 1, row[2][at + 1]) end
+    end
+  end
+  if #texts > 0 then redis.call('HSET', KEYS[2], kind, table.concat(texts, '\\n')) end
+end
+if ARGV[5] ~= '' then
+  local kept = redis.pcall('XREVRANGE', KEYS[5], ARGV[5], '-', 'COUNT', ARGV[6])
+  if not kept.err and #kept == tonumber(ARGV[6]) then
+    local first = kept[#kept][1]
+    if redis.call('XTRIM', KEYS[5], 'MINID', first) > 0 then redis.call('HSET', KEYS[2], 'events', first) end
+  end
+end
+for _, i in ipairs({3, 4}) do live_at_most(KEYS[i], tonumber(ARGV[2])) end
+for i = 6, #KEYS do live_at_most(KEYS[i], tonumber(ARGV[2])) end
+return 'ok'
 """
 )
 
