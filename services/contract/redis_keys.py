@@ -9,7 +9,7 @@
 | ``ml:jobs:label:<key>``, ``ml:jobs:label:<key>=<value>`` | zset: the same of jobs with that label | with its jobs |
 | ``ml:jobs:index`` | string: the format of these indexes, once they hold all jobs | permanent |
 | ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
-| ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 16, once storage has them |
+| ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 8, once storage has them |
 | ``ml:job:<id>:events:older`` | stream: the same, of storage | TTL 15 min, when somebody asked |
 | ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
@@ -93,7 +93,7 @@ TELEMETRY_KEPT_S: Final = 7 * 86_400
 RECALLED_S: Final = 900
 # Of an ended job whose records are in storage, so many of each kind tell how it stood.
 LAST_KEPT: Final = 4
-LAST_EVENTS_KEPT: Final = 16
+LAST_EVENTS_KEPT: Final = 8
 # Of a model's profile the most; to parse so much takes less than a lease.
 LONGEST_FACT: Final = 8 << 20
 LOGS_KEPT: Final = 20_000

@@ -166,8 +166,8 @@ class Telemetry(Protocol):
         """
         ...
 
-    async def has_older_events(self, job_id: str) -> bool:
-        """Whether storage has events of the job that are here only once they are brought back."""
+    async def lacks_events(self, job_id: str) -> bool:
+        """Whether storage has events of the job that are not here until they are brought back."""
         ...
 
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:

@@ -29,30 +29,32 @@ async def bring_back(ports: Ports, job: Job) -> None:
     """
     if job.fence == 0 or await _is_whole(ports, job.id):
         return
-    nodes = await living_nodes(ports)
-    if not nodes:
-        why = "no node lives whose agent could read them: try again when one is back"
-    else:
-        chosen = job.head_node if job.head_node in nodes else nodes[0]
-        if await _brought_back(ports, job, chosen):
-            return
-        why = f"the agent of {chosen} has not brought them back yet: ask again"
-    if await ports.telemetry.is_empty(job.id):
+    why = await _bring(ports, job)
+    if why is not None and await ports.telemetry.is_empty(job.id):
         raise RecordsAwayError(f"steps, metrics and output of {job.id} are in storage; {why}")
 
 
 async def bring_events_back(ports: Ports, job: Job) -> None:
-    """The same of a job's events, which are told whole or not at all.
+    """Have the store hold all of a job's events: they are told whole or not at all.
 
     Raises:
         RecordsAwayError: Storage has some of them, and no agent has brought them back yet.
     """
-    if await ports.telemetry.has_older_events(job.id):
-        await bring_back(ports, job)
-        if not await ports.telemetry.is_whole(job.id):
-            raise RecordsAwayError(
-                f"events of {job.id} are in storage, and no agent has brought them back yet: ask again"
-            )
+    if await ports.telemetry.lacks_events(job.id):
+        why = await _bring(ports, job)
+        if why is not None:
+            raise RecordsAwayError(f"the older events of {job.id} are in storage; {why}")
+
+
+async def _bring(ports: Ports, job: Job) -> str | None:
+    """Why nothing was brought back; None where all was."""
+    nodes = await living_nodes(ports)
+    if not nodes:
+        return "no node lives whose agent could read them: try again when one is back"
+    chosen = job.head_node if job.head_node in nodes else nodes[0]
+    if await _brought_back(ports, job, chosen):
+        return None
+    return f"the agent of {chosen} has not brought them back yet: ask again"
 
 
 async def _brought_back(ports: Ports, job: Job, node_id: str) -> bool:

@@ -18,6 +18,7 @@ import io
 import os
 import re
 import secrets
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -245,8 +246,17 @@ def close(
 
 def _parts(folder: Path, kind: Kind) -> list[Path]:
     """Files that are not closed, those of the newest attempts; of each what it held before comes first."""
-    names = [path for path in folder.glob(f"{kind.name}.*.jsonl") if _PART.fullmatch(path.name)]
+    found = folder.glob(f"{kind.name}.*.jsonl")
+    names = [path for path in found if _PART.fullmatch(path.name) and _is_plain(path)]
     return sorted(names, key=lambda path: (_fence(path), path.name))[-PARTS_READ:]
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file: a rank may have put something else there, which is passed over."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _fence(path: Path) -> int:
@@ -268,7 +278,7 @@ def _newest(entries: Entries, kind: Kind) -> Entries:
 def _collected(paths: Iterable[Path], kind: Kind) -> Entries:
     """What the files hold, the newest that are kept of it; memory is bounded whatever lies there."""
     found: Entries = {}
-    for path in paths:
+    for path in filter(_is_plain, paths):
         with contextlib.suppress(FileNotFoundError):
             for name, body in _entries(path, kind):
                 found[name] = body

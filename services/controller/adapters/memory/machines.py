@@ -166,8 +166,8 @@ class MemoryTelemetry:
         """See ``Telemetry.put_together``."""
         return await self.is_whole(job_id)
 
-    async def has_older_events(self, job_id: str) -> bool:
-        """See ``Telemetry.has_older_events``."""
+    async def lacks_events(self, job_id: str) -> bool:
+        """See ``Telemetry.lacks_events``."""
         return not await self.is_whole(job_id)
 
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:

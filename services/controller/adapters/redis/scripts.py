@@ -306,7 +306,13 @@ RECORDS_CLOSED: Final = (
     _HAS_ENDED
     + _LIVE_AT_MOST
     + """
--- KEYS: job, the last of them, steps, metrics, events, then all else that goes
+local function later(one, other)
+  local ms, n = string.match(one, '(%d+)-(%d+)')
+  local other_ms, other_n = string.match(other, '(%d+)-(%d+)')
+  if ms == other_ms then return tonumber(n) > tonumber(other_n) end
+  return tonumber(ms) > tonumber(other_ms)
+end
+-- KEYS: job, the last of them, steps, metrics, events, older events, then all else that goes
 -- ARGV: fence, how long it stays in s, how many of the last are kept, field, the last event that storage has
 -- ('': it has none), how many of those are kept, the states in which a job has ended
 local known = redis.call('HMGET', KEYS[1], 'state', 'fence')
@@ -321,15 +327,23 @@ for i, kind in ipairs({'steps', 'metrics'}) do
   end
   if #texts > 0 then redis.call('HSET', KEYS[2], kind, table.concat(texts, '\\n')) end
 end
-if ARGV[5] ~= '' then
-  local kept = redis.pcall('XREVRANGE', KEYS[5], ARGV[5], '-', 'COUNT', ARGV[6])
-  if not kept.err and #kept == tonumber(ARGV[6]) then
-    local first = kept[#kept][1]
-    if redis.call('XTRIM', KEYS[5], 'MINID', first) > 0 then redis.call('HSET', KEYS[2], 'events', first) end
+local rows = ARGV[5] ~= '' and redis.pcall('XRANGE', KEYS[5], '-', '+') or {}
+local first = #rows - tonumber(ARGV[6]) + 1
+while not rows.err and first > 1 and later(rows[first][1], ARGV[5]) do first = first - 1 end
+if not rows.err and first > 1 then
+  -- Written anew: a stream that is cut keeps the memory of what is gone.
+  -- Those from before an earlier closing are in storage alone.
+  if redis.call('HEXISTS', KEYS[2], 'events') == 1 then
+    redis.call('DEL', KEYS[5], KEYS[6])
+  else
+    redis.call('RENAME', KEYS[5], KEYS[6])
+    redis.call('EXPIRE', KEYS[6], ARGV[2])
   end
+  for i = first, #rows do redis.call('XADD', KEYS[5], rows[i][1], unpack(rows[i][2])) end
+  redis.call('HSET', KEYS[2], 'events', rows[first][1])
 end
 for _, i in ipairs({3, 4}) do live_at_most(KEYS[i], tonumber(ARGV[2])) end
-for i = 6, #KEYS do live_at_most(KEYS[i], tonumber(ARGV[2])) end
+for i = 7, #KEYS do live_at_most(KEYS[i], tonumber(ARGV[2])) end
 return 'ok'
 """
 )

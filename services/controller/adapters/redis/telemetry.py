@@ -225,12 +225,14 @@ class RedisTelemetry:
                 )
             )
 
-    async def has_older_events(self, job_id: str) -> bool:
-        """See ``Telemetry.has_older_events``."""
-        rows = await self._answers(
-            self._clients.reads, keys.job_last(job_id), ("HEXISTS", "events")
-        )
-        return bool(rows[0])
+    async def lacks_events(self, job_id: str) -> bool:
+        """See ``Telemetry.lacks_events``."""
+        name = keys.job_last(job_id)
+        (first_kept,) = await self._answers(self._clients.reads, name, ("HEXISTS", "events"))
+        if not first_kept:
+            return False
+        with answering():
+            return not await self._clients.reads.exists(keys.job_older_events(job_id))
 
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
         """See ``Telemetry.closed``."""
@@ -242,6 +244,7 @@ class RedisTelemetry:
                     keys.job_steps(job_id),
                     keys.job_metrics(job_id),
                     keys.job_events(job_id),
+                    keys.job_older_events(job_id),
                     keys.job_logs(job_id),
                     keys.job_records(job_id),
                     keys.job_history(job_id),
