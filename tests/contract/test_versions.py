@@ -104,6 +104,7 @@ REQUIRED: Final[Mapping[str, object]] = {
     "standing": "PAUSED",
     "file": "rank-0.bin",
     "text": "a line",
+    "asked": "0123456789abcdef",
 } | dict.fromkeys(NUMBERS, 1)
 
 
