@@ -43,11 +43,11 @@ from benchmarks.ways_to_save import (
     state_of,
 )
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
-from services.contract.ids import new_job_id
+from services.contract.jobs.plans import GangPlan, RankPlacement
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.rank_channel import BoardWriter
-from services.contract.specs import JobSpec
+from services.contract.words.ids import new_job_id
 from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.gang.groups import joined, mesh_axes
 from services.worker.rank.loop.board_watch import BoardWatch

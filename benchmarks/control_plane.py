@@ -28,10 +28,10 @@ import httpx
 from redis import Redis
 
 from benchmarks.simulated_cluster import SimulatedCluster, spec
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
-from services.controller.ports.office import Ports
-from services.controller.use_cases.facts import heed
+from services.controller.ports.coordination import Ports
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.reconcile import Reconciler
 from services.local.embedded_redis import EmbeddedRedis
 from tests.waiting import until
@@ -269,7 +269,7 @@ async def _answered(name: str, client: httpx.Client, path: str, count: int) -> N
 
 async def _heed_all(ports: Ports, epoch: int) -> None:
     while entries := await ports.facts.next(_FACTS, 0.05):
-        await heed(ports, entries, epoch)
+        await apply_facts(ports, entries, epoch)
         await ports.facts.acknowledge([entry.id for entry in entries])
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from services.contract.views import JobView
+from services.contract.api.views import JobView
 from tests.cluster import Cluster
 from tests.parts import ROOT
 from tests.waiting import until

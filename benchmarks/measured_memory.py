@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from services.cli.planning import planned
-from services.contract.states import JobState, PlanState
+from services.cli.plan_command import planned
+from services.contract.words.states import JobState, PlanState
 from tests.e2e.conftest import Stack, running_stack
 
 SIZES: Final = ((128, 4), (256, 6), (384, 8), (512, 8), (768, 8))

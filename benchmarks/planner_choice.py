@@ -115,9 +115,12 @@ class Row(TypedDict):
 
 def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: bool) -> Row:
     known = VARIED[name]
-    default = (ShardingPlan(MeshPlan(dp_shard=RANKS)), known.batch // RANKS)
+    plan = ShardingPlan(MeshPlan(dp_shard=RANKS), shared_memory="auto")  # as jobs have it
+    default = (plan, known.batch // RANKS)
     question = LayoutQuestion(
-        Seats(RANKS, RANKS, MEMORY, facts), Workload(known.batch, ADAMW_FUSED), default=default
+        Seats(RANKS, RANKS, MEMORY, facts),
+        Workload(known.batch, ADAMW_FUSED, shared_memory="auto"),
+        default=default,
     )
     profile = profiled(known, conditions_for(question))
     best = search_layout(profile, question).best

@@ -12,9 +12,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import (
     CheckpointBegan,
     CheckpointLinked,
@@ -26,18 +24,20 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.telemetry import RankSample, StepRecord
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState
-from services.controller.domain import planner
-from services.controller.domain.decide import decide, first_decision
-from services.controller.domain.effects import Decision
+from services.contract.redis import redis_keys as keys
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import NodeState
+from services.controller.domain.decisions.dispatch import decide, first_decision
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.events import GangPlaced, JobEvent
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.placement import Gang, Seated, Standing, place
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangPlaced, JobEvent
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 
 STEPS: Final = 100
 NODES_A_JOB: Final = 2
@@ -200,15 +200,16 @@ def _new_job(wanted: JobSpec, now_ms: int) -> Job:
 def _trained(job: Job, names: Sequence[str], now_ms: int) -> Job:
     """The job after two checkpoints, the second at its last step; its ranks have not ended yet."""
     ranks = job.spec.worlds[0]
-    seated = place(
-        Gang.of(job.spec), [Standing(_node(name, -(-ranks // len(names)))) for name in names]
+    placed = place(
+        GangRequest.of(job.spec),
+        [NodeUsage(_node(name, -(-ranks // len(names)))) for name in names],
     )
-    if not isinstance(seated, Seated):
-        raise TypeError(f"the benchmark's nodes do not hold its job: {seated.reason}")
-    events: list[JobEvent] = [GangPlaced(planner.gang(job.spec, seated), seated.incarnations)]
+    if not isinstance(placed, Placed):
+        raise TypeError(f"the benchmark's nodes do not hold its job: {placed.reason}")
+    events: list[JobEvent] = [GangPlaced(default_plan.gang(job.spec, placed), placed.incarnations)]
     about: dict[str, Any] = {"job_id": job.id, "fence": 1}
     for name in names:
-        pids = {seat.rank: 100 + seat.rank for seat in seated.ranks if seat.node_id == name}
+        pids = {seat.rank: 100 + seat.rank for seat in placed.ranks if seat.node_id == name}
         events.append(GangLaunched(**about, node_id=name, pids=pids))
     events += [GangProgressed(**about, node_id=name, step=1) for name in names]
     for number, step in enumerate((STEPS // 2, STEPS), 2):
@@ -220,7 +221,7 @@ def _trained(job: Job, names: Sequence[str], now_ms: int) -> Job:
         events.append(CheckpointBegan(**its, node_id=names[0]))
         events += [
             CheckpointVoted(**its, node_id=seat.node_id, shard=shards[seat.rank], loss=2.0)
-            for seat in seated.ranks
+            for seat in placed.ranks
         ]
         manifest = Manifest(**its, world_size=ranks, loss=2.0, shards=shards)
         events.append(CheckpointLinked(**about, node_id=names[0], number=number, manifest=manifest))

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from fsdp_core import TrainingState, fully_shard, observe
-from services.contract.rank_channel import BoardReader, BoardStep, BoardWriter
+from services.contract.messages.board import BoardReader, BoardStep, BoardWriter
 from services.worker.rank.gang.control import CONTROL_GROUP, ControlChannel
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.models.decoder import Decoder

@@ -19,9 +19,9 @@ import psutil
 
 from services.cli.client import Client
 from services.cli.errors import CliError
-from services.contract.commit_chain import CommitChain
-from services.contract.states import JobState, NodeState
-from services.contract.views import JobView, NodeView
+from services.contract.api.views import JobView, NodeView
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.words.states import JobState, NodeState
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import child_environment
 from tests.chaos.proxy import ChaosProxy

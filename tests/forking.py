@@ -17,8 +17,8 @@ _IMPORTED: Final = (
     "tests.engine.gang",
     # What the command line imports, but not itself: it is to find its environment by itself.
     "httpx",
-    "services.contract.planning",
-    "services.contract.views",
+    "services.contract.api.plan_views",
+    "services.contract.api.views",
     "typer",
 )
 

@@ -12,8 +12,8 @@ from typing import Final
 import psutil
 
 from services.local.children import die_with_parent
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.processes import marked
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.processes import marked
 
 ROOT: Final = Path(__file__).parents[1]
 _STOP_WITHIN_S: Final = 60

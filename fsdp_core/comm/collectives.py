@@ -50,6 +50,9 @@ class Collectives(Protocol):
     def group(self) -> dist.ProcessGroup | None:
         """Whose ranks must keep step; None where there is but one."""
 
+    def scales_sums(self, device: torch.device) -> bool:
+        """Whether a reduce-scatter on `device` can multiply summands by a factor itself."""
+
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1D memory for the output of a gather."""
 
@@ -121,6 +124,12 @@ class GroupCollectives:
         """That of gathers and all-reduces."""
         return self._group
 
+    def scales_sums(self, device: torch.device) -> bool:
+        """Only NCCL does; a strategy of the user's need not know of it."""
+        if self._reduce is not _REDUCE_SCATTER or device.type != "cuda":
+            return False
+        return "nccl" in str(dist.get_backend_config(self._reduce_group))
+
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the strategy."""
         return self._gather.allocate((numel,), dtype=dtype, device=device)
@@ -176,6 +185,11 @@ class LoopbackCollectives:
     def group(self) -> dist.ProcessGroup | None:
         """Always None: nobody can fall out of step."""
         return None
+
+    def scales_sums(self, device: torch.device) -> bool:
+        """There is nothing to sum."""
+        del device
+        return False
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Ordinary memory."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cached_property
+from collections import Counter, deque
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp_core.comm.streams import HostStreams, Stream
@@ -24,7 +24,7 @@ class CollectiveListener(Protocol):
         """Collective number `sequence` (from 1) of `group` was handed to the backend."""
 
     def on_complete(self, group: str, sequence: int) -> None:
-        """The host has waited for it. On an accelerator the host only orders streams."""
+        """It has ended; on an accelerator this is noticed when the next one is issued, or backward ends."""
 
 
 class ListenerRelay(Protocol):
@@ -58,9 +58,12 @@ class CollectiveCounts:
     def __init__(self) -> None:
         self._issued: Counter[str] = Counter()
         self._relays: list[ListenerRelay] = []
+        self._on_device: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
 
     def issue(self, group: str) -> int:
         """Counts one more collective of `group`, from 1, equally on all its ranks; returns its number."""
+        if self._on_device:
+            self.poll()
         self._issued[group] += 1
         sequence = self._issued[group]
         for listener in self._listeners():
@@ -68,9 +71,22 @@ class CollectiveCounts:
         return sequence
 
     def complete(self, group: str, sequence: int) -> None:
-        """Collective number `sequence` of `group` was waited for."""
+        """Collective number `sequence` of `group` has ended."""
         for listener in self._listeners():
             listener.on_complete(group, sequence)
+
+    def complete_once(self, group: str, sequence: int, has_passed: Callable[[], bool]) -> None:
+        """Collective number `sequence` of `group` will have ended when `has_passed` says so; see `poll`."""
+        self._on_device.setdefault(group, deque()).append((sequence, has_passed))
+        self.poll()
+
+    def poll(self) -> None:
+        """Tells of collectives that a device has ended since it was asked last."""
+        for group, waiting in list(self._on_device.items()):
+            while waiting and waiting[0][1]():
+                self.complete(group, waiting.popleft()[0])
+            if not waiting:
+                del self._on_device[group]
 
     def tell(self, relay: ListenerRelay) -> None:
         """Adds a root whose listener is told of collectives."""
@@ -114,6 +130,7 @@ class CommContext:
         self._gathered: list[tuple[torch.Tensor, Event]] = []
         self._held: list[tuple[torch.Tensor, Event]] = []
         self._awaited: list[Event] = []
+        self._undecided: list[tuple[object, Event, Callable[[], None]]] = []
         self._with_results: dict[Stream, None] = {}
 
     @cached_property
@@ -125,6 +142,54 @@ class CommContext:
     def inline(self) -> CommContext:
         """Counts with this one, but places everything on the current stream."""
         return CommContext(HostStreams, self.counts, self.uncopied)
+
+    # -- Collectives that end
+
+    def completion(
+        self, group: str, sequence: int, placed_on: Stream, waited_on: Stream | None
+    ) -> Callable[[], None]:
+        """What to call when a collective, just issued, has been waited for.
+
+        Args:
+            group: Its axis.
+            sequence: Its number.
+            placed_on: The stream that it is work of.
+            waited_on: Where it runs beside: the stream that will have waited for it.
+        """
+        if not self.streams.run_apart or self.streams.is_capturing:
+            return partial(self.counts.complete, group, sequence)
+        placed = self.streams.record_event(placed_on)
+
+        def ended() -> None:
+            event = placed if waited_on is None else self.streams.record_event(waited_on)
+            self.counts.complete_once(group, sequence, partial(self.streams.has_passed, event))
+
+        return ended
+
+    def decide_later(self, about: object, event: Event, decide: Callable[[], None]) -> None:
+        """Has `decide` called at the end of backward, once the device has passed `event`.
+
+        Args:
+            about: Whose gradients it gives; see `is_undecided`.
+            event: After which the host can read what it needs.
+            decide: Gives gradients.
+        """
+        self._undecided.append((about, event, decide))
+
+    def is_undecided(self, about: object) -> bool:
+        """Whether gradients of `about` are still to be given; what comes after must not overtake them."""
+        return any(each is about for each, _, _ in self._undecided)
+
+    def decide(self) -> None:
+        """Calls what `decide_later` was given, in order."""
+        undecided, self._undecided = self._undecided, []
+        for _, event, decide in undecided:
+            self.streams.wait_on_host(event)
+            decide()
+
+    def forget_undecided(self) -> None:
+        """The iteration failed: its gradients are lost."""
+        self._undecided.clear()
 
     # -- Slices that others copy
 
@@ -186,6 +251,7 @@ class CommContext:
         for event in self._awaited:
             self.streams.wait_on_host(event)
         self._awaited.clear()
+        self.counts.poll()
 
     def _let_go(self) -> None:
         for _, event in self._held:

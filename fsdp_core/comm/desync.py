@@ -89,7 +89,8 @@ class _Log:
         return predicted
 
 
-_logs: WeakKeyDictionary[dist.ProcessGroup, _Log] = WeakKeyDictionary()
+_logs: WeakKeyDictionary[dist.ProcessGroup, _Log | None] = WeakKeyDictionary()
+_UNKNOWN = _Log(0)
 
 
 def keep_step(group: dist.ProcessGroup | None, device: torch.device, what: str) -> None:
@@ -103,12 +104,13 @@ def keep_step(group: dist.ProcessGroup | None, device: torch.device, what: str) 
     Raises:
         DesyncError: Another rank starts something else.
     """
-    if group is None or device.type != "cpu" or "gloo" not in dist.get_backend(group):
+    if group is None or device.type != "cpu":
         return
-    if group not in _logs:
-        _logs[group] = _Log.of(group)
-    log = _logs[group]
-    if not log.add(what):
+    if (log := _logs.get(group, _UNKNOWN)) is _UNKNOWN:
+        # Asked once: PyTorch takes its time to tell.
+        is_watched = "gloo" in dist.get_backend(group)
+        log = _logs[group] = _Log.of(group) if is_watched else None
+    if log is not None and not log.add(what):
         _agree(group, log)
 
 
@@ -118,10 +120,11 @@ def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch
     Raises:
         DesyncError: Another rank wants to start something else.
     """
-    if group is None or group not in _logs or device.type != "cpu":
+    log = None if group is None or device.type != "cpu" else _logs.get(group)
+    if group is None or log is None:
         work.wait()
         return
-    _wait(work, group, _logs[group])
+    _wait(work, group, log)
 
 
 def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ReduceOp
 
+from fsdp_core import torch_private
+
 # Where the reference sees no risk of overflow; elsewhere the division is split around the sum.
 _WIDE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -22,7 +24,7 @@ class Reduction:
         post_divide: Applied to the result; 1 means not at all.
     """
 
-    scatter_op: ReduceOp.RedOpType = ReduceOp.SUM
+    scatter_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.SUM
     replica_op: ReduceOp.RedOpType = ReduceOp.SUM
     pre_divide: float = 1.0
     post_divide: float = 1.0
@@ -36,6 +38,7 @@ class Reduction:
         replicas: int = 1,
         divide_factor: float | None = None,
         force_sum: bool = False,
+        scales_sums: bool = False,
     ) -> Reduction:
         """The mean over all ranks in `dtype`, or the sum divided by `divide_factor`.
 
@@ -43,8 +46,8 @@ class Reduction:
         each of N summands is first divided by the power of two next above sqrt(N), if N allows,
         and the sum by the rest of N: so neither the summands underflow nor the sum overflows.
 
-        A factor of one's own is applied before the sum in wide dtypes, as the scaled sum that
-        some backends have does it; dividing the contribution serves every backend.
+        A factor of one's own is applied before the sum in wide dtypes: by the backend where it has
+        a scaled sum, else by dividing the contribution.
 
         Args:
             dtype: In which gradients travel.
@@ -52,6 +55,7 @@ class Reduction:
             replicas: Ranks of the all-reduce.
             divide_factor: Instead of the number of ranks.
             force_sum: Use sums alone.
+            scales_sums: Whether the reduce-scatter's backend multiplies summands itself.
         """
         ranks = shards * replicas
         if dtype in _WIDE_DTYPES and not force_sum:
@@ -60,6 +64,8 @@ class Reduction:
                 return cls(mean, mean)
             if divide_factor == shards:
                 return cls(ReduceOp.AVG, ReduceOp.SUM)
+            if scales_sums:
+                return cls(torch_private.scaled_sum(1 / divide_factor))
             return cls(pre_divide=divide_factor)
         factor = float(ranks) if divide_factor is None else divide_factor
         if dtype in _WIDE_DTYPES:

@@ -58,6 +58,13 @@ class Streams(Protocol):
     def wait_on_host(self, event: Event) -> None:
         """Returns when the device has passed `event`."""
 
+    def has_passed(self, event: Event) -> bool:
+        """Whether the device is known to have passed `event`; the host does not wait."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether work is only written down, in a graph to run later."""
+
 
 class _HostEvent:
     """Host work is finished when the call returns: there is nothing to wait for."""
@@ -94,6 +101,16 @@ class HostStreams:
 
     def wait_on_host(self, event: Event) -> None:
         """Does nothing: the host works in order."""
+
+    def has_passed(self, event: Event) -> bool:
+        """Always: the host works in order."""
+        del event
+        return True
+
+    @property
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False
 
 
 class StreamModule(Protocol):
@@ -161,6 +178,16 @@ class DeviceStreams:
     def wait_on_host(self, event: Event) -> None:
         """Blocks the host."""
         cast("torch.Event", event).synchronize()
+
+    def has_passed(self, event: Event) -> bool:
+        """Asks the device, but not during a capture, which the question would end."""
+        return not self.is_capturing and cast("torch.Event", event).query()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Asks the stream; an accelerator without graphs has nothing to ask."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
 
     def _stream(self, stream: Stream) -> torch.Stream:
         if stream is Stream.COMPUTE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,7 +91,7 @@ class PendingGather:
         self,
         ticket: Ticket,
         packing: Packing,
-        inputs: Sequence[_Inputs],
+        inputs: Iterable[_Inputs],
         comm: CommContext,
         *,
         plan: PlainGroup | None,
@@ -99,7 +99,7 @@ class PendingGather:
     ) -> None:
         self._ticket = ticket
         self._packing = packing
-        self._inputs = inputs
+        self._inputs = inputs  # of a plan made only if they are asked for
         self._comm = comm
         self._placed = comm.streams.record_event(Stream.GATHER)
         self._plan = plan
@@ -135,7 +135,7 @@ class PendingGather:
         streams = comm.streams
         as_bytes = False
         if plan is not None and (known := plan.slices) is not None:
-            inputs = [_Inputs(param, (), (known.dtype,)) for param in params]
+            inputs: Iterable[_Inputs] = (_Inputs(param, (), (known.dtype,)) for param in params)
             with streams.enter(Stream.PACK):
                 packing = known.packing
                 buffer = axis.gather_buffer(packing.total, known.dtype, device)
@@ -162,20 +162,10 @@ class PendingGather:
         with streams.enter(Stream.GATHER):
             sequence = comm.counts.issue(axis.name)
             work = axis.all_gather(buffer, own_row, on_stream=streams.run_apart)
-        ticket = Ticket(
-            work,
-            buffer,
-            group=axis.group,
-            on_complete=lambda: comm.counts.complete(axis.name, sequence),
-        )
-        return cls(
-            ticket,
-            packing,
-            inputs,
-            comm,
-            plan=plan,
-            as_bytes=as_bytes,
-        )
+        waited_on = None if work is None else Stream.COMPUTE
+        ended = comm.completion(axis.name, sequence, Stream.GATHER, waited_on)
+        ticket = Ticket(work, buffer, group=axis.group, on_complete=ended)
+        return cls(ticket, packing, inputs, comm, plan=plan, as_bytes=as_bytes)
 
     @torch.no_grad()
     def land(self) -> None:
@@ -193,13 +183,14 @@ class PendingGather:
         if self._plan is not None and self._plan.is_current:
             self._plan.fill(rows)
             return
-        arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in self._inputs]
+        inputs = list(self._inputs)
+        arrived = [each.param.all_gather_outputs(list(each.dtypes)) for each in inputs]
         outs = [out for of_param in arrived for out in of_param]
         if self._as_bytes:
             outs = [out.view(torch.uint8) for out in outs]
         with torch_private.preserve_version(outs):
             torch.split_with_sizes_copy(rows, list(self._packing.sizes), dim=1, out=outs)
-        for each, of_param in zip(self._inputs, arrived, strict=True):
+        for each, of_param in zip(inputs, arrived, strict=True):
             each.param.finish_gather(of_param)
 
     def drop(self) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fsdp_core.comm import (
+        AllGather,
+        Collectives,
         CommContext,
         DataParallelMeshInfo,
         Event,
@@ -86,6 +88,9 @@ class FSDPParamGroup:
         self._plan: GroupPlan | None = None
         self._partial = PartialReduce()
         self._route: ReduceRoute | None = None
+        self._known_axis: tuple[
+            DataParallelMeshInfo | None, AllGather | None, Collectives | None
+        ] = (None, None, None)
         self._keeps_grads = False
         self._awaits_reduce = False
         self._resharded: Event | None = None
@@ -136,15 +141,22 @@ class FSDPParamGroup:
             self._gather = SharedGather.issue(shared, comm, self.info.shard.name, label=self._label)
             return
         mesh, senders = self._gathered_over
-        axis = collectives_on(mesh.shard, all_gather=self.options.all_gather)
         self._gather = PendingGather.issue(
             senders,
-            axis,
+            self._axis_of(mesh),
             self.info.device,
             comm,
             label=self._label,
             plan=None if self._is_post_forward else self._current_plan,
         )
+
+    def _axis_of(self, mesh: DataParallelMeshInfo) -> Collectives:
+        strategy = self.options.all_gather
+        known_mesh, known_strategy, axis = self._known_axis
+        if axis is None or mesh is not known_mesh or strategy is not known_strategy:
+            axis = collectives_on(mesh.shard, all_gather=strategy)
+            self._known_axis = mesh, strategy, axis
+        return axis
 
     @property
     def _gathered_over(self) -> tuple[DataParallelMeshInfo, Sequence[Gathered]]:
@@ -339,9 +351,10 @@ class FSDPParamGroup:
 
     @property
     def _slices_to_share(self) -> SharedSlices | None:
+        if self._shared_slices is None or self.options.all_gather is not None:
+            return None
         # A slice may have been given the methods of an extension, or another class, since.
-        can_share = self.options.all_gather is None and all(p.is_plain for p in self.params)
-        return self._shared_slices if can_share else None
+        return self._shared_slices if all(p.is_plain for p in self.params) else None
 
     def _find_shared_axis(self) -> SharedMemoryAxis | None:
         if self.info.device.type != "cpu" or self._post_forward is not None:

@@ -75,6 +75,7 @@ class ReduceRoute:
             replicas=self.replicas.size,
             divide_factor=self.options.divide_factor,
             force_sum=self.options.force_sum,
+            scales_sums=self.shards.scales_sums(self.device),
         )
 
 
@@ -120,12 +121,13 @@ class PendingReduce:
             work = shards.reduce_scatter(
                 result, contribution, reduction.scatter_op, on_stream=streams.run_apart
             )
+        waited_on = None if work is None else Stream.REDUCE
         ticket = Ticket(
             work,
             result,
             inputs=(contribution,),
             group=shards.group,
-            on_complete=lambda: comm.counts.complete(shards.name, sequence),
+            on_complete=comm.completion(shards.name, sequence, Stream.REDUCE, waited_on),
         )
         return cls(ticket, packing, batch, route)
 
@@ -230,7 +232,11 @@ class PendingReduce:
         with comm.streams.enter(stream):
             if self._reduction.post_divide != 1:
                 result.div_(self._reduction.post_divide)
-            self._view_out(result, comm, stream)
+            self._decide(result, comm, stream)
+        self._note_end(result, comm, stream)
+
+    @staticmethod
+    def _note_end(result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         comm.note_results(stream)
         if stream is not Stream.REDUCE:
             # It came from the reduce stream's pool, which could give it to the next reduction.
@@ -239,15 +245,12 @@ class PendingReduce:
     def _all_reduce(self, result: torch.Tensor, comm: CommContext) -> None:
         replicas = self._route.replicas
         sequence = comm.counts.issue(replicas.name)
-        ticket = Ticket(
-            replicas.all_reduce(
-                result, self._reduction.replica_op, on_stream=comm.streams.run_apart
-            ),
-            result,
-            group=replicas.group,
-            on_complete=lambda: comm.counts.complete(replicas.name, sequence),
+        work = replicas.all_reduce(
+            result, self._reduction.replica_op, on_stream=comm.streams.run_apart
         )
-        ticket.wait()
+        waited_on = None if work is None else Stream.ALL_REDUCE
+        ended = comm.completion(replicas.name, sequence, Stream.ALL_REDUCE, waited_on)
+        Ticket(work, result, group=replicas.group, on_complete=ended).wait()
 
     def _run_hook(
         self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, comm: CommContext
@@ -265,10 +268,35 @@ class PendingReduce:
     def _sizes(self) -> list[int]:
         return list(self._packing.sizes[: len(self._batch.params)])
 
-    def _view_out(self, result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
+    def _decide(self, result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
+        """Gives gradients, now or, where the host must first learn who has one, at the end of backward."""
+        if self._knows_flags and not comm.is_undecided(self._route):
+            self._view_out(result, [True] * len(self._batch.present), comm, stream)
+            return
+        flags = result[len(result) - len(self._batch.present) :]
+        if not comm.streams.run_apart:
+            self._view_out(result, self._with_grad(flags), comm, stream)
+            return
+        told = torch.empty_like(flags, device="cpu", pin_memory=flags.device.type != "cpu")
+        told.copy_(flags, non_blocking=True)
+
+        def decide() -> None:
+            with comm.streams.enter(stream):
+                self._view_out(result, self._with_grad(told), comm, stream)
+            self._note_end(result, comm, stream)
+
+        comm.decide_later(self._route, comm.streams.record_event(stream), decide)
+
+    @property
+    def _knows_flags(self) -> bool:
+        # What this rank has, some rank has: nothing needs to be read from the device.
+        return not self._batch.is_agreed or all(self._batch.present)
+
+    def _view_out(
+        self, result: torch.Tensor, with_grad: list[bool], comm: CommContext, stream: Stream
+    ) -> None:
         params = self._batch.params
         wanted = {param.orig_dtype for param in params}
-        flags = result[len(result) - len(self._batch.present) :]
         if self._batch.plain is not None:
             row = result.to(wanted.pop()) if len(wanted) == 1 else result
             start = row.storage_offset()
@@ -276,24 +304,22 @@ class PendingReduce:
                 row.as_strided(shape, strides, start + offset)
                 for shape, strides, offset in self._batch.plain.views
             ]
-            self._give_slices(own, self._with_grad(flags), comm, stream)
+            self._give_slices(own, with_grad, comm, stream)
             return
         rows: Sequence[torch.Tensor] = torch.split(
             # One cast for all, if one does.
             (result.to(wanted.pop()) if len(wanted) == 1 else result)[: sum(self._sizes)],
             self._sizes,
         )
-        with_grad = iter(self._with_grad(flags))
+        flags = iter(with_grad)
         for param, row, flag_count in zip(params, rows, self._batch.flag_counts, strict=True):
-            present = list(islice(with_grad, flag_count))
+            present = list(islice(flags, flag_count))
             if any(present):
                 param.add_sharded_grads(row.to(param.orig_dtype), present, comm, stream)
 
     def _with_grad(self, flags: torch.Tensor) -> list[bool]:
-        batch = self._batch
-        if not batch.is_agreed or all(batch.present):
-            # What this rank has, some rank has: nothing needs to be read from the device.
-            return [True] * len(batch.present)
+        if self._knows_flags:
+            return [True] * len(self._batch.present)
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from fsdp_core.torch_private import LookInto
+    from fsdp_core.plan.fakes import LookInto
 
 
 class LiveStorage:
@@ -60,10 +60,8 @@ class LiveStorage:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(torch_private.watching_resizes(self._resized))
-        self._stack.enter_context(
-            torch_private.OperatorWatch(self._seen, self._look_into, self._within)
-        )
+        self._stack.enter_context(fakes.watching_resizes(self._resized))
+        self._stack.enter_context(fakes.OperatorWatch(self._seen, self._look_into, self._within))
         return self
 
     def __exit__(
@@ -77,11 +75,11 @@ class LiveStorage:
     def ignore(self, tensor: torch.Tensor) -> None:
         """Never counts this tensor's storage."""
         storage = tensor.untyped_storage()
-        self._ignored[torch_private.storage_key(storage)] = storage
+        self._ignored[fakes.storage_key(storage)] = storage
 
     def counted(self, tensor: torch.Tensor) -> int:
         """Bytes that are counted for this tensor's storage."""
-        entry = self._known.get(torch_private.storage_key(tensor.untyped_storage()))
+        entry = self._known.get(fakes.storage_key(tensor.untyped_storage()))
         return 0 if entry is None else entry[0]
 
     def forget_peak(self) -> None:
@@ -103,22 +101,22 @@ class LiveStorage:
 
     def _seen(self, operator: object, tensor: torch.Tensor) -> None:
         self.operators += 1
-        if torch_private.is_without_memory(tensor) is self._of_fakes:
+        if fakes.is_without_memory(tensor) is self._of_fakes:
             self._count(tensor.untyped_storage())
         if self._also is not None:
             self._also(str(operator), tensor)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = torch_private.storage_key(storage)
+        key = fakes.storage_key(storage)
         if key in self._known or key in self._ignored:
             return
-        reference = torch_private.when_freed(storage, lambda: self._freed(key))
+        reference = fakes.when_freed(storage, lambda: self._freed(key))
         nbytes = self._rounded(storage.nbytes())
         self._known[key] = (nbytes, reference)
         self._grow(nbytes)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = torch_private.storage_key(storage)
+        key = fakes.storage_key(storage)
         if key in self._known:
             before, reference = self._known[key]
             nbytes = self._rounded(storage.nbytes())

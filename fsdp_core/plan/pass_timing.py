@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
 from fsdp_core.plan.apply import DTYPES
 from fsdp_core.plan.model import ModelProfile, PassTimes
 from fsdp_core.runtime.tensor_tree import map_tensors
@@ -116,7 +116,7 @@ def _time_all(
 
 def _with_values(study: ModelUnderStudy, param_dtype: Precision | None) -> nn.Module:
     """The model with parameters that are as large as those of one that was just initialised."""
-    with torch.device("meta"), torch_private.without_drawing_twice():
+    with torch.device("meta"), fakes.without_drawing_twice():
         model = study.make()
     model.to_empty(device=study.device_type)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
+from fsdp_core.plan import fakes
 from fsdp_core.plan.apply import DTYPES, written_in_forward
 from fsdp_core.plan.candidates import candidate_units, used_within
 from fsdp_core.plan.model import (
@@ -233,10 +234,10 @@ def _running(study: ModelUnderStudy, conditions: Conditions) -> Iterator[nn.Modu
     with ExitStack() as stack:
         model = _on_meta(study)
         if conditions.tp > 1:
-            stack.enter_context(torch_private.fake_ranks(conditions.tp))
+            stack.enter_context(fakes.fake_ranks(conditions.tp))
             mesh = init_device_mesh(study.device_type, (conditions.tp,), mesh_dim_names=("tp",))
             split(model, study.tensor_parallel, mesh)
-        stack.enter_context(torch_private.without_memory())
+        stack.enter_context(fakes.without_memory())
         stack.enter_context(torch.device(study.device_type))
         dtype = conditions.param_dtype
         _move(model, study.device_type, None if dtype is None else DTYPES[dtype])
@@ -244,7 +245,7 @@ def _running(study: ModelUnderStudy, conditions: Conditions) -> Iterator[nn.Modu
 
 
 def _on_meta(study: ModelUnderStudy) -> nn.Module:
-    with torch.device("meta"), torch_private.without_drawing_twice():
+    with torch.device("meta"), fakes.without_drawing_twice():
         return study.make()
 
 
@@ -266,7 +267,7 @@ def _move(model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None
 
 def _empty_like(tensor: torch.Tensor, device_type: str, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        local = _empty_like(torch_private.plain(tensor), device_type, dtype)
+        local = _empty_like(fakes.plain(tensor), device_type, dtype)
         return torch_private.dtensor_of(local, torch_private.spec_of(tensor))
     if type(tensor) in {torch.Tensor, nn.Parameter} and tensor.is_contiguous():
         # As empty_like would, which first makes a tensor without memory of the one it is given.

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
+from fsdp_core.plan import fakes
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.runtime.autograd_boundary import call_after_backward
 from fsdp_core.runtime.tensor_tree import grad_tensors, map_tensors
@@ -112,7 +113,7 @@ def follow_step(
     """
     recorder = _Recorder(options)
     for tensor in (*model.parameters(), *model.buffers()):
-        recorder.live.ignore(torch_private.plain(tensor))
+        recorder.live.ignore(fakes.plain(tensor))
     handles = [
         parameter.register_post_accumulate_grad_hook(recorder.note_grad(place))  # type: ignore[no-untyped-call]  # PyTorch's
         for place, parameter in enumerate(model.parameters())
@@ -172,7 +173,7 @@ class _Recorder:
 
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
-                grad = torch_private.plain(parameter.grad)
+                grad = fakes.plain(parameter.grad)
                 counted = self.live.counted(grad)
                 self._all_grads += counted - self._grads.get(place, 0)
                 self._grads[place] = counted
@@ -200,8 +201,7 @@ class _Recorder:
                 for tensor in grad_tensors(output):
                     tensor.register_hook(lambda grad: self._enter_backward(name, grad))  # type: ignore[no-untyped-call]  # PyTorch's
                 self.outputs[name] = sum(
-                    self.live.counted(torch_private.plain(tensor))
-                    for tensor in grad_tensors(output)
+                    self.live.counted(fakes.plain(tensor)) for tensor in grad_tensors(output)
                 )
             return self._cast(output, self._options.output_dtype if name == "" else None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def count(
         make_loss: Runs forward.
         stops: Names of modules.
     """
-    counter = torch_private.flop_counter(_ON_CPU)
+    counter = fakes.flop_counter(_ON_CPU)
     with counter:
         saved, loss = _saved_by(model, make_loss, stops)
         loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
@@ -55,14 +55,14 @@ def _saved_by(
 ) -> tuple[dict[str, int], torch.Tensor]:
     known = {
         _key(tensor): tensor.untyped_storage()
-        for tensor in map(torch_private.plain, (*model.parameters(), *model.buffers()))
+        for tensor in map(fakes.plain, (*model.parameters(), *model.buffers()))
     }
     saved = dict.fromkeys(stops, 0)
     running: list[str] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = torch_private.plain(tensor).untyped_storage()
-        key = torch_private.storage_key(storage)
+        storage = fakes.plain(tensor).untyped_storage()
+        key = fakes.storage_key(storage)
         if running and key not in known:
             known[key] = storage  # kept, so that no other can have its key
             saved[running[-1]] += storage.nbytes()
@@ -89,7 +89,7 @@ def _saved_by(
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return torch_private.storage_key(tensor.untyped_storage())
+    return fakes.storage_key(tensor.untyped_storage())
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401 - shapes, as the counter gives them

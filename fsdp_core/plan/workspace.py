@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
 from fsdp_core.plan.allocator_peak import AllocatorPeak, allocator_peak
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Workspaces:
         def real(value: object) -> object:
             return _zeros(value, device) if isinstance(value, torch.Tensor) else value
 
-        with torch_private.with_memory():
+        with fakes.with_memory():
             try:
                 given, named = pytree.tree_map(real, (tuple(args), dict(kwargs)))
                 measure.begin()

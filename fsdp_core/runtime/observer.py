@@ -31,7 +31,11 @@ class Observer(Protocol):
         """Collective number `sequence`, from 1, of the mesh axis `group` was started."""
 
     def on_complete(self, group: str, sequence: int) -> None:
-        """It was waited for by the host; on an accelerator only enqueued to be waited for."""
+        """It has ended.
+
+        On an accelerator this is noticed when the next one is started, or at the end of backward, so
+        what is said may be late, but is never said before its time.
+        """
 
 
 class NullObserver:

@@ -302,6 +302,7 @@ class RootContext:
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():
                 pending.land(self.comm)
+            self.comm.decide()
             if self.root.options.is_last_backward:
                 if ends_all:
                     for unit in self.units:
@@ -338,6 +339,7 @@ class RootContext:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
         self.comm.let_go_gathered()
+        self.comm.forget_undecided()
         self.comm.end_backward()
         self.shared.forget_uncopied()
         self.backward_order.clear()

@@ -1,4 +1,4 @@
-"""The one door to names that PyTorch keeps private.
+"""The names that PyTorch keeps private and the engine needs; those for profiling are in `plan.fakes`.
 
 Whoever upgrades PyTorch reads this package. Each function says why the public way does not do.
 """
@@ -19,23 +19,12 @@ from fsdp_core.torch_private.dtensors import (
     strided_shard,
     waited,
 )
-from fsdp_core.torch_private.fakes import (
-    LookInto,
-    OperatorWatch,
-    fake_ranks,
-    is_without_memory,
-    plain,
-    storage_key,
-    watching_resizes,
-    when_freed,
-    with_memory,
-    without_memory,
-)
 from fsdp_core.torch_private.groups import (
     allocator_of,
     default_store,
     group_device_types,
     meet_in_memory,
+    scaled_sum,
     set_symmetric_backend,
     symmetric_pool,
     uncounted_all_reduce,
@@ -73,7 +62,6 @@ from fsdp_core.torch_private.modules import (
     set_composable,
     set_parameter,
 )
-from fsdp_core.torch_private.quick_modes import flop_counter, without_drawing_twice
 from fsdp_core.torch_private.tensors import (
     MOVES,
     OpOverload,
@@ -93,9 +81,7 @@ from fsdp_core.torch_private.tensors import (
 
 __all__ = [
     "MOVES",
-    "LookInto",
     "OpOverload",
-    "OperatorWatch",
     "Spec",
     "allocator_of",
     "calls_on_stack",
@@ -105,9 +91,7 @@ __all__ = [
     "composable_state",
     "default_store",
     "dtensor_of",
-    "fake_ranks",
     "flattened_mesh",
-    "flop_counter",
     "foreach_copy",
     "foreach_div",
     "foreach_norm",
@@ -116,7 +100,6 @@ __all__ = [
     "in_backward",
     "is_profiling",
     "is_view",
-    "is_without_memory",
     "is_wrapper",
     "joined_mesh",
     "local_box",
@@ -133,7 +116,6 @@ __all__ = [
     "outside_transforms",
     "own_parameters",
     "parameter_table",
-    "plain",
     "post_accumulate_hooks",
     "preserve_version",
     "queue_after_backward",
@@ -141,6 +123,7 @@ __all__ = [
     "replace_local",
     "respec",
     "root_mesh",
+    "scaled_sum",
     "set_composable",
     "set_parameter",
     "set_symmetric_backend",
@@ -148,7 +131,6 @@ __all__ = [
     "shards_dim",
     "shift_version",
     "spec_of",
-    "storage_key",
     "strided_shard",
     "swap",
     "symmetric_pool",
@@ -157,11 +139,6 @@ __all__ = [
     "uncounted_all_reduce",
     "versions",
     "waited",
-    "watching_resizes",
-    "when_freed",
-    "with_memory",
-    "without_drawing_twice",
-    "without_memory",
     "wrapper_of",
     "writes_first_argument",
 ]

@@ -26,6 +26,15 @@ def group_device_types(group: dist.ProcessGroup) -> list[str]:
     return [device.type for device in group._device_types]
 
 
+def scaled_sum(factor: float) -> dist.ReduceOp:
+    """A sum of which the backend multiplies each summand by `factor` itself: NCCL's, no other's.
+
+    PyTorch makes it by a private function alone.
+    """
+    make = cast("Callable[[float], dist.ReduceOp]", dist._make_nccl_premul_sum)  # type: ignore[attr-defined]  # private
+    return make(factor)
+
+
 def allocator_of(
     group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[int, torch.dtype], torch.Tensor] | None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from services.cli.app import app
 from services.cli.errors import CliError
 from services.cli.terminal import errors
-from services.contract.own_process import hide_process
+from services.contract.system.own_process import hide_process
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.tables import age
 from services.cli.terminal import console, errors, one_line
-from services.contract.access import AuditPage, Scope, TokenList, TokenRequest
-from services.contract.ids import TokenId
+from services.contract.api.access import AuditPage, Scope, TokenList, TokenRequest
+from services.contract.words.ids import TokenId
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"([0-9]{1,9})([smhd])")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from services.cli import planning, tables
+from services.cli import plan_command, tables
 from services.cli.access import audit, tokens
 from services.cli.attempts import attempts_table
 from services.cli.client import Client
@@ -28,10 +28,10 @@ from services.cli.settings import CliSettings
 from services.cli.spec_file import read_model, read_overrides, read_spec
 from services.cli.terminal import console, one_line, print_json
 from services.cli.tokenizing import data
-from services.contract.queue import DrainRequest
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.states import TERMINAL_STATES, CheckpointState, JobState
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.api.queue import DrainRequest
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.words.states import TERMINAL_STATES, CheckpointState, JobState
 
 _EXIT_JOB_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
@@ -59,8 +59,8 @@ app.add_typer(tokens, name="tokens")
 app.add_typer(data, name="data")
 app.command()(audit)
 app.command()(nodes)
-app.command()(planning.plan)
-app.command()(planning.plans)
+app.command()(plan_command.plan)
+app.command()(plan_command.plans)
 for command in (profile, verify, export, pin, unpin):
     app.command()(command)
 app.command("rm-checkpoint")(remove_checkpoint)
@@ -96,7 +96,7 @@ def submit(  # noqa: PLR0913 one parameter an option
     rejoin: Annotated[
         bool, typer.Option("--rejoin", help="Take the unfinished job of the same spec, if any.")
     ] = False,
-    code: planning.Code = None,
+    code: plan_command.Code = None,
 ) -> None:
     """Submit the job in FILE, or the one of a plan."""
     spec = _what_to_submit(file, plan_id)
@@ -362,7 +362,7 @@ def clone(
         typer.Option("--idempotency-key", help="The same key clones the job only once."),
     ] = None,
     follow: Follow = False,
-    code: planning.Code = None,
+    code: plan_command.Code = None,
 ) -> None:
     """Submit another job of the same spec, from a checkpoint or from the beginning."""
     patch = read_overrides(overrides or [])
@@ -479,10 +479,10 @@ def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
     if "plan_id" in spec:
         raise CliError("--plan makes a plan of a FILE; --plan-id has one already")
     with _connect(_WATCHING_PATIENCE_S) as client:
-        made = planning.planned(client, spec)
+        made = plan_command.planned(client, spec)
     if not made.feasible:
-        planning.show(made)
-    planning.leave_unless_feasible(made)
+        plan_command.show(made)
+    plan_command.leave_unless_feasible(made)
     console.print(f"{made.id}: {made.reason}", soft_wrap=True)
     return {"plan_id": made.id}
 

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from services.cli.tables import duration
-from services.contract.views import AttemptList, AttemptView
+from services.contract.api.views import AttemptList, AttemptView
 
 
 def attempts_table(attempts: AttemptList) -> Table:

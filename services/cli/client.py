@@ -24,14 +24,11 @@ from tenacity import (
 )
 
 from services.cli.errors import RefusedError, UnreachableError
-from services.contract.access import AuditPage, TokenCreated, TokenList, TokenRequest
-from services.contract.code_archives import digest_of
-from services.contract.planning import PlanList, PlanView
-from services.contract.problems import Problem
-from services.contract.queue import CapacityView, DrainRequest, QueueView
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.traces import TraceList, TraceRequest, TraceView
-from services.contract.views import (
+from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
+from services.contract.api.plan_views import PlanList, PlanView
+from services.contract.api.queue import CapacityView, DrainRequest, QueueView
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import (
     AttemptList,
     CheckpointList,
     CheckpointView,
@@ -52,6 +49,9 @@ from services.contract.views import (
     StopRequest,
     Version,
 )
+from services.contract.jobs.code_archives import digest_of
+from services.contract.jobs.traces import TraceList, TraceRequest, TraceView
+from services.contract.words.problems import Problem
 
 _V = TypeVar("_V", bound=BaseModel)
 _NO_CONTENT: Final = 204

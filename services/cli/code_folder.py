@@ -14,7 +14,7 @@ from services.cli.client import Client
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings
 from services.cli.terminal import errors, one_line
-from services.contract.code_archives import (
+from services.contract.jobs.code_archives import (
     MOST_MEMBERS,
     MOST_UNPACKED_BYTES,
     CodeArchiveError,

@@ -7,7 +7,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from services.cli.client import Client
 from services.cli.errors import CliError, RefusedError
-from services.contract.views import DiagnosisView
+from services.contract.api.views import DiagnosisView
 
 _ANSWERED_WITHIN_S: Final = 20.0
 _LOOK_EVERY_S: Final = 0.2

@@ -9,7 +9,7 @@ from rich.text import Text
 from services.cli.client import Client
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings
-from services.contract.states import NodeState
+from services.contract.words.states import NodeState
 
 _RECORDS: Final = (
     "the controller's log names each (record_unreadable): run the version that wrote it, or delete "

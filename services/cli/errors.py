@@ -8,7 +8,7 @@
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
-from services.contract.problems import Problem
+from services.contract.words.problems import Problem
 
 
 class CliError(Exception):

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from services.cli.client import Client
 from services.cli.tables import duration, number, state_text, throughput
-from services.contract.states import TERMINAL_STATES, JobState
-from services.contract.views import JobView, RankList
+from services.contract.api.views import JobView, RankList
+from services.contract.words.states import TERMINAL_STATES, JobState
 
 _POLL_S = 0.5
 _PLAIN_EVERY_S = 5.0

@@ -10,8 +10,8 @@ from services.cli import tables
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.terminal import console
-from services.contract.states import CheckpointState
-from services.contract.views import CheckpointView
+from services.contract.api.views import CheckpointView
+from services.contract.words.states import CheckpointState
 
 _EXIT_BAD: Final = 1
 _LOOK_EVERY_S: Final = 0.3

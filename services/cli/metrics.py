@@ -11,7 +11,7 @@ from rich.text import Text
 from services.cli.client import Client
 from services.cli.tables import figure
 from services.cli.terminal import console
-from services.contract.views import MetricsView, StepView
+from services.contract.api.views import MetricsView, StepView
 
 CSV_POINTS: Final = 10_000
 SHOWN_POINTS: Final = 20

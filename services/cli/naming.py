@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli.client import Client
 from services.cli.errors import CliError
-from services.contract.ids import JobId
+from services.contract.words.ids import JobId
 
 _JOB_ID: Final = TypeAdapter(JobId)
 

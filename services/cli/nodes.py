@@ -15,9 +15,10 @@ from services.cli import tables
 from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.terminal import console
-from services.contract.views import MeasuredView, NodeView
+from services.contract.api.views import MeasuredView, NodeView
 
 _NODE_ID: Final = re.compile(r"[\w.-]+", re.ASCII)
+_WAYS: Final = {"copy": "memory", "storage": "storage"}
 _PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -96,6 +97,11 @@ def figures(facts: NodeFacts) -> Iterator[tuple[str, str]]:
         name = kind.replace("_", "-")
         latency = humanize.metric(known.latency, "s")
         yield f"{name} in the engine", f"{latency} and {_rate(known.bandwidth, 'B/s')}"
+    for way, of_kind in facts.shared_exchanges.items():
+        for kind, known in of_kind.items():
+            name = f"{kind.replace('_', '-')}, shared {_WAYS[way]}"
+            latency = humanize.metric(known.latency, "s")
+            yield name, f"{latency} and {_rate(known.bandwidth, 'B/s')}"
     if facts.dispatch_s:
         yield "launching an operator", humanize.metric(facts.dispatch_s, "s")
         yield "a unit in a pass", humanize.metric(facts.unit_s, "s")

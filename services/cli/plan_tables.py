@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fsdp_core.plan.model import MeshPlan
 from services.cli.tables import age, number, size
-from services.contract.planning import (
+from services.contract.api.plan_views import (
     MemoryView,
     PlanList,
     PlanSummary,
@@ -18,7 +18,7 @@ from services.contract.planning import (
     PlanView,
     RankMemory,
 )
-from services.contract.states import PlanState
+from services.contract.words.states import PlanState
 
 _BAR_CELLS: Final = 48
 _KINDS: Final = {

@@ -12,8 +12,8 @@ from services.cli.naming import Job, resolve
 from services.cli.spec_file import read_model
 from services.cli.tables import size
 from services.cli.terminal import console, errors, print_json
-from services.contract.states import TraceState
-from services.contract.traces import MOST_STEPS, TraceRequest, TraceView
+from services.contract.jobs.traces import MOST_STEPS, TraceRequest, TraceView
+from services.contract.words.states import TraceState
 
 _EXIT_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130

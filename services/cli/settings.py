@@ -2,7 +2,7 @@
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.contract.code_archives import DEFAULT_CODE_MIB
+from services.contract.jobs.code_archives import DEFAULT_CODE_MIB
 
 
 class CliSettings(BaseSettings):

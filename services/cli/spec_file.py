@@ -20,7 +20,7 @@ from ruamel.yaml.events import (
 )
 
 from services.cli.errors import CliError, SpecFileError
-from services.contract.bounded_json import INT_END, MAX_DEPTH
+from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""

@@ -7,10 +7,9 @@ import humanize
 from rich.table import Table
 from rich.text import Text
 
-from services.contract.planning import EstimateView
-from services.contract.queue import CapacityView, QueueEntry, QueueView
-from services.contract.states import CheckpointState, FailureClass, JobState, NodeState
-from services.contract.views import (
+from services.contract.api.plan_views import EstimateView
+from services.contract.api.queue import CapacityView, QueueEntry, QueueView
+from services.contract.api.views import (
     CheckpointList,
     CheckpointView,
     DiagnosisView,
@@ -22,6 +21,7 @@ from services.contract.views import (
     RankList,
     RankView,
 )
+from services.contract.words.states import CheckpointState, FailureClass, JobState, NodeState
 
 _STATE_STYLES: Final = {
     JobState.RUNNING: "cyan",

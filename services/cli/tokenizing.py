@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from services.cli.errors import CliError
 from services.cli.terminal import console
-from services.contract.token_shards import (
+from services.contract.storage.token_shards import (
     INDEX_NAME,
     MOST_IN_TWO_BYTES,
     TokenIndex,

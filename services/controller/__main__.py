@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
-from services.contract.own_process import set_up_process
+from services.contract.system.own_process import set_up_process
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits
@@ -25,9 +25,9 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.api.uploads import Uploads
-from services.controller.domain.code import CodeLimits
-from services.controller.domain.rate import Rate
-from services.controller.domain.resizing import Patience
+from services.controller.domain.access.code import CodeLimits
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.leader import Leader
 from services.controller.loops.reign import reign
 from services.controller.settings import Settings
@@ -89,11 +89,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     kept_s = int(settings.keep_telemetry_days * 86_400)
     async with redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports:
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
-        patience = Patience(room_ms=int(settings.grow_after_s * 1000))
+        growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
         rule = functools.partial(
-            reign, ports, drawing=drawing, patience=patience, troubles=troubles
+            reign, ports, drawing=drawing, growth_delay=growth_delay, troubles=troubles
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(

@@ -19,8 +19,8 @@ from typing import Final, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.ids import NodeId
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import NodeId
 from services.controller.settings import MIN_PASSWORD_CHARACTERS, AclSettings
 
 _NODE_ID: Final = TypeAdapter(NodeId)

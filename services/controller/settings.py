@@ -9,9 +9,13 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from services.contract.code_archives import DEFAULT_CODE_MIB, DEFAULT_CODE_STORE_MIB, MOST_CODE_MIB
-from services.contract.entry_points import EntryPoints, entry_points
-from services.contract.redis_address import redis_address
+from services.contract.jobs.code_archives import (
+    DEFAULT_CODE_MIB,
+    DEFAULT_CODE_STORE_MIB,
+    MOST_CODE_MIB,
+)
+from services.contract.jobs.entry_points import EntryPoints, entry_points
+from services.contract.redis.redis_address import redis_address
 
 MIN_PASSWORD_CHARACTERS: Final = 16
 _MIN_TOKEN_BITS: Final = 128

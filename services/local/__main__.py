@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from services.contract.own_process import set_up_process
+from services.contract.system.own_process import set_up_process
 from services.local.children import die_with_parent
 from services.local.embedded_redis import RedisUnavailableError
 from services.local.settings import LocalSettings, child_environment

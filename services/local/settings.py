@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.contract.redis_address import redis_address
+from services.contract.redis.redis_address import redis_address
 
 
 class LocalSettings(BaseSettings):

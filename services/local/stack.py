@@ -12,8 +12,8 @@ from typing import Final
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from services.contract.states import NodeState
-from services.contract.views import NodeList
+from services.contract.api.views import NodeList
+from services.contract.words.states import NodeState
 from services.local.children import Child, Program
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import LocalSettings

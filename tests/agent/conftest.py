@@ -16,8 +16,9 @@ import redis
 from pydantic import JsonValue
 
 from fsdp_core.plan.model import MeshPlan, ShardingPlan
-from services.contract import redis_keys
-from services.contract.ids import new_job_id
+from services.contract.jobs.plans import GangPlan, RankPlacement
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.board import MAX_STEP, BoardReader
 from services.contract.messages.commands import Command, LaunchGang
 from services.contract.messages.facts import (
     FACT,
@@ -28,12 +29,11 @@ from services.contract.messages.facts import (
     NodeJoined,
 )
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.rank_channel import MAX_STEP, BoardReader
-from services.contract.specs import JobSpec
+from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
 from services.local.settings import child_environment
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.processes import marked, sweep
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.processes import marked, sweep
 from tests.waiting import until
 
 F = TypeVar("F", bound=Fact)
@@ -148,7 +148,7 @@ class AgentProcess:
 
     def sentinel(self) -> psutil.Process:
         """The process that ends what it leaves."""
-        return self._child("services.worker.agent.sentinel")
+        return self._child("services.worker.agent.host.sentinel")
 
     def _child(self, module: str) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()

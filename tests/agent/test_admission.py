@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from services.contract.entry_points import EntryPoints
-from services.contract.mask import Mask
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import LaunchRefused, NodeJoined
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankFailed
-from services.contract.specs import JobSpec
+from services.contract.system.mask import Mask
 from services.controller.api.guard import AccessPolicy
-from services.worker.agent.admission import Admission, NotAdmittedError
-from services.worker.agent.log_tail import LogTail
+from services.worker.agent.ranks.admission import Admission, NotAdmittedError
+from services.worker.agent.telemetry.log_tail import LogTail
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import PROGRAMS, Controller, StartAgent, launch
 from tests.controller.conftest import job_body, open_house

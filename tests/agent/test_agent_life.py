@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract import redis_keys
-from services.contract.ids import checkpoint_id
+from services.contract.messages.board import BoardReader
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     CheckpointLost,
@@ -22,7 +21,8 @@ from services.contract.messages.facts import (
     NodeJoined,
     NodeLeft,
 )
-from services.contract.rank_channel import BoardReader
+from services.contract.redis import redis_keys
+from services.contract.words.ids import checkpoint_id
 from services.local.embedded_redis import EmbeddedRedis
 from services.local.settings import child_environment
 from tests.agent.conftest import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.agent.arrivals import ArrivalKey, ArrivalMeter
+from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter
 
 SECOND = 1_000_000_000
 Arrivals = dict[int, dict[ArrivalKey, int]]

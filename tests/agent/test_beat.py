@@ -9,12 +9,12 @@ from typing import TypeVar
 import pytest
 from redis.exceptions import NoPermissionError
 
-from services.contract import redis_keys
-from services.contract.ids import new_job_id
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
-from services.worker.agent.beat import Beat, BeatAnswer
-from services.worker.agent.redis_clients import writing_client
-from services.worker.agent.telemetry import Records
+from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
+from services.worker.agent.streams.redis_clients import writing_client
+from services.worker.agent.telemetry.beat import Beat, BeatAnswer
+from services.worker.agent.telemetry.gang_telemetry import Records
 from tests.agent.conftest import JOB, NODE, Controller
 
 T = TypeVar("T")

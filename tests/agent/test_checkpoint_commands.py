@@ -2,9 +2,6 @@
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import AttemptOpened, Manifest
 from services.contract.messages.commands import CommitCheckpoint, PurgeJob, RetireCheckpoint
 from services.contract.messages.facts import (
     CheckpointLinked,
@@ -15,6 +12,9 @@ from services.contract.messages.facts import (
     JobPurged,
     LaunchRefused,
 )
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened, Manifest
+from services.contract.words.ids import checkpoint_id
 from tests.agent.conftest import JOB, AgentProcess, Controller, ended, launch
 from tests.waiting import until
 

@@ -13,21 +13,26 @@ import pytest
 from pydantic import JsonValue
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.code_archives import digest_of, hex_of, pack, unpack
-from services.contract.ids import new_job_id
+from services.contract.jobs.code_archives import digest_of, hex_of, pack, unpack
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangEnded, LaunchRefused, NodeJoined
+from services.contract.messages.probe_ids import probe_id
 from services.contract.messages.probing import ModelProbed
-from services.contract.probes import probe_id
-from services.contract.rank_user import RankUser
-from services.contract.specs import JobSpec
+from services.contract.redis import redis_keys as keys
+from services.contract.system.rank_user import RankUser
+from services.contract.words.ids import new_job_id
 from services.controller.adapters.redis import redis_ports
-from services.controller.domain.code import CodeLimits, UploadedCode
+from services.controller.domain.access.code import CodeLimits, UploadedCode
 from services.local.embedded_redis import EmbeddedRedis
-from services.worker.agent import code_cache
-from services.worker.agent.code_cache import KEPT_UNUSED, CodeCache, NoCodeError, forget_drafts
-from services.worker.agent.redis_clients import writing_client
+from services.worker.agent.ranks import code_cache
+from services.worker.agent.ranks.code_cache import (
+    KEPT_UNUSED,
+    CodeCache,
+    NoCodeError,
+    forget_drafts,
+)
+from services.worker.agent.streams.redis_clients import writing_client
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import Controller, StartAgent, agents_on, launch
 from tests.agent.test_probes import question

@@ -7,7 +7,7 @@ import pytest
 
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangEnded, LaunchRefused, NodeJoined
-from services.worker.agent.log_tail import LogTail
+from services.worker.agent.telemetry.log_tail import LogTail
 from tests.agent.conftest import (
     JOB,
     NODE,

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import AttemptOpened, Manifest, ShardFile
-from services.worker.agent import export as exporting
-from services.worker.agent.export import ExportOutcome, IncompleteError, run_length, runs
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened, Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id
+from services.worker.agent.storage import export as exporting
+from services.worker.agent.storage.export import ExportOutcome, IncompleteError, run_length, runs
 from tests.agent.conftest import JOB
 
 STEP = 10
@@ -86,7 +86,7 @@ def commit(
 def export(root: Path, *options: str) -> ExportOutcome:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "services.worker.agent.export"),
+            *(sys.executable, "-m", "services.worker.agent.storage.export"),
             *("--root", str(root), "--job", JOB, "--checkpoint", NAME, *options),
         ],
         capture_output=True,

@@ -12,12 +12,12 @@ import pytest
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import Fact
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.pipe_end import PipeEnd
-from services.contract.warm_channel import RankForked, RankReaped
-from services.worker.agent.answers import Answers
-from services.worker.agent.folders import AttemptFolder, NodeFolder
-from services.worker.agent.launch import Crew, Launcher, LaunchError
-from services.worker.agent.storage import Storage
+from services.contract.messages.warm_channel import RankForked, RankReaped
+from services.contract.system.pipe_end import PipeEnd
+from services.worker.agent.host.folders import AttemptFolder, NodeFolder
+from services.worker.agent.node_commands import Answers
+from services.worker.agent.ranks.launch import Crew, Launcher, LaunchError
+from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import NODE, launch
 

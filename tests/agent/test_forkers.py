@@ -13,20 +13,20 @@ import psutil
 import pytest
 from pydantic import JsonValue
 
-from services.contract.entry_points import entry_points
+from services.contract.jobs.entry_points import entry_points
 from services.contract.messages.facts import Fact, GangLaunched, LaunchRefused
-from services.contract.warm_channel import NODE_MARK, RankForked, RankReaped
+from services.contract.messages.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
-from services.worker.agent import template_link, warm_keeper
-from services.worker.agent.admission import Admission
-from services.worker.agent.answers import Answers
-from services.worker.agent.code_cache import CodeCache
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.launch import Crew, Launcher, LaunchError
-from services.worker.agent.storage import Storage
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.node_commands import Answers
+from services.worker.agent.ranks import template_link, warm_keeper
+from services.worker.agent.ranks.admission import Admission
+from services.worker.agent.ranks.code_cache import CodeCache
+from services.worker.agent.ranks.launch import Crew, Launcher, LaunchError
+from services.worker.agent.ranks.template_link import Imported
+from services.worker.agent.ranks.warm_keeper import WarmKeeper
+from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.template_link import Imported
-from services.worker.agent.warm_keeper import WarmKeeper
 from tests.agent.conftest import FOREVER, JOB, NODE, PROGRAMS, is_gone, launch
 from tests.agent.test_forked_for_nothing import NoAnswers
 from tests.disk import Disk, small_disk

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import ShardFile
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     CheckpointCorrupt,
@@ -27,8 +25,10 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
-from services.contract.states import RankPhase
-from services.worker.agent.gang import (
+from services.contract.storage.manifests import ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import RankPhase
+from services.worker.agent.gangs.decisions import (
     ECHO_WAITS_S,
     FAILED_LEAVES_WITHIN_S,
     WEDGED_AFTER_S,
@@ -51,8 +51,9 @@ from services.worker.agent.gang import (
     VoteChecked,
     decide,
 )
-from services.worker.agent.hang import LOOKS_EVERY_S, SLOW_PHASE_S, Mark
-from services.worker.agent.verdict import LastSeen, exits
+from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.telemetry.gang_telemetry import LastPhase
+from services.worker.agent.telemetry.hang import LOOKS_EVERY_S, SLOW_PHASE_S, Mark
 from tests.agent.conftest import JOB, NODE
 
 KILLED = int(signal.SIGKILL)
@@ -86,7 +87,7 @@ def finished(rank: int) -> MessageCame:
 
 
 def verdict(state: GangState) -> list[RankExit]:
-    return list(exits(state, dict.fromkeys(state.ranks, LastSeen(step=1, phase="FORWARD"))))
+    return list(exits(state, dict.fromkeys(state.ranks, LastPhase(step=1, phase="FORWARD"))))
 
 
 def lost_peer(rank: int) -> MessageCame:

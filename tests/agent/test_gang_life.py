@@ -7,8 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract import redis_keys
-from services.contract.ids import new_job_id
 from services.contract.messages.commands import StopGang, TakeCheckpoint
 from services.contract.messages.facts import (
     CheckpointVoted,
@@ -19,6 +17,8 @@ from services.contract.messages.facts import (
     LaunchRefused,
 )
 from services.contract.messages.telemetry import RankSample
+from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
 from tests.agent.conftest import (
     FOREVER,
     JOB,

@@ -10,8 +10,8 @@ from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangDiagnosed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import RankFinished
-from services.contract.states import RankPhase
-from services.worker.agent.gang import (
+from services.contract.words.states import RankPhase
+from services.worker.agent.gangs.decisions import (
     LOOKED_INTO_WITHIN_S,
     DiagnosisAsked,
     Effect,
@@ -27,7 +27,7 @@ from services.worker.agent.gang import (
     Ticked,
     decide,
 )
-from services.worker.agent.hang import SLOW_PHASE_S, Mark, Progress, look
+from services.worker.agent.telemetry.hang import SLOW_PHASE_S, Mark, Progress, look
 from tests.agent.conftest import JOB, NODE
 
 TICK_S = 0.1

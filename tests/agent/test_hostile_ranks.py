@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from services.contract import redis_keys
-from services.contract.ids import new_job_id
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     CheckpointCorrupt,
@@ -17,7 +15,9 @@ from services.contract.messages.facts import (
     GangEnded,
     JobPurged,
 )
-from services.worker.agent.folders import NodeFolder
+from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
+from services.worker.agent.host.folders import NodeFolder
 from tests.agent.conftest import (
     FOREVER,
     JOB,

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.agent import log_tail
-from services.worker.agent.log_tail import BACKLOG_BYTES, LINE_CHARACTERS, LogTail, level_of
+from services.worker.agent.telemetry import log_tail
+from services.worker.agent.telemetry.log_tail import (
+    BACKLOG_BYTES,
+    LINE_CHARACTERS,
+    LogTail,
+    level_of,
+)
 
 
 def texts(tail: LogTail, limit: int = 1_000, *, last: bool = False) -> list[str]:

@@ -5,9 +5,10 @@ import signal
 from pathlib import Path
 
 from services.contract.messages.facts import GangEnded, GangProgressed
-from services.worker.agent.gang import GangState, RankState
-from services.worker.agent.memory_events import oom_kills
-from services.worker.agent.verdict import LastSeen, exits
+from services.worker.agent.gangs.decisions import GangState, RankState
+from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.host.memory_events import oom_kills
+from services.worker.agent.telemetry.gang_telemetry import LastPhase
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -50,7 +51,7 @@ def dies_at(pid: int) -> int:
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody_killed() -> None:
     rank = RankState(0, os.getpid(), signal=int(signal.SIGKILL))
     state = GangState(job_id=JOB, fence=1, node_id="n", ranks={0: rank})
-    told = [exits(state, {0: LastSeen(1, "IDLE")}, kills)[0].error for kills in (0, 1)]
+    told = [exits(state, {0: LastPhase(1, "IDLE")}, kills)[0].error for kills in (0, 1)]
     assert told[0] == "ended by SIGKILL"
     assert told[1] is not None
     assert told[1].startswith("ended by SIGKILL: the kernel killed it, for the node had no memory")

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.contract.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT
+from services.contract.messages.board import BoardReader
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankSeat
 from services.contract.messages.telemetry import MetricRecord
-from services.contract.rank_channel import BoardReader
-from services.worker.agent.folders import AttemptFolder
-from services.worker.agent.launch import Crew
-from services.worker.agent.telemetry import METRICS_PER_BEAT, GangTelemetry
+from services.contract.words.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT
+from services.worker.agent.host.folders import AttemptFolder
+from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.telemetry.gang_telemetry import METRICS_PER_BEAT, GangTelemetry
 from tests.agent.conftest import NODE, launch
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.durable import append_plain
 from services.contract.messages.facts import Device, LaunchRefused
-from services.contract.warm_channel import NODE_MARK
-from services.worker.agent.devices import parse_devices, take_inventory
-from services.worker.agent.folders import NodeBusyError, NodeFolder
-from services.worker.agent.leftovers import find_leftovers
+from services.contract.messages.warm_channel import NODE_MARK
+from services.contract.system.durable import append_plain
+from services.worker.agent.gangs.leftovers import find_leftovers
+from services.worker.agent.host.devices import parse_devices, take_inventory
+from services.worker.agent.host.folders import NodeBusyError, NodeFolder
+from services.worker.agent.ranks.template_link import last_words
 from services.worker.agent.settings import AgentSettings, rank_environment
-from services.worker.agent.template_link import last_words
 from tests.agent.conftest import JOB, NODE, launch
 
 

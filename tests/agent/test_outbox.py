@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from services.contract.messages.facts import NodeLeft
-from services.contract.redis_keys import ARRIVED_FACTS
+from services.contract.redis.redis_keys import ARRIVED_FACTS
 from services.local.embedded_redis import EmbeddedRedis
-from services.worker.agent.outbox import MOST_WAITING, Outbox
-from services.worker.agent.redis_clients import writing_client
+from services.worker.agent.streams.outbox import MOST_WAITING, Outbox
+from services.worker.agent.streams.redis_clients import writing_client
 from tests.agent.conftest import NODE
 
 MOMENTS = 300

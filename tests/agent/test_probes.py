@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from services.contract.mask import Mask
-from services.contract.messages.asking import SelfTestResult
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangEnded, GangProgressed, Inventory, NodeJoined
+from services.contract.messages.probe_ids import UnfitProfileError, probe_id
+from services.contract.messages.probe_programs import SelfTestResult
 from services.contract.messages.probing import (
     MeasureNode,
     ModelProbed,
@@ -27,14 +28,13 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.probes import UnfitProfileError, probe_id
-from services.contract.specs import JobSpec
+from services.contract.system.mask import Mask
 from services.local.embedded_redis import EmbeddedRedis
-from services.worker.agent.asking import Asker, Ended, _end
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.prober import NICENESS, _read
-from services.worker.agent.self_test import SelfTest
-from services.worker.agent.template_link import Imported
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.probes.prober import NICENESS, _read
+from services.worker.agent.probes.programs import Asker, Ended, _end
+from services.worker.agent.probes.self_test import SelfTest
+from services.worker.agent.ranks.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
@@ -282,6 +282,9 @@ def test_a_node_is_measured_once_and_its_figures_are_kept(node: Node) -> None:
     assert min(*facts.matmul_flops.values(), *rates, facts.collective_latency) > 0
     assert 0 <= facts.overlap <= 1
     assert set(facts.exchanges) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert set(facts.shared_exchanges) == {"copy", "storage"}
+    for kinds in facts.shared_exchanges.values():
+        assert set(kinds) == {"all_gather", "reduce_scatter"}
     assert min(facts.dispatch_s, facts.update_s) > 0
     assert facts.ranks == 2
     assert "not measured" in str(first.detail["network_bandwidth"])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from services.worker.agent.processes import is_dying, kill_tracers, marked, process_state
+from services.worker.agent.host.processes import is_dying, kill_tracers, marked, process_state
 from tests.agent.conftest import is_gone
 from tests.waiting import until
 

@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.bounds import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
-from services.contract.ids import checkpoint_id
-from services.contract.mask import NOTHING_MASKED
 from services.contract.messages.rank_pipe import (
     LINE_BYTES,
     RankEvaluated,
@@ -22,9 +19,12 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankReady,
 )
-from services.contract.pipe_end import PipeEnd
-from services.worker.agent import rank_link
-from services.worker.agent.rank_link import RankLink
+from services.contract.system.mask import NOTHING_MASKED
+from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.bounds import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
+from services.contract.words.ids import checkpoint_id
+from services.worker.agent.ranks import rank_link
+from services.worker.agent.ranks.rank_link import RankLink
 from tests.agent.conftest import JOB
 
 FINISHED = b'{"kind":"rank_finished","step":3,"drained":false}\n'

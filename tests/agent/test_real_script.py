@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangProgressed
-from services.contract.specs import JobSpec
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import Controller, StartAgent, ended, launch
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
 from services.contract.messages.facts import CheckpointVoted, Evaluated, GangProgressed, NodeJoined
-from services.contract.specs import JobSpec
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import JOB, Controller, StartAgent, ended, launch, launched
 from tests.waiting import until

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.ids import new_job_id
 from services.contract.messages.telemetry import LogLine, StepRecord
-from services.worker.agent import record_files
-from services.worker.agent.record_files import (
+from services.contract.words.ids import new_job_id
+from services.worker.agent.storage import record_files
+from services.worker.agent.storage.record_files import (
     LOGS,
     STEPS,
     Entries,

@@ -17,11 +17,11 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, ResponseError
 
-from services.contract import redis_keys as keys
-from services.contract.access import Scope
-from services.contract.code_archives import digest_of, hex_of, pack
-from services.contract.ids import new_job_id
-from services.contract.redis_address import redis_address
+from services.contract.api.access import Scope
+from services.contract.jobs.code_archives import digest_of, hex_of, pack
+from services.contract.redis import redis_keys as keys
+from services.contract.redis.redis_address import redis_address
+from services.contract.words.ids import new_job_id
 from services.controller.acl import acl_file
 from services.controller.settings import Settings
 from services.local.settings import child_environment

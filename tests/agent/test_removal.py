@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from services.contract.messages.facts import Fact, LaunchRefused
-from services.worker.agent import removal
-from services.worker.agent.folders import AttemptFolder, NodeFolder
-from services.worker.agent.removal import remove_tree
+from services.worker.agent.host import removal
+from services.worker.agent.host.folders import AttemptFolder, NodeFolder
+from services.worker.agent.host.removal import remove_tree
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import JOB, NODE, launch
 

@@ -11,7 +11,7 @@ from services.local.settings import child_environment
 
 PROGRAM: Final = """
 import asyncio, os, resource, sys, threading
-from services.worker.agent.reserve import take_reserve
+from services.worker.agent.host.reserve import take_reserve
 
 async def run():
     if sys.argv[1] == "reserve":

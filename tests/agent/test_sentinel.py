@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.warm_channel import NODE_MARK
+from services.contract.messages.warm_channel import NODE_MARK
 from services.local.settings import child_environment
-from services.worker.agent.processes import marked
+from services.worker.agent.host.processes import marked
 from tests.agent.conftest import (
     AgentProcess,
     Controller,
@@ -62,7 +62,9 @@ def test_nothing_survives_an_agent_that_is_killed_together_with_its_parent(
     running(controller)
     (found,) = psutil.Process(parent.process.pid).children()
     agent = AgentProcess(parent.process, parent.home, parent.log)
-    sentinel = next(c for c in found.children() if "services.worker.agent.sentinel" in c.cmdline())
+    sentinel = next(
+        c for c in found.children() if "services.worker.agent.host.sentinel" in c.cmdline()
+    )
     pids = [*agent.marked(), found.pid]
     os.killpg(parent.process.pid, signal.SIGKILL)
     parent.process.wait(10)
@@ -124,7 +126,7 @@ def test_a_sentinel_outlives_the_terminal_and_ends_the_processes_of_one_life_onl
     reading, writing = os.pipe()
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "services.worker.agent.sentinel"),
+            *(sys.executable, "-m", "services.worker.agent.host.sentinel"),
             *("--pipe", str(reading), "--mark", first),
         ],
         pass_fds=(reading,),

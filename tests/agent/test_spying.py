@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.worker.agent.spying import spied_frames, spy
+from services.worker.agent.host.stack_reader import spied_frames, spy
 from tests.waiting import until
 
 SLEEPER = """

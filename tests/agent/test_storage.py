@@ -7,11 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.contract import commit_chain
-from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.ids import checkpoint_id
-from services.contract.job_cards import put_card_away
-from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.commands import (
     CommitCheckpoint,
     KeepStanding,
@@ -26,9 +21,14 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
 )
-from services.contract.states import JobState
-from services.worker.agent import storage as storage_module
-from services.worker.agent.storage import Storage, fault_of, purge
+from services.contract.storage import commit_chain
+from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.job_cards import put_card_away
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import JobState
+from services.worker.agent.storage import job_storage as storage_module
+from services.worker.agent.storage.job_storage import Storage, fault_of, purge
 from tests.agent.conftest import JOB, NODE, launch
 
 
@@ -162,7 +162,7 @@ def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
     assert isinstance(storage.commit(commit), CheckpointLinked)
     command = PurgeJob(job_id=JOB, fence=1)
     with monkeypatch.context() as broken:
-        broken.setattr("services.worker.agent.storage.remove_tree", refuse)
+        broken.setattr("services.worker.agent.storage.job_storage.remove_tree", refuse)
         told = purge(storage, command, NODE)
     assert told.error == "[Errno 5] Input/output error"
     # Its name is gone at once; what could not be removed is removed when it is asked for again.

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.contract import redis_keys
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id, new_trace_id
-from services.contract.job_cards import read_card
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.traces import draft as unfinished_trace
+from services.contract.jobs.traces import raw_draft, trace_file
 from services.contract.messages.commands import CommitCheckpoint
 from services.contract.messages.facts import Fact, GangEnded, JobFound, RunningGang
-from services.contract.traces import draft as unfinished_trace
-from services.contract.traces import raw_draft, trace_file
-from services.worker.agent.folders import ATTEMPTS_KEPT, NodeFolder
-from services.worker.agent.redis_clients import writing_client
-from services.worker.agent.storage import Storage
-from services.worker.agent.storage_rounds import Holdings, StorageRounds
+from services.contract.redis import redis_keys
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.job_cards import read_card
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_trace_id
+from services.worker.agent.host.folders import ATTEMPTS_KEPT, NodeFolder
+from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.rounds import Holdings, StorageRounds
+from services.worker.agent.streams.redis_clients import writing_client
 from tests.agent.conftest import JOB, NODE, launch
 from tests.agent.test_removal import make_deep
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.ids import new_trace_id
+from services.contract.jobs.traces import draft, raw_draft, trace_file, traces_folder
 from services.contract.messages.commands import RecordTrace, RemoveTraces, StopGang
 from services.contract.messages.facts import (
     GangEnded,
@@ -24,8 +24,8 @@ from services.contract.messages.rank_pipe import (
     RankTraceFailed,
     TraceOrder,
 )
-from services.contract.traces import draft, raw_draft, trace_file, traces_folder
-from services.worker.agent.gang import (
+from services.contract.words.ids import new_trace_id
+from services.worker.agent.gangs.decisions import (
     DropTrace,
     Exited,
     Instruct,

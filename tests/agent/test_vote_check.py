@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import ShardFile
 from services.contract.messages.rank_pipe import RankVote
-from services.worker.agent.vote_check import VoteCheck
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import ShardFile
+from services.contract.words.ids import checkpoint_id
+from services.worker.agent.gangs.vote_check import VoteCheck
 from tests.agent.conftest import JOB
 
 CONTENT = b"seven b"

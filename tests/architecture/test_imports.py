@@ -5,8 +5,8 @@ import sys
 
 BLOCK = "import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
 TORCH_FREE = [
-    "services.contract.views",
-    "services.contract.rank_channel",
+    "services.contract.api.views",
+    "services.contract.messages.board",
     "services.controller.__main__",
     "services.worker.agent.__main__",
     "services.cli.__main__",

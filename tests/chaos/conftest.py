@@ -10,8 +10,8 @@ from pathlib import Path
 
 import redis
 
-from services.contract.states import JobState
-from services.contract.views import JobView
+from services.contract.api.views import JobView
+from services.contract.words.states import JobState
 from tests.chaos import invariants
 from tests.chaos.invariants import Losses
 from tests.cluster import PATIENCE_S, Cluster

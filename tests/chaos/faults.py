@@ -9,7 +9,7 @@ from typing import Final
 
 import psutil
 
-from services.contract.views import JobView
+from services.contract.api.views import JobView
 from tests.chaos.proxy import Mode
 from tests.cluster import Cluster
 from tests.parts import node_frozen

@@ -9,12 +9,12 @@ from typing import cast
 
 import redis
 
-from services.contract import redis_keys
-from services.contract.commit_chain import CommitChain
-from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest
+from services.contract.api.views import AttemptView, EventView
 from services.contract.messages.telemetry import StepRecord
-from services.contract.states import ExitReason
-from services.contract.views import AttemptView, EventView
+from services.contract.redis import redis_keys
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened, CheckpointDeleted, Manifest
+from services.contract.words.states import ExitReason
 from services.controller.adapters.redis import redis_ports
 from tests.controller.replays import replay_all
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from services.cli.client import Client
 from services.cli.errors import CliError
+from services.contract.api.views import AttemptView, JobView, StopRequest
 from services.contract.messages.telemetry import StepRecord
-from services.contract.states import JobState
-from services.contract.views import AttemptView, JobView, StopRequest
+from services.contract.words.states import JobState
 from tests.chaos import invariants
 from tests.chaos.faults import Planned, Scene, schedule
 from tests.chaos.figures import Figures, Injected

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.contract import redis_keys
-from services.contract.queue import DrainRequest
-from services.contract.states import JobState, NodeState
-from services.contract.views import JobView
+from services.contract.api.queue import DrainRequest
+from services.contract.api.views import JobView
+from services.contract.redis import redis_keys
+from services.contract.words.states import JobState, NodeState
 from tests.chaos.conftest import LONG, STEPS, check, eventually, finish, paced, set_pace
 from tests.chaos.invariants import Losses
 from tests.chaos.proxy import Mode

@@ -6,10 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.queue import DrainRequest
-from services.contract.states import ExitReason, FailureClass, JobState, NodeState, TraceState
-from services.contract.traces import TraceRequest
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.api.queue import DrainRequest
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.jobs.traces import TraceRequest
+from services.contract.words.states import ExitReason, FailureClass, JobState, NodeState, TraceState
 from tests.chaos.conftest import LONG, check, eventually, finish, paced, set_pace
 from tests.chaos.invariants import Losses
 from tests.cluster import Cluster

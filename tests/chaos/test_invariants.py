@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import AttemptOpened, Manifest, ShardFile
+from services.contract.api.views import AttemptView, EventView
 from services.contract.messages.telemetry import StepRecord
-from services.contract.states import ExitReason
-from services.contract.views import AttemptView, EventView
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened, Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import ExitReason
 from tests.chaos.invariants import (
     ViolationError,
     check_attempts,

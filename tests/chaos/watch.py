@@ -9,8 +9,8 @@ import redis
 
 from services.cli.client import Client
 from services.cli.errors import CliError
-from services.contract.manifests import Manifest
-from services.contract.states import JobState
+from services.contract.storage.manifests import Manifest
+from services.contract.words.states import JobState
 from tests.chaos import invariants
 from tests.chaos.invariants import ViolationError
 from tests.cluster import Cluster

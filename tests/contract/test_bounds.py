@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.contract.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
-from services.contract.ids import new_job_id
 from services.contract.messages.facts import (
     FACT,
     CheckpointCorrupt,
@@ -18,6 +16,8 @@ from services.contract.messages.facts import (
     NodeJoined,
 )
 from services.contract.messages.telemetry import LogLine, RankSample, RankStacks
+from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
+from services.contract.words.ids import new_job_id
 
 LONG = "x" * 1_000_000
 JOB = new_job_id(1, bytes(10))

@@ -1,6 +1,6 @@
 """The names that the controller accepts are those that the ranks know."""
 
-from services.contract.built_ins import BUILT_IN_NAMES
+from services.contract.jobs.built_ins import BUILT_IN_NAMES
 from services.worker.rank import registry
 
 

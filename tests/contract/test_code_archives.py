@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from services.contract import code_archives
-from services.contract.code_archives import (
+from services.contract.jobs import code_archives
+from services.contract.jobs.code_archives import (
     CodeArchiveError,
     Contents,
     digest_of,
@@ -24,7 +24,7 @@ from services.contract.code_archives import (
     pack,
     unpack,
 )
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 
 FILES = [("pkg/model.py", b"WIDTH = 3\n", False), ("train.sh", b"#!/bin/sh\n", True)]
 Header = Callable[[tarfile.TarInfo], None]

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.commit_chain import ChainError, CommitChain, FencedError, Record
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import AttemptOpened, CheckpointDeleted, Manifest, ShardFile
+from services.contract.storage.commit_chain import ChainError, CommitChain, FencedError, Record
+from services.contract.storage.manifests import (
+    AttemptOpened,
+    CheckpointDeleted,
+    Manifest,
+    ShardFile,
+)
+from services.contract.words.ids import checkpoint_id, new_job_id
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 

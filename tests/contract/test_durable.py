@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.durable import make_folders
-from services.contract.ids import new_job_id
-from services.contract.manifests import AttemptOpened
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened
+from services.contract.system.durable import make_folders
+from services.contract.words.ids import new_job_id
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 

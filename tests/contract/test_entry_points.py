@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.contract.entry_points import entry_points
-from services.contract.secret_references import references, resolved, written_out
+from services.contract.jobs.entry_points import entry_points
+from services.contract.jobs.secret_references import references, resolved, written_out
 
 
 @pytest.mark.parametrize(

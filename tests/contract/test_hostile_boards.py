@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.rank_channel import (
+from services.contract.messages.board import (
     BOARD_BYTES,
     MAX_GROUPS,
     MAX_STEP,
@@ -19,7 +19,7 @@ from services.contract.rank_channel import (
     BoardStep,
     BoardWriter,
 )
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 
 SLOT_A, RING = 64, 4096
 SNAPSHOT = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.own_process import LossyOutput
+from services.contract.system.own_process import LossyOutput
 from services.local.settings import child_environment
 
 # Root has CAP_SYS_PTRACE, from which nothing can be hidden.
@@ -17,7 +17,7 @@ assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 
 """
 HOLDER = """
 import signal
-from services.contract.own_process import set_up_process
+from services.contract.system.own_process import set_up_process
 set_up_process(holds_secrets={hidden})
 print("ready")
 signal.pause()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.rank_channel import (
+from services.contract.messages.board import (
     ARRIVALS_KEPT,
     BOARD_BYTES,
     MAX_GROUPS,
@@ -20,7 +20,7 @@ from services.contract.rank_channel import (
     BoardStep,
     BoardWriter,
 )
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 
 SLOT_A, SLOT_B, RING, RING_ENTRY, RING_LENGTH = 64, 1088, 4096, 64, 256
 ARRIVALS = 20_480

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.contract.entry_points import entry_points, factories_of
+from services.contract.api.pointers import pointer_of
+from services.contract.jobs.entry_points import entry_points, factories_of
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import LaunchGang
-from services.contract.pointers import pointer_of
-from services.contract.specs import JobSpec
 from tests.contract.test_versions import of_yesterday
 
 SCRIPT: dict[str, Any] = {"entrypoint": {"script": "runs/train.py", "args": ["--lr", "1e-3"]}}

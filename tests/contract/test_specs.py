@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.contract.ids import checkpoint_id, job_of_checkpoint, new_job_id
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.ids import checkpoint_id, job_of_checkpoint, new_job_id
 
 SPEC: dict[str, Any] = {
     "model": {"factory": "decoder"},

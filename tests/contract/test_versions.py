@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.contract.ids import checkpoint_id, new_job_id, new_trace_id
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.base import Message
 from services.contract.messages.commands import Command, LaunchGang
 from services.contract.messages.facts import Fact
@@ -18,7 +18,7 @@ from services.contract.messages.telemetry import (
     RankStacks,
     StepRecord,
 )
-from services.contract.specs import JobSpec
+from services.contract.words.ids import checkpoint_id, new_job_id, new_trace_id
 
 NODE = "loom-1"
 JOB = new_job_id(1, bytes(10))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.contract.warm_channel import ForkFailed, ForkRank, WarmChannel
+from services.contract.messages.warm_channel import ForkFailed, ForkRank, WarmChannel
 
 SEAT: dict[str, Any] = {
     "job_id": "job_01hzxw3v8q000000000000000a",

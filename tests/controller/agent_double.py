@@ -7,9 +7,6 @@ from pydantic import BaseModel
 from redis import Redis
 
 from fsdp_core.plan.model import NodeFacts
-from services.contract import redis_keys as keys
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import ShardFile
 from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
 from services.contract.messages.facts import (
@@ -32,6 +29,9 @@ from services.contract.messages.probing import (
     ProbeModel,
 )
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
+from services.contract.redis import redis_keys as keys
+from services.contract.storage.manifests import ShardFile
+from services.contract.words.ids import checkpoint_id
 from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 

@@ -13,7 +13,7 @@ from anyio.from_thread import start_blocking_portal
 from fastapi.testclient import TestClient
 from redis import Redis
 
-from services.contract.entry_points import EntryPoints
+from services.contract.jobs.entry_points import EntryPoints
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.context import Context

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.manifests import Manifest, ShardFile
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import Command, KeepStanding
 from services.contract.messages.facts import (
     CheckpointBegan,
@@ -17,15 +16,16 @@ from services.contract.messages.facts import (
     Inventory,
     RankExit,
 )
-from services.contract.specs import JobSpec
-from services.contract.states import JobState, NodeState
-from services.controller.domain import planner
-from services.controller.domain.decide import decide
-from services.controller.domain.effects import Decision
-from services.controller.domain.events import GangPlaced, JobEvent
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.placement import Gang, Seated, Standing, place
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState, NodeState
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangPlaced, JobEvent
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
 
 NOW = 1_000_000
 NODE = "loom-1"
@@ -61,9 +61,9 @@ def node(
 
 
 def placed(job: Job, incarnation: str = "life-1") -> GangPlaced:
-    seated = place(Gang.of(job.spec), [Standing(node(slots=64))])
-    assert isinstance(seated, Seated)
-    return GangPlaced(planner.gang(job.spec, seated), {NODE: incarnation})
+    outcome = place(GangRequest.of(job.spec), [NodeUsage(node(slots=64))])
+    assert isinstance(outcome, Placed)
+    return GangPlaced(default_plan.gang(job.spec, outcome), {NODE: incarnation})
 
 
 def play(job: Job, events: Iterable[JobEvent], now_ms: int = NOW) -> Decision:
@@ -80,7 +80,7 @@ def commands(decision: Decision) -> list[Command]:
     return [command for command in sent if not isinstance(command, KeepStanding)]
 
 
-def standings(decision: Decision) -> list[JobState]:
+def kept_standings(decision: Decision) -> list[JobState]:
     """Where storage is to remember that the job stands."""
     sent = [send.command for send in decision.sends]
     return [command.standing for command in sent if isinstance(command, KeepStanding)]

@@ -1,9 +1,9 @@
 """Histories of real runs, decided anew."""
 
-from services.controller.domain.history import HistoryEntry, replay
-from services.controller.domain.job import Job
+from services.controller.domain.decisions.history import HistoryEntry, replay
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Log
-from services.controller.ports.office import Ports
 
 _CHUNK = 1_000
 

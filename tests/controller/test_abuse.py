@@ -16,10 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.cli.client import Client
 from services.cli.errors import RefusedError
-from services.contract import redis_keys as keys
 from services.contract.messages.telemetry import LogLine
-from services.contract.problems import MOST_FAULTS
-from services.controller.api.framing import MAX_BODY_BYTES, BodyLimit
+from services.contract.redis import redis_keys as keys
+from services.contract.words.problems import MOST_FAULTS
+from services.controller.api.middleware import MAX_BODY_BYTES, BodyLimit
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.test_connections import answered

@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from httpx2 import Response
 
-from services.contract import redis_keys as keys
-from services.contract.access import Scope
-from services.contract.entry_points import EntryPoints
+from services.contract.api.access import Scope
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.redis import redis_keys as keys
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped
-from services.controller.domain.rate import Bucket, Rate, take
+from services.controller.domain.access.rate import Bucket, Rate, take
 from services.controller.settings import Settings
 from tests.controller.conftest import House, job_body, open_house
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner, Result
 from services.cli.app import app
 from services.cli.errors import CliError, RefusedError
 from services.cli.terminal import console
-from services.contract.ids import new_token_id
+from services.contract.words.ids import new_token_id
 from tests.controller.test_process import started
 
 pytestmark = pytest.mark.redis

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.contract.ids import checkpoint_id, new_job_id
-from services.contract.job_cards import JobCard
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     Fact,
@@ -14,19 +12,21 @@ from services.contract.messages.facts import (
     NodeJoined,
     RunningGang,
 )
-from services.contract.states import JobState
+from services.contract.storage.job_cards import JobCard
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.decide import first_decision
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.events import GangPlaced, JobEvent, PinAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.job.events import GangPlaced, JobEvent, PinAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.change import apply_events
-from services.controller.use_cases.facts import heed
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.jobs import purge_job
 from tests.controller import test_gang_over_nodes as wide
 from tests.controller.histories import (
@@ -59,7 +59,7 @@ class Leader:
         for fact in facts:
             self.now += 1
             entries.append(Entry(f"{self.now}-0", fact.model_dump_json()))
-        await heed(self.ports, entries, 1)
+        await apply_facts(self.ports, entries, 1)
         return entries
 
     async def happen(self, job: Job, *events: JobEvent) -> None:
@@ -237,7 +237,9 @@ def test_a_join_that_comes_twice_says_nothing_of_a_gang_launched_behind_it() -> 
         await leader.happen(job, placed(job))
         told: list[Fact] = [joined(NODE, number=2), launched(job)]
         entries = await leader.hear(*told)
-        await heed(leader.ports, entries, 1)  # the next leader, if this one acknowledged nothing
+        await apply_facts(
+            leader.ports, entries, 1
+        )  # the next leader, if this one acknowledged nothing
         await leader.hear(*told)  # written twice, for the agent missed Redis's answer
         assert leader.kills(NODE) == []
         assert (await leader.job(job.id)).state is JobState.STARTING

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from httpx2 import Response
 
-from services.contract import redis_keys as keys
-from services.contract.problems import PROBLEM_MEDIA_TYPE
-from services.controller.api.framing import MAX_BODY_BYTES
+from services.contract.redis import redis_keys as keys
+from services.contract.words.problems import PROBLEM_MEDIA_TYPE
 from services.controller.api.guard import AccessPolicy
+from services.controller.api.middleware import MAX_BODY_BYTES
 from tests.controller.conftest import House, job_body, open_house
 from tests.waiting import until
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.api.requests import CloneRequest
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import CheckpointVoted, GangEnded
-from services.contract.requests import CloneRequest
-from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.controller.domain.events import JobEvent
-from services.controller.domain.job import Job
+from services.contract.words.states import CheckpointState, ExitReason, JobState
+from services.controller.domain.job.events import JobEvent
+from services.controller.domain.job.job import Job
 from services.controller.use_cases.clone import _origin
 from services.controller.use_cases.present import checkpoint_view
 from tests.controller.histories import finished, linked, play, running, saved, vote

@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from services.contract import redis_keys as keys
-from services.contract.entry_points import EntryPoints
+from services.contract.api.requests import CloneRequest
+from services.contract.jobs.entry_points import EntryPoints
 from services.contract.messages.commands import RetireCheckpoint
-from services.contract.requests import CloneRequest
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.effects import Decision
 from services.controller.domain.errors import (
     KeyReusedError,
     MeshloomError,
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import HoldAsked, HoldReleased, KillAsked
-from services.controller.domain.job import Origin
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import HoldAsked, HoldReleased, KillAsked
+from services.controller.domain.job.job import Origin
 from services.controller.ports.jobs import Actor, Claim, Stored
 from services.controller.use_cases.clone import Cloning, clone
 from services.controller.use_cases.jobs import change_course, delete_job

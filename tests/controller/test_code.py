@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from httpx2 import Response
 
-from services.contract import redis_keys as keys
-from services.contract.code_archives import MOST_CODE_MIB, digest_of, hex_of, pack
-from services.contract.entry_points import EntryPoints
-from services.contract.probes import probe_id
-from services.contract.specs import JobSpec
+from services.contract.jobs.code_archives import MOST_CODE_MIB, digest_of, hex_of, pack
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.probe_ids import probe_id
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import first_decision
-from services.controller.domain.job import Job
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.code import forget_unused
 from services.local.embedded_redis import EmbeddedRedis

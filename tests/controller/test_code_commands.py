@@ -20,8 +20,8 @@ from services.cli.client import Client
 from services.cli.code_folder import pack_folder
 from services.cli.errors import CliError, RefusedError
 from services.cli.terminal import console
-from services.contract import redis_keys as keys
-from services.contract.code_archives import digest_of
+from services.contract.jobs.code_archives import digest_of
+from services.contract.redis import redis_keys as keys
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.test_process import started

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.contract import redis_keys as keys
 from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import RunningGang
+from services.contract.redis import redis_keys as keys
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House
 from tests.waiting import until
@@ -133,7 +133,7 @@ def test_a_drained_node_is_left_after_a_checkpoint_and_used_again_when_undrained
     until(lambda: _reason(house, job_id, "draining: loom-1"))
     waits = house.job(job_id)
     assert (waits["state"], waits["restarts"]) == ("RESTARTING", 0)
-    # Another life of its agent changes nothing: an operator's wish stands until it is taken back.
+    # Another life of its agent changes nothing: an operator's request stands until it is taken back.
     house.agent.join("life-2")
     until(lambda: "life-2" in str(house.redis.hget(keys.NODES, "loom-1")))
     assert house.get("/v1/nodes/loom-1")["state"] == "DRAINING"
@@ -208,7 +208,7 @@ def test_an_agent_that_joins_with_a_deleted_jobs_gang_is_told_to_kill_it_and_no_
 def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.domain.node.NODE_LEASE_MS", 200)
+    monkeypatch.setattr("services.controller.domain.scheduling.node.NODE_LEASE_MS", 200)
     house.agent.join()
     job_id = house.submit()
     house.agent.launches(job_id)

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import Fact
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.states import ExitReason, JobState, NodeState
-from services.contract.views import StopRequest
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.states import ExitReason, JobState, NodeState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.machines import MemoryNodes
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.events import JobEvent, KillAsked, PauseAsked
-from services.controller.domain.gang import ANSWER_DUE_MS
-from services.controller.domain.job import Job
-from services.controller.domain.node import LOST_NODE_KEPT_MS, Drain, Lease
-from services.controller.domain.retry import BACKOFF_MS
+from services.controller.domain.decisions.attempt_events import ANSWER_DUE_MS
+from services.controller.domain.decisions.retry import BACKOFF_MS
+from services.controller.domain.job.events import JobEvent, KillAsked, PauseAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import LOST_NODE_KEPT_MS, Drain, Lease
 from services.controller.ports.jobs import Stored
 from services.controller.ports.machines import Entry
-from services.controller.use_cases.facts import heed
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import NODE, NOW, killed, new_job, node, placed, play, running
 
@@ -167,7 +167,7 @@ def until_commanded(job: Job, kind: type[LaunchGang | StopGang], now_ms: int) ->
 
 
 async def told_now(server: MemoryServer, fact: Fact, time_ms: int) -> None:
-    await heed(memory_ports(server), [Entry(f"{time_ms}-0", fact.model_dump_json())], 1)
+    await apply_facts(memory_ports(server), [Entry(f"{time_ms}-0", fact.model_dump_json())], 1)
 
 
 @given(ahead_ms=st.integers(0, LATER - NOW))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.contract.ids import checkpoint_id
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import (
     CommitCheckpoint,
     LaunchGang,
@@ -18,10 +18,11 @@ from services.contract.messages.facts import (
     LaunchRefused,
 )
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankEvaluated
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import StopRequest
-from services.controller.domain.attempt import ATTEMPTS_KEPT
-from services.controller.domain.events import (
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import CheckpointState, ExitReason, JobState
+from services.controller.domain.decisions.retry import BACKOFF_MS
+from services.controller.domain.job.attempt import ATTEMPTS_KEPT
+from services.controller.domain.job.events import (
     AnswerOverdue,
     CancelAsked,
     JobEvent,
@@ -29,9 +30,8 @@ from services.controller.domain.events import (
     PauseAsked,
     PlacementDelayed,
 )
-from services.controller.domain.job import Job
-from services.controller.domain.lifecycle import TRANSITIONS
-from services.controller.domain.retry import BACKOFF_MS
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.lifecycle import TRANSITIONS
 from services.controller.use_cases.present import attempt_views
 from tests.controller.histories import (
     NODE,

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from services.contract import redis_keys as keys
-from services.contract.states import JobState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import JobState
 from tests.controller.conftest import House
 from tests.controller.virtual_cluster import VirtualCluster
 from tests.waiting import until

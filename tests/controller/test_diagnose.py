@@ -4,12 +4,12 @@ import pytest
 
 from services.contract.messages.facts import AGENT_DIED, RankExit
 from services.contract.messages.findings import Findings, RankFinding
-from services.contract.states import ExitReason, FailureClass, JobState
-from services.controller.domain import diagnose, retry
-from services.controller.domain.attempt import Attempt, Diagnosis, NodeExit, NodeFindings
-from services.controller.domain.decide import decide
-from services.controller.domain.events import DiagnosisAsked, KillAsked, NodeLost
-from services.controller.domain.job import Job
+from services.contract.words.states import ExitReason, FailureClass, JobState
+from services.controller.domain.decisions import diagnose, retry
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.attempt import Attempt, Diagnosis, NodeExit, NodeFindings
+from services.controller.domain.job.events import DiagnosisAsked, KillAsked, NodeLost
+from services.controller.domain.job.job import Job
 from tests.controller.histories import (
     NODE,
     NOW,

@@ -5,13 +5,20 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from services.contract.specs import JobSpec
-from services.contract.states import ExitReason, JobState
-from services.controller.domain import planner
-from services.controller.domain.hall import Hall
-from services.controller.domain.job import Job
-from services.controller.domain.placement import Gang, Never, NotNow, Seated, Standing, place
-from services.controller.domain.resizing import enlarged, place_most
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.states import ExitReason, JobState
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.allocation import Allocation
+from services.controller.domain.scheduling.elastic import enlarged, place_most
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
+    Never,
+    NodeUsage,
+    NotNow,
+    Placed,
+    place,
+)
 from services.controller.ports.machines import Log
 from tests.controller.histories import new_job, node, spec
 from tests.controller.virtual_cluster import VirtualCluster
@@ -49,21 +56,23 @@ def test_seats_are_looked_for_as_often_as_there_are_some(monkeypatch: pytest.Mon
     """And not for each of the 65 536 numbers of ranks that a script may have: that takes seconds."""
     tried: list[int] = []
 
-    def counted(gang: Gang, standings: Sequence[Standing]) -> Seated | NotNow | Never:
+    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
         tried.append(gang.ranks)
-        return place(gang, standings)
+        return place(gang, usages)
 
-    monkeypatch.setattr("services.controller.domain.resizing.place", counted)
+    monkeypatch.setattr("services.controller.domain.scheduling.elastic.place", counted)
     script = {"entrypoint": {"script": "a.py"}, "resources": {"world": {"min": 1, "max": 65_536}}}
     wanted = JobSpec.model_validate(script)
-    found = place_most(wanted, [Standing(node("a", slots=4))])
-    assert isinstance(found, Seated)
+    found = place_most(wanted, [NodeUsage(node("a", slots=4))])
+    assert isinstance(found, Placed)
     assert len(found.ranks) == 4
     job = new_job().model_copy(update={"spec": wanted})
-    seated = place(Gang.of(wanted), [Standing(node("a", slots=4))])
-    assert isinstance(seated, Seated)
-    hall = Hall((Standing(node("a", slots=4)),), {job.id: job}, {}, 1).with_seated(job, seated)
-    _, larger = enlarged(hall, {}, [job])
+    placed = place(GangRequest.of(wanted), [NodeUsage(node("a", slots=4))])
+    assert isinstance(placed, Placed)
+    allocation = Allocation((NodeUsage(node("a", slots=4)),), {job.id: job}, {}, 1).with_placed(
+        job, placed
+    )
+    _, larger = enlarged(allocation, {}, [job])
     assert len(larger[job.id].ranks) == 4
     assert sorted(tried) == [1, 4, 4]
 
@@ -286,29 +295,29 @@ def test_several_grow_in_their_order_and_never_onto_the_same_seats() -> None:
 def test_a_gang_that_spreads_does_not_wait_for_the_one_node_that_could_hold_it() -> None:
     ranks = spec(resources={"ranks": 3})
     free = spec(resources={"world": {"min": 3, "max": 3}})
-    nodes = [Standing(node("a", slots=4), cpu_taken=3), Standing(node("b", slots=2))]
-    assert isinstance(place(Gang.of(ranks), nodes), NotNow)
-    outcome = place(Gang.of(free), nodes)
-    assert isinstance(outcome, Seated)
+    nodes = [NodeUsage(node("a", slots=4), cpu_taken=3), NodeUsage(node("b", slots=2))]
+    assert isinstance(place(GangRequest.of(ranks), nodes), NotNow)
+    outcome = place(GangRequest.of(free), nodes)
+    assert isinstance(outcome, Placed)
     assert [seat.node_id for seat in outcome.ranks] == ["b", "b", "a"]
-    alone = place(Gang.of(free), [Standing(node("a", slots=4)), *nodes[1:]])
-    assert isinstance(alone, Seated)
+    alone = place(GangRequest.of(free), [NodeUsage(node("a", slots=4)), *nodes[1:]])
+    assert isinstance(alone, Placed)
     assert {seat.node_id for seat in alone.ranks} == {"a"}
-    nowhere = place(Gang.of(free), [nodes[0], Standing(node("b", slots=1))])
+    nowhere = place(GangRequest.of(free), [nodes[0], NodeUsage(node("b", slots=1))])
     assert isinstance(nowhere, NotNow)
     assert "3 CPU slots on a, b are needed, at most 2 are free" in nowhere.reason
 
 
 def test_a_plan_for_the_fewest_ranks_leaves_the_others_possible() -> None:
     wide = spec(resources={"world": {"min": 2, "max": 6}})
-    settled = planner.planned(wide, planner.shard(wide), 6)
+    settled = default_plan.planned(wide, default_plan.shard(wide), 6)
     assert (settled.worlds, settled.mesh) == ((2, 3, 4, 6), "auto")
-    assert planner.planned(wide, planner.shard(wide), 1).train.micro_batch == 1
-    few = planner.planned(wide, planner.shard(wide), 2)
+    assert default_plan.planned(wide, default_plan.shard(wide), 1).train.micro_batch == 1
+    few = default_plan.planned(wide, default_plan.shard(wide), 2)
     assert (few.worlds, few.train.micro_batch) == ((2, 3, 4, 6), "auto")
     copies = spec(resources={"world": {"min": 2, "max": 6}}, mesh={"dp_shard": 2})
-    assert planner.planned(copies, planner.shard(copies), 1).worlds == (2, 4, 6)
-    fixed = planner.planned(spec(), planner.shard(spec()), 3)
+    assert default_plan.planned(copies, default_plan.shard(copies), 1).worlds == (2, 4, 6)
+    fixed = default_plan.planned(spec(), default_plan.shard(spec()), 3)
     assert (fixed.worlds, fixed.train.micro_batch) == ((2,), 3)
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.context import Context
 from services.controller.ports.machines import Log

@@ -3,7 +3,6 @@
 import pytest
 from pydantic import ValidationError
 
-from services.contract.ids import checkpoint_id, new_job_id
 from services.contract.messages.facts import (
     FACT,
     CheckpointCorrupt,
@@ -11,11 +10,12 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     Evaluated,
 )
-from services.contract.states import CheckpointState
-from services.controller.domain.decide import decide, first_decision, was_told_to_load
-from services.controller.domain.effects import Decision
-from services.controller.domain.events import GangFact, JobEvent
-from services.controller.domain.job import Job, Origin
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import CheckpointState
+from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangFact, JobEvent
+from services.controller.domain.job.job import Job, Origin
 from services.controller.ports.jobs import Actor
 from tests.controller.histories import (
     NODE,

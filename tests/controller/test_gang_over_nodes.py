@@ -1,5 +1,7 @@
 """A gang on several nodes starts, stops and fails as one."""
 
+from services.contract.api.views import StopRequest
+from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.base import Address
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import (
@@ -10,21 +12,19 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.states import ExitReason, FailureClass, JobState
-from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.decide import decide
-from services.controller.domain.effects import Decision, Send
-from services.controller.domain.events import (
+from services.contract.words.states import ExitReason, FailureClass, JobState
+from services.controller.domain.decisions.attempt_events import ANSWER_DUE_MS, is_overdue
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.events import (
     AnswerOverdue,
     GangPlaced,
     JobEvent,
     NodeLost,
     PauseAsked,
 )
-from services.controller.domain.gang import ANSWER_DUE_MS, is_overdue
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
 from tests.controller.histories import NOW, new_job, play
 
 HEAD, OTHER = "loom-1", "loom-2"
@@ -39,7 +39,7 @@ def placed_on_two(job: Job) -> GangPlaced:
         )
         for rank in range(4)
     )
-    plan = GangPlan(device_type="cpu", sharding=planner.shard(job.spec), ranks=seats)
+    plan = GangPlan(device_type="cpu", sharding=default_plan.shard(job.spec), ranks=seats)
     return GangPlaced(plan, {HEAD: "life-1", OTHER: "life-1"})
 
 

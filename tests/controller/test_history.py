@@ -2,10 +2,18 @@
 
 import pytest
 
-from services.contract.requests import JobPatch
-from services.contract.views import StopRequest
-from services.controller.domain.decide import decide
-from services.controller.domain.events import (
+from services.contract.api.requests import JobPatch
+from services.contract.api.views import StopRequest
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.decisions.history import (
+    HistoryEntry,
+    HistoryError,
+    Occurrence,
+    creation,
+    entry,
+    replay,
+)
+from services.controller.domain.job.events import (
     CancelAsked,
     HoldAsked,
     JobEvent,
@@ -13,14 +21,6 @@ from services.controller.domain.events import (
     NodeLost,
     PatchAsked,
     ResumeAsked,
-)
-from services.controller.domain.history import (
-    HistoryEntry,
-    HistoryError,
-    Occurrence,
-    creation,
-    entry,
-    replay,
 )
 from tests.controller.histories import (
     NODE,

@@ -19,10 +19,10 @@ from services.cli.__main__ import main
 from services.cli.client import Client
 from services.cli.follow import follow
 from services.cli.terminal import Terminal, console, harmless, one_line
-from services.contract import redis_keys as keys
 from services.contract.messages.facts import CheckpointCorrupt, Inventory, NodeJoined
 from services.contract.messages.probing import NodeMeasured, ProbeFailure
 from services.contract.messages.telemetry import RankSample
+from services.contract.redis import redis_keys as keys
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body

@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.ids import new_job_id
-from services.contract.requests import JobPatch
-from services.contract.states import JobState
-from services.contract.views import StopRequest
+from services.contract.api.requests import JobPatch
+from services.contract.api.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import first_decision
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import (
     JobEvent,
     KillAsked,
     PatchAsked,
     PauseAsked,
     ResumeAsked,
 )
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, JobSummary
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
 from tests.controller.conftest import House, open_house

@@ -1,4 +1,4 @@
-"""Whatever is wished, told, told twice or told too late: what a job's course always keeps.
+"""Whatever is requested, told, told twice or told too late: what a job's course always keeps.
 
 A machine of jobs, nodes and agents on virtual time plays any sequence of events through the pure
 decisions. Its agents are honest: they do as commanded and tell what happened, in order, but what
@@ -13,7 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.api.plan_views import JobEstimate, MemoryView
+from services.contract.api.requests import JobPatch, ResourcesPatch
+from services.contract.api.views import StopRequest
 from services.contract.messages.base import Address
 from services.contract.messages.commands import (
     Command,
@@ -30,18 +32,16 @@ from services.contract.messages.facts import (
     GangLaunched,
     LaunchRefused,
 )
-from services.contract.planning import JobEstimate, MemoryView
-from services.contract.requests import JobPatch, ResourcesPatch
-from services.contract.states import CheckpointState, JobState
-from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.decide import decide, is_stale
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import CheckpointState, JobState
+from services.controller.domain.decisions.attempt_events import is_overdue
+from services.controller.domain.decisions.dispatch import decide, is_stale
 from services.controller.domain.errors import (
     InvalidRequestError,
     PreconditionFailedError,
     StateConflictError,
 )
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     AnswerOverdue,
     CancelAsked,
     CheckpointAsked,
@@ -63,13 +63,13 @@ from services.controller.domain.events import (
     ResumeAsked,
     SpecFaulted,
 )
-from services.controller.domain.gang import is_overdue
-from services.controller.domain.job import SEVERITY, Job, Planning
-from services.controller.domain.lifecycle import LEFT_BY_WISH, TRANSITIONS
-from services.controller.domain.node import Drain, Lease, Node
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import MakeRoom, survey
-from services.controller.domain.resizing import Patience, growth, shrinkage
+from services.controller.domain.job.job import SEVERITY, Job, Planning
+from services.controller.domain.job.lifecycle import LEFT_BY_WISH, TRANSITIONS
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.elastic import GrowthDelay, growth, shrinkage
+from services.controller.domain.scheduling.node import Drain, Lease, Node
+from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.queue import Preempt, schedule
 from tests.controller import histories
 from tests.controller.histories import NOW, node, spec
 
@@ -89,7 +89,7 @@ BOUNDS = [
     ResourcesPatch.model_validate({"world": world})
     for world in ({"max": 3}, {"max": 6}, {"min": 1}, {"min": 4, "max": 4})
 ]
-WISHES = st.one_of(
+REQUESTS = st.one_of(
     st.just(ResumeAsked()),
     st.builds(PauseAsked, STOPS),
     st.builds(CancelAsked, STOPS),
@@ -166,24 +166,24 @@ class Lifecycle(RuleBasedStateMachine):
 
     # --- what people and the clock do -----------------------------------------------------------
 
-    @rule(which=st.integers(0, 2), wish=WISHES, before=st.integers(0, 2), heard=st.booleans())
-    def wish(self, which: int, wish: JobEvent, before: int, *, heard: bool) -> None:
-        """Somebody wishes something of a job that has been doing well, or of one that has not."""
+    @rule(which=st.integers(0, 2), ask=REQUESTS, before=st.integers(0, 2), heard=st.booleans())
+    def ask(self, which: int, ask: JobEvent, before: int, *, heard: bool) -> None:
+        """Somebody requests something of a job that has been doing well, or of one that has not."""
         if before:
             self.prosper(1, before, 4)
-        self._wish(which, wish)
+        self._ask(which, ask)
         if heard:
             for name in NODES:
                 self.obey(name, 99, refuses=False)
 
-    @rule(which=st.integers(0, 2), first=WISHES, second=WISHES)
+    @rule(which=st.integers(0, 2), first=REQUESTS, second=REQUESTS)
     def wish_twice(self, which: int, first: JobEvent, second: JobEvent) -> None:
-        self._wish(which, first)
-        self._wish(which, second)
+        self._ask(which, first)
+        self._ask(which, second)
 
-    def _wish(self, which: int, wish: JobEvent) -> None:
+    def _ask(self, which: int, ask: JobEvent) -> None:
         with contextlib.suppress(StateConflictError, InvalidRequestError, PreconditionFailedError):
-            self._happen(self._job(which).id, wish)
+            self._happen(self._job(which).id, ask)
 
     @rule(which=st.integers(0, 2), choice=st.integers(0, 3))
     def resume_from_a_checkpoint(self, which: int, choice: int) -> None:
@@ -230,7 +230,7 @@ class Lifecycle(RuleBasedStateMachine):
             plan_id=plan_id, peak=MemoryView(), where="optimizer", unit="", micro_batch=1
         )
         events: dict[str, JobEvent] = {
-            "made": PlanMade(planner.shard(job.spec), estimate),
+            "made": PlanMade(default_plan.shard(job.spec), estimate),
             "missed": PlanMissed(plan_id, "it crashed"),
             "refused": PlanRefused(plan_id, "too large", "take more ranks"),
             "faulted": SpecFaulted(plan_id, "no such argument", NODES[0]),
@@ -239,8 +239,8 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NODES), drains=st.booleans())
     def drain(self, name: str, *, drains: bool) -> None:
-        wish = Drain(asked_ms=self.now) if drains else None
-        self._put(name, drain=wish)
+        ask = Drain(asked_ms=self.now) if drains else None
+        self._put(name, drain=ask)
 
     # --- what agents and ranks do ---------------------------------------------------------------
 
@@ -415,23 +415,23 @@ class Lifecycle(RuleBasedStateMachine):
         nodes = self.house.nodes.values()
         leases = {n.id: Lease(n.incarnation, 5_000) for n in nodes}
         jobs = [job for job in self.jobs.values() if job.is_active]
-        found = survey(jobs, stand(nodes, jobs, leases), {}, self.now)
+        found = schedule(jobs, usages_of(nodes, jobs, leases), {}, self.now)
         for turn in found.turns:
             match turn.outcome:
-                case Seated() as seated:
-                    plan = planner.gang(turn.job.spec, seated)
-                    self._happen(turn.job.id, GangPlaced(plan, seated.incarnations))
-                case MakeRoom(victims=victims):
+                case Placed() as placed:
+                    plan = default_plan.gang(turn.job.spec, placed)
+                    self._happen(turn.job.id, GangPlaced(plan, placed.incarnations))
+                case Preempt(victims=victims):
                     for victim in victims:
                         assert victim.spec.priority < turn.job.spec.priority
                         move = MoveAsked("preempted", turn.job.id, "makes room", 5.0)
                         self._happen(victim.id, move)
                 case waits:
                     self._happen(turn.job.id, PlacementDelayed(waits.reason))
-        for chance in found.chances if grows else ():
-            larger = growth(chance, 0, self.now, Patience(0, 0))
+        for option in found.growth_options if grows else ():
+            larger = growth(option, 0, self.now, GrowthDelay(0, 0))
             assert larger is not None
-            self._happen(chance.job.id, larger)
+            self._happen(option.job.id, larger)
 
     def _happen(self, job_id: str, event: JobEvent) -> None:
         before = self.jobs[job_id]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.contract import redis_keys as keys
+from services.contract.api.plan_views import JobEstimate, MemoryView
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
-from services.contract.planning import JobEstimate, MemoryView
+from services.contract.redis import redis_keys as keys
 from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
 from tests.controller.conftest import House

@@ -13,8 +13,8 @@ from services.controller.domain.errors import DeposedError, StoreUnavailableErro
 from services.controller.loops import facts as fact_loop
 from services.controller.loops.endurance import Endurance
 from services.controller.loops.leader import Leader
+from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
-from services.controller.ports.office import Ports
 
 pytestmark = pytest.mark.anyio
 
@@ -122,14 +122,14 @@ async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
     heeded: list[str] = []
     tries: list[str] = []
 
-    async def heed(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
+    async def apply_facts(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
         for entry in entries:
             if entry.body == "poison":
                 tries.append(entry.body)
                 raise RuntimeError("a bug in a handler")
             heeded.append(entry.body)
 
-    monkeypatch.setattr(fact_loop, "heed", heed)
+    monkeypatch.setattr(fact_loop, "apply_facts", apply_facts)
     monkeypatch.setattr(fact_loop, "_LOOK_BACK_EVERY_S", 0.01)
     monkeypatch.setattr(fact_loop, "_BLOCK_S", 0.001)
     for body in ("poison", "good"):
@@ -147,10 +147,10 @@ async def test_a_fact_is_acknowledged_only_after_it_was_committed(
 ) -> None:
     outcomes = iter([StoreUnavailableError("gone"), DeposedError("over")])
 
-    async def heed(_ports: Ports, _entries: Sequence[Entry], _epoch: int) -> None:
+    async def apply_facts(_ports: Ports, _entries: Sequence[Entry], _epoch: int) -> None:
         raise next(outcomes)
 
-    monkeypatch.setattr(fact_loop, "heed", heed)
+    monkeypatch.setattr(fact_loop, "apply_facts", apply_facts)
     server.facts.append(server.entry("fact"))
     with pytest.raises(DeposedError):
         await fact_loop.FactLoop(memory_ports(server), 1).run()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.contract.ids import checkpoint_id
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import CommitCheckpoint
 from services.contract.messages.facts import (
     CheckpointLost,
@@ -11,11 +11,11 @@ from services.contract.messages.facts import (
     GangEnded,
     LaunchRefused,
 )
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import StopRequest
-from services.controller.domain.events import AnswerOverdue, KillAsked, PauseAsked
-from services.controller.domain.job import Job
-from services.controller.domain.retry import BACKOFF_MS, CONDITION_MS
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import CheckpointState, ExitReason, JobState
+from services.controller.domain.decisions.retry import BACKOFF_MS, CONDITION_MS
+from services.controller.domain.job.events import AnswerOverdue, KillAsked, PauseAsked
+from services.controller.domain.job.job import Job
 from tests.controller.histories import (
     NODE,
     NOW,

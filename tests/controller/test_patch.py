@@ -4,13 +4,13 @@ import pytest
 
 from services.cli.app import _best
 from services.cli.spec_file import read_model
+from services.contract.api.requests import JobPatch
+from services.contract.jobs.specs import KeepBestSpec
 from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.messages.facts import Evaluated
-from services.contract.requests import JobPatch
-from services.contract.specs import KeepBestSpec
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
-from services.controller.domain.events import PatchAsked
-from services.controller.domain.job import Job
+from services.controller.domain.job.events import PatchAsked
+from services.controller.domain.job.job import Job
 from tests.controller.conftest import House, job_body
 from tests.controller.histories import NODE, commands, new_job, play, running, saved
 from tests.controller.test_best import Course, committed

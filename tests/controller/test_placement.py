@@ -5,20 +5,20 @@ from typing import Literal
 import pytest
 
 from services.contract.messages.facts import NodeJoined, NodeLeft
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.states import NodeState
-from services.controller.domain import planner
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.states import NodeState
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.node import Drain, Lease, join, judge, leave
-from services.controller.domain.placement import (
-    Gang,
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Drain, Lease, join, judge, leave
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
     Never,
+    NodeUsage,
     NotNow,
-    Seated,
-    Standing,
+    Placed,
     occupy,
     place,
-    stand,
+    usages_of,
 )
 from tests.controller.histories import NODE, NOW, finished, node, play, running, spec
 
@@ -28,20 +28,20 @@ def ask(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     together: int = 1,
     close: int | None = None,
-) -> Gang:
-    return Gang(ranks, device, together, close or together)
+) -> GangRequest:
+    return GangRequest(ranks, device, together, close or together)
 
 
 def test_a_gang_sits_on_one_node_which_it_fills_best() -> None:
-    outcome = place(ask(2), [Standing(node("big", slots=8)), Standing(node("small", slots=2))])
-    assert isinstance(outcome, Seated)
+    outcome = place(ask(2), [NodeUsage(node("big", slots=8)), NodeUsage(node("small", slots=2))])
+    assert isinstance(outcome, Placed)
     assert {seat.node_id for seat in outcome.ranks} == {"small"}
     assert [seat.local_rank for seat in outcome.ranks] == [0, 1]
 
 
 def test_two_half_free_nodes_do_not_make_a_gang() -> None:
-    standings = [Standing(node("a", slots=2), cpu_taken=1), Standing(node("b", slots=2), 1)]
-    outcome = place(ask(2), standings)
+    usages = [NodeUsage(node("a", slots=2), cpu_taken=1), NodeUsage(node("b", slots=2), 1)]
+    outcome = place(ask(2), usages)
     assert isinstance(outcome, NotNow)
     assert outcome.blocks
     assert "at most 1 are free" in outcome.reason
@@ -49,11 +49,11 @@ def test_two_half_free_nodes_do_not_make_a_gang() -> None:
 
 @pytest.mark.parametrize("leases", [{}, {NODE: Lease("life-0", 5000)}])
 def test_a_gang_is_not_sent_to_an_agent_that_may_be_dead(leases: dict[str, Lease]) -> None:
-    outcome = place(ask(2), stand([node()], [], leases))
+    outcome = place(ask(2), usages_of([node()], [], leases))
     assert isinstance(outcome, NotNow)
     assert not outcome.blocks
     assert f"silent: {NODE}" in outcome.reason
-    assert isinstance(place(ask(2), stand([node()], [], {NODE: Lease("life-1", 1)})), Seated)
+    assert isinstance(place(ask(2), usages_of([node()], [], {NODE: Lease("life-1", 1)})), Placed)
 
 
 def test_a_node_that_left_comes_back_only_by_joining() -> None:
@@ -68,56 +68,56 @@ def test_no_node_yet_is_not_never() -> None:
 
 
 def test_more_ranks_than_all_nodes_have_can_never_be() -> None:
-    outcome = place(ask(9), [Standing(node(slots=4), cpu_taken=4), Standing(node("b", slots=4))])
+    outcome = place(ask(9), [NodeUsage(node(slots=4), cpu_taken=4), NodeUsage(node("b", slots=4))])
     assert isinstance(outcome, Never)
     assert "all known nodes together have 8" in outcome.reason
-    no_gpu = place(ask(1, "cuda"), [Standing(node())])
+    no_gpu = place(ask(1, "cuda"), [NodeUsage(node())])
     assert isinstance(no_gpu, Never)
     assert "no known node has a GPU" in no_gpu.reason
 
 
 def test_auto_takes_gpus_where_they_suffice_and_waits_for_busy_ones() -> None:
-    gpus = Standing(node("g", gpus=2))
-    seated = place(ask(2), [Standing(node("c")), gpus])
-    assert isinstance(seated, Seated)
-    assert [seat.device for seat in seated.ranks] == ["cuda:0", "cuda:1"]
-    busy = place(ask(2), [Standing(node("c")), Standing(gpus.node, 0, frozenset({0}))])
+    gpus = NodeUsage(node("g", gpus=2))
+    placed = place(ask(2), [NodeUsage(node("c")), gpus])
+    assert isinstance(placed, Placed)
+    assert [seat.device for seat in placed.ranks] == ["cuda:0", "cuda:1"]
+    busy = place(ask(2), [NodeUsage(node("c")), NodeUsage(gpus.node, 0, frozenset({0}))])
     assert isinstance(busy, NotNow)
     assert busy.device == "cuda"
-    too_many = place(ask(3), [Standing(node("c")), gpus])
-    assert isinstance(too_many, Seated)
+    too_many = place(ask(3), [NodeUsage(node("c")), gpus])
+    assert isinstance(too_many, Placed)
     assert too_many.device == "cpu"
 
 
 def test_a_taken_gpu_is_not_given_twice() -> None:
-    standing = Standing(node("g", gpus=2))
-    first = place(ask(1), [standing])
-    assert isinstance(first, Seated)
-    second = place(ask(1), occupy([standing], first, "job"))
-    assert isinstance(second, Seated)
+    usage = NodeUsage(node("g", gpus=2))
+    first = place(ask(1), [usage])
+    assert isinstance(first, Placed)
+    second = place(ask(1), occupy([usage], first, "job"))
+    assert isinstance(second, Placed)
     assert second.ranks[0].device == "cuda:1"
 
 
 def test_a_lost_node_takes_nobody_but_proves_nothing_impossible() -> None:
-    outcome = place(ask(2), [Standing(node(state=NodeState.LOST))])
+    outcome = place(ask(2), [NodeUsage(node(state=NodeState.LOST))])
     assert isinstance(outcome, NotNow)
     assert not outcome.blocks
 
 
 def test_a_living_attempt_takes_its_seats_until_it_has_ended() -> None:
     job = running()
-    (standing,) = stand([node()], [job], {NODE: Lease("life-1", 5000)})
-    assert (standing.cpu_taken, standing.jobs) == (2, (job.id,))
-    (standing,) = stand([node()], [play(job, [finished(job)]).job], {})
-    assert standing.cpu_taken == 0
+    (usage,) = usages_of([node()], [job], {NODE: Lease("life-1", 5000)})
+    assert (usage.cpu_taken, usage.jobs) == (2, (job.id,))
+    (usage,) = usages_of([node()], [play(job, [finished(job)]).job], {})
+    assert usage.cpu_taken == 0
 
 
 def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
-    plan = planner.shard(spec())
+    plan = default_plan.shard(spec())
     assert plan.mesh.dp_shard == 2
     assert [unit.modules for unit in plan.units] == [("blocks.*",)]
     assert (plan.param_dtype, plan.reduce_dtype) == (None, None)
-    mixed = planner.shard(
+    mixed = default_plan.shard(
         spec(
             train={"steps": 1, "precision": {"params": "bf16"}},
             plan={"units": [{"modules": ["layers.*"], "reshard_after_forward": False}]},
@@ -129,29 +129,29 @@ def test_the_plan_shards_over_all_ranks_by_blocks() -> None:
 
 def test_an_elastic_jobs_mesh_follows_from_its_number_of_ranks() -> None:
     free = spec(resources={"world": {"min": 2, "max": 6}})
-    assert Gang.of(free).ranks == planner.shard(free).mesh.dp_shard == 2
-    assert planner.shard(free, 6).mesh.dp_shard == 6
+    assert GangRequest.of(free).ranks == default_plan.shard(free).mesh.dp_shard == 2
+    assert default_plan.shard(free, 6).mesh.dp_shard == 6
     copies = spec(resources={"world": {"min": 3, "max": 12}}, mesh={"dp_shard": 2, "tp": 2})
-    assert Gang.of(copies) == Gang(4, "auto", together=2, close=2, spreads=True)
-    mesh = planner.shard(copies, 12).mesh
+    assert GangRequest.of(copies) == GangRequest(4, "auto", together=2, close=2, spreads=True)
+    mesh = default_plan.shard(copies, 12).mesh
     assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (3, 2, 2)
     named = spec(resources={"world": {"max": 6}}, plan={"mesh": {"dp_shard": 1}})
     with pytest.raises(InvalidRequestError, match="changes with its number of ranks"):
-        planner.shard(named)
+        default_plan.shard(named)
 
 
 def test_a_built_in_model_is_split_over_tp_ranks_and_any_other_as_its_plan_says() -> None:
-    built_in = planner.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
+    built_in = default_plan.shard(spec(resources={"ranks": 4}, mesh={"dp_shard": 2, "tp": 2}))
     assert {entry.style for entry in built_in.tensor_parallel} == {"colwise", "rowwise"}
-    assert planner.shard(spec()).tensor_parallel == ()
+    assert default_plan.shard(spec()).tensor_parallel == ()
     wide = {"resources": {"ranks": 2}, "mesh": {"tp": 2}, "model": {"factory": "a.b:c"}}
     with pytest.raises(InvalidRequestError, match="names no modules to split"):
-        planner.shard(spec(**wide))
+        default_plan.shard(spec(**wide))
     split = [{"modules": ["up"], "style": "colwise"}]
-    own = planner.shard(spec(**wide, plan={"tensor_parallel": split}))
+    own = default_plan.shard(spec(**wide, plan={"tensor_parallel": split}))
     assert own.tensor_parallel[0].modules == ("up",)
     with pytest.raises(InvalidRequestError, match="nothing to split over"):
-        planner.shard(spec(plan={"tensor_parallel": split}))
+        default_plan.shard(spec(plan={"tensor_parallel": split}))
 
 
 def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
@@ -167,7 +167,7 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
         },
     )
     with pytest.raises(InvalidRequestError) as refused:
-        planner.shard(bad)
+        default_plan.shard(bad)
     pointers = {fault.pointer for fault in refused.value.faults}
     unknown = {"/plan/colour", "/plan/units/0/shard", "/plan/tensor_parallel/0/bias"}
     assert unknown <= pointers
@@ -199,12 +199,12 @@ def test_an_old_join_or_leave_told_again_is_void() -> None:
 
 def test_a_gang_that_no_node_can_take_alone_sits_on_the_fewest() -> None:
     nodes = [
-        Standing(node("a", slots=2)),
-        Standing(node("b", slots=4)),
-        Standing(node("c", slots=3)),
+        NodeUsage(node("a", slots=2)),
+        NodeUsage(node("b", slots=4)),
+        NodeUsage(node("c", slots=3)),
     ]
     outcome = place(ask(6), nodes)
-    assert isinstance(outcome, Seated)
+    assert isinstance(outcome, Placed)
     assert [(s.rank, s.node_id, s.local_rank) for s in outcome.ranks] == [
         (0, "b", 0),
         (1, "b", 1),
@@ -215,11 +215,11 @@ def test_a_gang_that_no_node_can_take_alone_sits_on_the_fewest() -> None:
     ]
     assert outcome.incarnations == {"b": "life-1", "c": "life-1"}
     after = occupy(nodes, outcome, "job")
-    assert [standing.cpu_taken for standing in after] == [0, 4, 2]
+    assert [usage.cpu_taken for usage in after] == [0, 4, 2]
 
 
 def test_a_gang_that_one_node_could_take_waits_for_it_rather_than_be_parted() -> None:
-    nodes = [Standing(node("a", slots=4), cpu_taken=2), Standing(node("b", slots=2))]
+    nodes = [NodeUsage(node("a", slots=4), cpu_taken=2), NodeUsage(node("b", slots=2))]
     outcome = place(ask(4), nodes)
     assert isinstance(outcome, NotNow)
     assert outcome.blocks
@@ -227,54 +227,54 @@ def test_a_gang_that_one_node_could_take_waits_for_it_rather_than_be_parted() ->
 
 
 def test_all_ranks_of_a_wide_gang_find_room_or_none() -> None:
-    nodes = [Standing(node("a", slots=4), cpu_taken=1), Standing(node("b", slots=4))]
+    nodes = [NodeUsage(node("a", slots=4), cpu_taken=1), NodeUsage(node("b", slots=4))]
     outcome = place(ask(8), nodes)
     assert isinstance(outcome, NotNow)
     assert "8 CPU slots on a, b are needed, at most 7 are free" in outcome.reason
 
 
 def test_ranks_that_share_a_multiplication_are_never_parted() -> None:
-    nodes = [Standing(node("a", slots=3)), Standing(node("b", slots=3))]
+    nodes = [NodeUsage(node("a", slots=3)), NodeUsage(node("b", slots=3))]
     assert isinstance(place(ask(6, together=2), nodes), Never)
     outcome = place(ask(4, together=2), nodes)
-    assert isinstance(outcome, Seated)
+    assert isinstance(outcome, Placed)
     assert [seat.node_id for seat in outcome.ranks] == ["a", "a", "b", "b"]
 
 
 def test_a_copy_of_the_parameters_stays_on_a_node_where_one_has_room_for_it() -> None:
     nodes = [
-        Standing(node("a", slots=5)),
-        Standing(node("b", slots=6)),
-        Standing(node("c", slots=4)),
+        NodeUsage(node("a", slots=5)),
+        NodeUsage(node("b", slots=6)),
+        NodeUsage(node("c", slots=4)),
     ]
     outcome = place(ask(12, close=4), nodes)
-    assert isinstance(outcome, Seated)
+    assert isinstance(outcome, Placed)
     assert [seat.node_id for seat in outcome.ranks] == ["b"] * 4 + ["a"] * 4 + ["c"] * 4
-    parted = place(ask(8, close=4), [Standing(node("a", slots=6)), Standing(node("b", slots=2))])
-    assert isinstance(parted, Seated)
+    parted = place(ask(8, close=4), [NodeUsage(node("a", slots=6)), NodeUsage(node("b", slots=2))])
+    assert isinstance(parted, Placed)
     assert [seat.node_id for seat in parted.ranks] == ["a"] * 6 + ["b"] * 2
 
 
 def test_a_gang_that_one_node_could_take_is_parted_once_that_node_is_drained_or_lost() -> None:
-    small = [Standing(node("a", slots=2)), Standing(node("b", slots=2))]
+    small = [NodeUsage(node("a", slots=2)), NodeUsage(node("b", slots=2))]
     drained = node("large").model_copy(update={"drain": Drain(asked_ms=1)})
     for large in (drained, node("large", state=NodeState.LOST)):
-        outcome = place(ask(4), [*small, Standing(large)])
-        assert isinstance(outcome, Seated)
+        outcome = place(ask(4), [*small, NodeUsage(large)])
+        assert isinstance(outcome, Placed)
         assert [seat.node_id for seat in outcome.ranks] == ["a", "a", "b", "b"]
 
 
 def test_a_gang_that_waits_for_a_silent_node_says_so_though_others_have_room_together() -> None:
-    small = [Standing(node("a", slots=2)), Standing(node("b", slots=2))]
-    outcome = place(ask(4), [*small, Standing(node("large"), has_lease=False)])
+    small = [NodeUsage(node("a", slots=2)), NodeUsage(node("b", slots=2))]
+    outcome = place(ask(4), [*small, NodeUsage(node("large"), has_lease=False)])
     assert isinstance(outcome, NotNow)
     assert "silent: large" in outcome.reason
 
 
 def test_a_gang_goes_elsewhere_than_to_a_node_that_it_just_lost_where_it_can() -> None:
-    lost, other = Standing(node("a", slots=2)), Standing(node("b", slots=8))
-    gang = Gang(2, last_resort=("a",))
-    for standings, expected in (([lost, other], "b"), ([lost], "a")):
-        outcome = place(gang, standings)
-        assert isinstance(outcome, Seated)
+    lost, other = NodeUsage(node("a", slots=2)), NodeUsage(node("b", slots=8))
+    gang = GangRequest(2, last_resort=("a",))
+    for usages, expected in (([lost, other], "b"), ([lost], "a")):
+        outcome = place(gang, usages)
+        assert isinstance(outcome, Placed)
         assert {seat.node_id for seat in outcome.ranks} == {expected}

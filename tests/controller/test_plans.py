@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.contract import redis_keys as keys
+from services.contract.api.plan_views import PlanView
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import NodeJoined
 from services.contract.messages.probing import (
     MeasureNode,
@@ -14,16 +15,15 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
-from services.contract.planning import PlanView
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState, PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.node import Lease
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
-from services.controller.use_cases.facts import heed
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
 from tests.controller.conftest import ANYTHING, job_body
 from tests.controller.histories import NODE, NOW, node
@@ -59,7 +59,7 @@ class Office:
     async def hears(self, *facts: ModelProbed | NodeMeasured | NodeJoined) -> None:
         for fact in facts:
             self.now += 1
-            await heed(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
+            await apply_facts(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
 
     def asked(self, name: str = NODE) -> list[ProbeModel]:
         return [c for c in self.server.commands(name) if isinstance(c, ProbeModel)]

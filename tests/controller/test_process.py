@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 from redis import Redis
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.__main__ import one_line
 from services.controller.settings import Settings
 from services.local.embedded_redis import EmbeddedRedis

@@ -5,7 +5,7 @@ import pytest
 from services.contract.messages.commands import PurgeJob
 from services.contract.messages.facts import JobPurged
 from services.controller.domain.errors import StateConflictError
-from services.controller.domain.events import PurgeAsked
+from services.controller.domain.job.events import PurgeAsked
 from tests.controller.conftest import House
 from tests.controller.histories import NODE, STEPS, finished, play, running, saved
 from tests.waiting import until

@@ -3,16 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.contract.ids import new_job_id
-from services.contract.plans import RankPlacement
-from services.contract.states import JobState
-from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain, Lease, Node
-from services.controller.domain.placement import Seated, Standing, place, stand
-from services.controller.domain.queue import MakeRoom, Turn, Waits, turns
+from services.contract.api.views import StopRequest
+from services.contract.jobs.plans import RankPlacement
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import JobState
+from services.controller.domain.job.events import GangPlaced, JobEvent, MoveAsked, PauseAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.node import Drain, Lease, Node
+from services.controller.domain.scheduling.placement import NodeUsage, Placed, place, usages_of
+from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, turns
 from tests.controller.histories import NODE, NOW, launched, node, play, progressed, spec
 from tests.controller.test_placement import ask
 
@@ -41,9 +41,9 @@ def up_to(most: int, ranks: int) -> dict[str, object]:
 def on(where: Node, ranks: int, **changes: object) -> Job:
     """A job that runs on ``where``."""
     job = waiting(ranks, **changes)
-    seated = place(ask(ranks), [Standing(where.model_copy(update={"state": "READY"}))])
-    assert isinstance(seated, Seated)
-    event = GangPlaced(planner.gang(job.spec, seated), {where.id: where.incarnation})
+    placed = place(ask(ranks), [NodeUsage(where.model_copy(update={"state": "READY"}))])
+    assert isinstance(placed, Placed)
+    event = GangPlaced(default_plan.gang(job.spec, placed), {where.id: where.incarnation})
     started = launched(job).model_copy(update={"node_id": where.id})
     first = progressed(job).model_copy(update={"node_id": where.id})
     return play(job, [event, started, first], job.created_ms).job
@@ -58,7 +58,7 @@ def parted(shares: dict[str, int], **changes: object) -> Job:
         for rank, (name, place) in enumerate(seats)
     )
     names = list(dict.fromkeys(name for name, _ in seats))
-    plan = planner.gang(job.spec, Seated("cpu", ranks, tuple(node(name) for name in names)))
+    plan = default_plan.gang(job.spec, Placed("cpu", ranks, tuple(node(name) for name in names)))
     events: list[JobEvent] = [GangPlaced(plan, dict.fromkeys(names, "life-1"))]
     events += [launched(job).model_copy(update={"node_id": name}) for name in names]
     events.append(progressed(job).model_copy(update={"node_id": names[0]}))
@@ -69,18 +69,18 @@ def look(jobs: list[Job], nodes: list[Node], **remaining_s: float) -> dict[str, 
     """The turns by job; ``remaining_s`` by the index of the job in ``jobs``."""
     leases = {n.id: Lease(n.incarnation, 5000) for n in nodes}
     outlook = {jobs[int(i[1:])].id: int(s * 1000) for i, s in remaining_s.items()}
-    found = turns(jobs, stand(nodes, jobs, leases), outlook, NOW)
+    found = turns(jobs, usages_of(nodes, jobs, leases), outlook, NOW)
     return {turn.job.id: turn for turn in found}
 
 
-def seated(turn: Turn) -> str:
-    assert isinstance(turn.outcome, Seated), turn.outcome
+def placed(turn: Turn) -> str:
+    assert isinstance(turn.outcome, Placed), turn.outcome
     (where,) = turn.outcome.nodes
     return where.id
 
 
-def waits(turn: Turn) -> Waits:
-    assert isinstance(turn.outcome, Waits), turn.outcome
+def waits(turn: Turn) -> Waiting:
+    assert isinstance(turn.outcome, Waiting), turn.outcome
     return turn.outcome
 
 
@@ -88,7 +88,7 @@ def test_priority_goes_first_then_age() -> None:
     old, young, urgent = waiting(2), waiting(2), waiting(2, priority=1)
     found = look([old, young, urgent], [node(slots=4)])
     assert list(found) == [urgent.id, old.id, young.id]
-    assert seated(found[urgent.id]) == seated(found[old.id]) == "loom-1"
+    assert placed(found[urgent.id]) == placed(found[old.id]) == "loom-1"
     assert set(waits(found[young.id]).blocked_by) == {old.id, urgent.id}
 
 
@@ -105,7 +105,7 @@ def test_seats_that_the_head_needs_at_no_time_are_filled() -> None:
     runs, head = on(node(slots=9), 6), waiting(7)
     one, another, third = waiting(1), waiting(1), waiting(1)
     found = look([runs, head, one, another, third], [node(slots=9)])
-    assert seated(found[one.id]) == seated(found[another.id]) == "loom-1"
+    assert placed(found[one.id]) == placed(found[another.id]) == "loom-1"
     assert waits(found[third.id]).blocked_by == (head.id,)
     # Two jobs of one seat each are in the way: the head begins as soon as either ends.
     first, second = on(node(slots=4), 1), on(node(slots=4), 1)
@@ -120,7 +120,7 @@ def test_a_short_job_runs_ahead_only_if_it_ends_before_the_head_begins() -> None
     jobs = [runs, head, short, long]
     found = look(jobs, [node(slots=4)], _0=60, _2=50, _3=70)
     assert waits(found[head.id]).start_ms == NOW + 60_000
-    assert seated(found[short.id]) == "loom-1"
+    assert placed(found[short.id]) == "loom-1"
     assert waits(look(jobs, [node(slots=4)], _0=60, _3=70)[long.id]).blocked_by == (head.id,)
 
 
@@ -130,7 +130,7 @@ def test_a_job_that_lasts_takes_only_what_is_left_beside_the_head() -> None:
     lasting, runs, head = on(house, 3), on(house, 3), waiting(4)
     small, large = waiting(1), waiting(2)
     found = look([lasting, runs, head, small], [house], _1=60)
-    assert seated(found[small.id]) == "loom-1"
+    assert placed(found[small.id]) == "loom-1"
     found = look([lasting, runs, head, large], [house], _1=60)
     assert waits(found[large.id]).blocked_by == (head.id,)
 
@@ -141,7 +141,7 @@ def test_another_node_that_the_head_does_not_wait_for_is_filled() -> None:
     head, small = waiting(4), waiting(2)
     found = look([on_a, on_b, head, small], [a, b], _0=60)
     assert waits(found[head.id]).start_ms == NOW + 60_000
-    assert seated(found[small.id]) == "b"
+    assert placed(found[small.id]) == "b"
     # While nobody can say which of them is free first, both are kept for it.
     assert waits(look([on_a, on_b, head, small], [a, b])[small.id]).blocked_by == (head.id,)
 
@@ -149,7 +149,7 @@ def test_another_node_that_the_head_does_not_wait_for_is_filled() -> None:
 def test_a_node_that_could_never_hold_the_head_is_filled() -> None:
     big, little = node("big", slots=4), node("little", slots=2)
     runs, head, small = on(big, 2), waiting(4), waiting(2)
-    assert seated(look([runs, head, small], [big, little])[small.id]) == "little"
+    assert placed(look([runs, head, small], [big, little])[small.id]) == "little"
 
 
 def test_a_job_of_higher_priority_has_the_fewest_of_the_least_important_drained() -> None:
@@ -159,11 +159,11 @@ def test_a_job_of_higher_priority_has_the_fewest_of_the_least_important_drained(
     head = waiting(2, priority=5)
     found = look([old, young, important, head], [house])
     room = found[head.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert [v.id for v in room.victims] == [young.id]
     larger = waiting(4, priority=5)
     room = look([old, young, important, larger], [house])[larger.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert {v.id for v in room.victims} == {young.id, old.id}
 
 
@@ -172,7 +172,7 @@ def test_one_large_victim_is_better_than_two_small_ones() -> None:
     jobs = [on(house, 4), on(house, 1), on(house, 1)]
     head = waiting(3, priority=1)
     room = look([*jobs, head], [house])[head.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert [v.id for v in room.victims] == [jobs[0].id]
 
 
@@ -196,7 +196,7 @@ def test_room_that_is_being_made_is_waited_for_and_nobody_else_is_drained() -> N
     found = look([leaving, stays, head, small], [house], _0=60)
     assert waits(found[head.id]).blocked_by == (leaving.id,)
     assert waits(found[head.id]).start_ms == NOW + 60_000
-    assert isinstance(found[small.id].outcome, Waits)
+    assert isinstance(found[small.id].outcome, Waiting)
     pausing = play(stays, [PauseAsked(StopRequest())], NOW + 100).job
     assert waits(look([leaving, pausing, head], [house])[head.id]).blocked_by
 
@@ -207,7 +207,7 @@ def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
     large, small = waiting(4), waiting(2)
     found = look([large, small], [draining, little])
     assert "draining: big" in waits(found[large.id]).reason
-    assert seated(found[small.id]) == "little"
+    assert placed(found[small.id]) == "little"
 
 
 def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> None:
@@ -217,9 +217,9 @@ def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> N
     assert waits(found[wide.id]).blocked_by == (runs.id,)
     assert waits(found[small.id]).blocked_by == (wide.id,)
     short = look([runs, wide, small], house, _0=60, _2=30)
-    assert seated(short[small.id]) in {"a", "b"}
+    assert placed(short[small.id]) in {"a", "b"}
     outcome = look([wide, small], house)[wide.id].outcome
-    assert isinstance(outcome, Seated)
+    assert isinstance(outcome, Placed)
     assert len(outcome.nodes) == 2
 
 
@@ -228,7 +228,7 @@ def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
     jobs = [on(house[0], 2), on(house[1], 2)]
     wide = waiting(4, priority=1)
     room = look([*jobs, wide], house)[wide.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert {victim.id for victim in room.victims} == {job.id for job in jobs}
 
 
@@ -256,13 +256,13 @@ def test_only_those_are_drained_whose_seats_make_whole_groups() -> None:
     stays, useful, in_vain = parted({"a": 2}, priority=9), parted({"b": 1}), parted({"a": 1})
     pair = waiting(2, priority=5, mesh={"dp_shard": 1, "tp": 2})
     room = look([stays, useful, in_vain, pair], house)[pair.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert [victim.id for victim in room.victims] == [useful.id]
     wide = [node("a", slots=3), node("b", slots=3)]
     large, small = parted({"a": 1, "b": 1}, priority=9), [parted({"a": 1}), parted({"b": 1})]
     pairs = waiting(4, priority=5, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
     room = look([large, *small, pairs], wide)[pairs.id].outcome
-    assert isinstance(room, MakeRoom)
+    assert isinstance(room, Preempt)
     assert {victim.id for victim in room.victims} == {job.id for job in small}
 
 
@@ -275,7 +275,7 @@ def test_a_rank_that_would_break_a_pair_of_the_head_on_another_node_waits() -> N
     jobs = [*running, pairs, single]
     assert waits(look(jobs, house, _0=60, _2=30)[pairs.id]).start_ms == NOW + 60_000
     assert waits(look(jobs, house, _0=60, _2=30)[single.id]).start_ms is None
-    assert seated(look(jobs, house, _0=60, _2=30, _4=20)[single.id]) == "c"
+    assert placed(look(jobs, house, _0=60, _2=30, _4=20)[single.id]) == "c"
 
 
 @settings(max_examples=60, derandomize=True)
@@ -301,16 +301,16 @@ def test_who_is_drained_makes_room_and_none_of_them_in_vain(
 
     def fits_without(gone: set[str]) -> bool:
         left = [job for job in jobs if job.id not in gone]
-        return isinstance(look([*left, pairs], house)[pairs.id].outcome, Seated)
+        return isinstance(look([*left, pairs], house)[pairs.id].outcome, Placed)
 
     weaker = {job.id for job in jobs if job.spec.priority == 0}
     outcome = look([*jobs, pairs], house)[pairs.id].outcome
-    if isinstance(outcome, MakeRoom):
+    if isinstance(outcome, Preempt):
         victims = {victim.id for victim in outcome.victims}
         assert fits_without(victims)
         assert not any(fits_without(victims - {one}) for one in victims)
     else:
-        assert isinstance(outcome, Seated) or not fits_without(weaker)
+        assert isinstance(outcome, Placed) or not fits_without(weaker)
 
 
 # --- over time ------------------------------------------------------------------------------------
@@ -350,15 +350,15 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
         jobs = [*(job for _, job in running.values()), *queued]
         left = {name: end - now for name, (end, _) in running.items()}
         outlook = lasts | left if knows else {}
-        for turn in turns(jobs, stand([house], jobs, leases), outlook, now):
+        for turn in turns(jobs, usages_of([house], jobs, leases), outlook, now):
             match turn.outcome:
-                case Seated() as seat:
+                case Placed() as seat:
                     assert now <= promised.get(turn.job.id, now), "begins later than was promised"
-                    event = GangPlaced(planner.gang(turn.job.spec, seat), {NODE: "life-1"})
+                    event = GangPlaced(default_plan.gang(turn.job.spec, seat), {NODE: "life-1"})
                     placed = play(turn.job, [event], now).job
                     running[placed.id] = (now + lasts[placed.id], placed)
                     queued = [job for job in queued if job.id != placed.id]
-                case Waits(start_ms=int(start_ms)):
+                case Waiting(start_ms=int(start_ms)):
                     promised.setdefault(turn.job.id, start_ms)
         assert sum(job.plan.world_size for _, job in running.values() if job.plan) <= 4
         assert running or not queued, "with nobody in the way, somebody begins"

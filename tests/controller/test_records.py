@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
 from services.contract.messages.commands import CloseRecords, LaunchGang, RecallRecords
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
+from services.contract.redis import redis_keys as keys
 from services.controller.use_cases import records
 from tests.controller.conftest import House
 from tests.waiting import until

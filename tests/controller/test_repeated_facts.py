@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contract.messages.facts import CheckpointRetired
-from services.contract.states import JobState
-from services.controller.domain.effects import Decision
-from services.controller.domain.events import GangPlaced, JobEvent
-from services.controller.domain.job import Job
+from services.contract.words.states import JobState
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import GangPlaced, JobEvent
+from services.controller.domain.job.job import Job
 from tests.controller.histories import (
     NODE,
     STEPS,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.routing import APIRoute
 
-from services.contract.ids import checkpoint_id
+from services.contract.words.ids import checkpoint_id
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.local.embedded_redis import EmbeddedRedis

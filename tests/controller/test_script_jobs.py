@@ -1,17 +1,17 @@
 """The course of a job that runs a script, and what is refused of one."""
 
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_job_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.telemetry import StepRecord
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.states import ExitReason, JobState
-from services.contract.views import StopRequest
-from services.controller.domain import planner
-from services.controller.domain.events import PauseAsked
-from services.controller.domain.job import Job
-from services.controller.domain.spec_rules import against_the_rules
-from services.controller.domain.support import unsupported
+from services.contract.words.ids import new_job_id
+from services.contract.words.problems import Fault
+from services.contract.words.states import ExitReason, JobState
+from services.controller.domain.job.events import PauseAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.spec_rules import against_the_rules
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan
 from services.controller.use_cases.progress import measure
 from tests.controller.histories import (
     NOW,
@@ -110,7 +110,7 @@ def test_the_eta_of_a_script_is_by_what_it_says_of_its_steps() -> None:
 def test_a_script_has_a_plan_of_its_ranks_alone_and_is_judged_by_its_name() -> None:
     asked = spec(mesh={"dp_shard": 1, "tp": 2})
     assert unsupported(asked) == []
-    assert planner.shard(spec()).mesh.dp_shard == 2
+    assert default_plan.shard(spec()).mesh.dp_shard == 2
     (fault,) = against_the_rules(asked, EntryPoints(("runs",)))
     assert (fault.pointer, fault.code) == ("/entrypoint/script", "script_not_allowed")
     told = spec(entrypoint={"script": "runs/a.py", "args": ["redis://me:secret@host"]})

@@ -11,9 +11,8 @@ import pytest
 from redis import Redis
 
 from fsdp_core.plan.model import Conditions
-from services.contract import redis_keys as keys
-from services.contract.code_archives import digest_of, hex_of
-from services.contract.ids import new_job_id, new_plan_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.code_archives import digest_of, hex_of
 from services.contract.messages.commands import COMMAND, Command, StopGang
 from services.contract.messages.probing import (
     MeasureNode,
@@ -22,14 +21,15 @@ from services.contract.messages.probing import (
     ProbeModel,
 )
 from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
-from services.contract.states import JobState, NodeState, PlanState
-from services.contract.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id, new_plan_id
+from services.contract.words.states import JobState, NodeState, PlanState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports
-from services.controller.domain.code import CodeLimits, UploadedCode
-from services.controller.domain.decide import first_decision
-from services.controller.domain.effects import Decision, Send
+from services.controller.domain.access.code import CodeLimits, UploadedCode
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
     CursorExpiredError,
     DeposedError,
@@ -38,15 +38,15 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import KillAsked, PauseAsked, ResumeAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain, Lease, Measurement
-from services.controller.domain.pace import PACES_KEPT, Pace
-from services.controller.domain.plan import Plan, fail
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan, fail
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.contract.specs import JobSpec
-from services.controller.domain import planner
-from services.controller.domain.support import unsupported
+from services.contract.jobs.specs import JobSpec
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan
 
 SPEC: dict[str, Any] = {
     "model": {"factory": "decoder"},
@@ -60,12 +60,14 @@ def test_what_it_can_do_is_taken(change: dict[str, Any]) -> None:
 
 
 def test_no_search_splits_what_muon_takes_whole() -> None:
-    assert planner.splits_of(JobSpec.model_validate(SPEC))
-    assert not planner.splits_of(JobSpec.model_validate({**SPEC, "optimizer": {"factory": "muon"}}))
+    assert default_plan.splits_of(JobSpec.model_validate(SPEC))
+    assert not default_plan.splits_of(
+        JobSpec.model_validate({**SPEC, "optimizer": {"factory": "muon"}})
+    )
 
 
 def test_a_trainable_has_no_units_that_are_known_before() -> None:
     spec = JobSpec.model_validate(
         {"trainable": {"factory": "mine.gan:Gan"}, "train": {"steps": 1}, "plan": "default"}
     )
-    assert planner.shard(spec).units == ()
+    assert default_plan.shard(spec).units == ()

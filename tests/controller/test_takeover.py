@@ -13,12 +13,12 @@ from collections.abc import Callable
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
 from services.contract.messages.commands import StopGang
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.events import KillAsked
-from services.controller.domain.history import Occurrence
+from services.controller.domain.job.events import KillAsked
 from services.controller.loops import leader
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
@@ -86,7 +86,7 @@ def test_the_other_takes_over_from_a_frozen_leader_and_from_a_killed_one(
         assert leads(other)
         with pytest.raises(DeposedError):
             asyncio.run(_write_as_of(redis_url, job_id, int(epoch)))
-        # People may ask either of them: a wish needs no lead.
+        # People may ask either of them: a request needs no lead.
         frozen.client.post(f"/v1/jobs/{job_id}/kill")
         agent.awaits(StopGang, job_id)
         agent.ends(gang, 3, signal=9)

@@ -1,7 +1,7 @@
 """How long each try took to be noticed, followed, and under way, on virtual time."""
 
-from services.contract.views import StopRequest
-from services.controller.domain.events import NodeLost, PauseAsked
+from services.contract.api.views import StopRequest
+from services.controller.domain.job.events import NodeLost, PauseAsked
 from services.controller.use_cases.present import attempt_views
 from tests.controller.histories import (
     NODE,

@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 
-from services.contract.ids import new_trace_id
+from services.contract.api.views import StopRequest
+from services.contract.jobs.traces import TRACES_KEPT
 from services.contract.messages.commands import RecordTrace, RemoveTraces
 from services.contract.messages.facts import TraceFailed, TraceOrdered, TraceRecorded
-from services.contract.states import JobState, TraceState
-from services.contract.traces import TRACES_KEPT
-from services.contract.views import StopRequest
-from services.controller.domain.effects import Decision
+from services.contract.words.ids import new_trace_id
+from services.contract.words.states import JobState, TraceState
+from services.controller.domain.decisions.tracing import ANSWER_DUE_MS, RESENT_MOST, is_overdue
 from services.controller.domain.errors import InvalidRequestError, StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.events import (
     GangPlaced,
     JobEvent,
     KillAsked,
@@ -22,11 +23,10 @@ from services.controller.domain.events import (
     TraceAsked,
     TraceOverdue,
 )
-from services.controller.domain.job import Job
-from services.controller.domain.placement import Gang, Seated, Standing, place
-from services.controller.domain.planner import gang
-from services.controller.domain.trace import Trace
-from services.controller.domain.tracing import ANSWER_DUE_MS, RESENT_MOST, is_overdue
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.trace import Trace
+from services.controller.domain.plans.default_plan import gang
+from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
 from tests.controller.conftest import House
 from tests.controller.histories import (
     NODE,
@@ -85,11 +85,11 @@ def kinds(decision: Decision) -> list[str]:
 def on_two_nodes() -> Job:
     """A job that runs on ranks 0 and 1 of one node and 2 and 3 of another."""
     job = new_job(resources={"ranks": 4}, train={"steps": 100, "global_batch": 12})
-    standings = [Standing(node(name, slots=2)) for name in (NODE, OTHER_NODE)]
-    seated = place(Gang.of(job.spec), standings)
-    assert isinstance(seated, Seated)
+    usages = [NodeUsage(node(name, slots=2)) for name in (NODE, OTHER_NODE)]
+    placed = place(GangRequest.of(job.spec), usages)
+    assert isinstance(placed, Placed)
     lives = {NODE: "life-1", OTHER_NODE: "life-1"}
-    job = play(job, [GangPlaced(gang(job.spec, seated), lives)]).job
+    job = play(job, [GangPlaced(gang(job.spec, placed), lives)]).job
     here = launched(job).model_copy(update={"pids": {0: 1, 1: 2}})
     there = launched(job).model_copy(update={"pids": {2: 3, 3: 4}, "node_id": OTHER_NODE})
     return play(job, [here, there, progressed(job)]).job
@@ -207,9 +207,9 @@ def test_ranks_that_are_not_there_are_named_by_their_places() -> None:
 
 def test_all_ranks_of_a_large_job_are_more_than_a_trace_has() -> None:
     job = new_job(resources={"ranks": 65}, train={"steps": 100, "global_batch": 65})
-    seated = place(Gang.of(job.spec), [Standing(node(slots=65))])
-    assert isinstance(seated, Seated)
-    job = play(job, [GangPlaced(gang(job.spec, seated), {NODE: "life-1"}), launched(job)]).job
+    placed = place(GangRequest.of(job.spec), [NodeUsage(node(slots=65))])
+    assert isinstance(placed, Placed)
+    job = play(job, [GangPlaced(gang(job.spec, placed), {NODE: "life-1"}), launched(job)]).job
     job = play(job, [progressed(job)]).job
     with pytest.raises(InvalidRequestError) as refused:
         play(job, [asked(ranks=None)])

@@ -9,23 +9,27 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from services.contract import redis_keys as keys
-from services.contract.bounds import MOST_RANKS
-from services.contract.ids import new_job_id
+from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import RankSample
-from services.contract.states import ExitReason, JobState, NodeState
-from services.contract.views import StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import MOST_RANKS
+from services.contract.words.ids import new_job_id
+from services.contract.words.states import ExitReason, JobState, NodeState
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
-from services.controller.domain.decide import decide
-from services.controller.domain.events import (
+from services.controller.domain.decisions.attempt_events import (
+    ANSWER_DUE_MS,
+    RESENT_MOST,
+    is_overdue,
+)
+from services.controller.domain.decisions.dispatch import decide
+from services.controller.domain.job.events import (
     AnswerOverdue,
     JobEvent,
     KillAsked,
     PauseAsked,
 )
-from services.controller.domain.gang import ANSWER_DUE_MS, RESENT_MOST, is_overdue
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House, job_body, open_house
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes

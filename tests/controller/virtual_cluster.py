@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.api.requests import JobPatch
+from services.contract.jobs.plans import GangPlan
 from services.contract.messages.base import Address
 from services.contract.messages.commands import (
     COMMAND,
@@ -25,17 +26,16 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.telemetry import StepRecord
-from services.contract.plans import GangPlan
-from services.contract.redis_keys import NODE_LEASE_MS
-from services.contract.requests import JobPatch
-from services.contract.states import JobState
+from services.contract.redis.redis_keys import NODE_LEASE_MS
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.decide import first_decision
-from services.controller.domain.events import GangFact, JobEvent, PatchAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Lease
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.job.events import GangFact, JobEvent, PatchAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.reconcile import Reconciler

@@ -7,8 +7,6 @@ from typing import Final, TypeVar, cast
 from pydantic import BaseModel
 from redis import Redis
 
-from services.contract import ids, redis_keys
-from services.contract.manifests import Manifest, ShardFile
 from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
 from services.contract.messages.facts import (
@@ -25,7 +23,10 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.probing import NodeMeasured, ProbeModel
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
-from services.contract.states import RankPhase
+from services.contract.redis import redis_keys
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.words import ids
+from services.contract.words.states import RankPhase
 from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 

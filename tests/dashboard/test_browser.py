@@ -10,11 +10,11 @@ from typing import Final
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from services.cli.planning import planned
+from services.cli.plan_command import planned
+from services.contract.api.plan_views import PlanView
+from services.contract.api.views import JobView
 from services.contract.messages.commands import LaunchGang, StopGang, TakeCheckpoint
-from services.contract.planning import PlanView
-from services.contract.states import JobState
-from services.contract.views import JobView
+from services.contract.words.states import JobState
 from services.local.embedded_redis import EmbeddedRedis
 from tests.dashboard.conftest import Controller, Visit
 from tests.dashboard.scripted_agent import ScriptedAgent

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from pydantic import BaseModel, TypeAdapter
 
-from services.contract import planning, traces, views
-from services.contract.problems import Problem
+from services.contract.api import plan_views, views
+from services.contract.jobs import traces
+from services.contract.words.problems import Problem
 
 _TYPES: Final = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
 _READ: Final[tuple[type[BaseModel], ...]] = (
@@ -21,8 +22,8 @@ _READ: Final[tuple[type[BaseModel], ...]] = (
     traces.TraceList,
     views.AttemptList,
     views.NodeList,
-    planning.PlanList,
-    planning.PlanView,
+    plan_views.PlanList,
+    plan_views.PlanView,
     views.StopRequest,
     views.ResumeRequest,
     Problem,

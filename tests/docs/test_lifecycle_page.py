@@ -5,8 +5,8 @@ Write it anew with ``python -m tests.docs.test_lifecycle_page``.
 
 from pathlib import Path
 
-from services.controller.domain.lifecycle import EDGES
-from services.controller.domain.lifecycle_page import lifecycle_page
+from services.controller.domain.job.lifecycle import EDGES
+from services.controller.domain.job.lifecycle_page import lifecycle_page
 
 PAGE = Path(__file__).parents[2] / "docs/lifecycle.md"
 

@@ -21,8 +21,8 @@ from ruamel.yaml import YAML
 
 from fsdp_core.plan.model import UnitPlan
 from services.cli.app import app
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated
-from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.data.batches import rows
 from services.worker.rank.data.feeds import feed_of

@@ -14,8 +14,8 @@ import pytest
 
 from services.cli.client import Client
 from services.cli.errors import CliError
-from services.contract.states import JobState, NodeState
-from services.contract.views import JobView
+from services.contract.api.views import JobView
+from services.contract.words.states import JobState, NodeState
 from services.local.settings import child_environment
 from tests.waiting import until
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.states import CheckpointState, JobState
-from services.contract.views import JobView
+from services.contract.api.views import JobView
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.words.states import CheckpointState, JobState
 from tests.e2e.conftest import Stack, running_stack
 from tests.waiting import until
 

@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 
 from services.cli.errors import RefusedError
-from services.contract.commit_chain import CommitChain
-from services.contract.requests import CloneRequest
-from services.contract.states import CheckpointState, ExitReason, JobState
-from services.contract.views import AttemptView, CheckpointView, JobView, ResumeRequest, StopRequest
+from services.contract.api.requests import CloneRequest
+from services.contract.api.views import (
+    AttemptView,
+    CheckpointView,
+    JobView,
+    ResumeRequest,
+    StopRequest,
+)
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.words.states import CheckpointState, ExitReason, JobState
 from tests.e2e.conftest import Stack
 from tests.e2e.typed import typed
 from tests.waiting import until

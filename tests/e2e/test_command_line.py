@@ -12,7 +12,7 @@ from rich.console import Console
 
 from services.cli.follow import follow
 from services.cli.spec_file import read_spec
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.local.settings import child_environment
 from tests.e2e.conftest import Stack, tiny_spec
 from tests.e2e.typed import typed

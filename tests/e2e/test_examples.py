@@ -9,8 +9,8 @@ from typing import Any, Final
 import pytest
 import torch
 
-from services.contract.states import JobState
-from services.contract.views import Evaluation, JobView
+from services.contract.api.views import Evaluation, JobView
+from services.contract.words.states import JobState
 from tests.e2e.conftest import Stack
 from tests.e2e.typed import typed
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.commit_chain import CommitChain
-from services.contract.rank_channel import BoardReader
-from services.worker.agent.folders import NodeFolder
+from services.contract.messages.board import BoardReader
+from services.contract.storage.commit_chain import CommitChain
+from services.worker.agent.host.folders import NodeFolder
 from tests.e2e.conftest import LONG, running_stack
 from tests.waiting import until
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.cli.planning import planned
-from services.contract.plans import SHARDING_PLAN
-from services.contract.states import JobState, PlanState
-from services.contract.views import MeasuredView
+from services.cli.plan_command import planned
+from services.contract.api.views import MeasuredView
+from services.contract.jobs.plans import SHARDING_PLAN
+from services.contract.words.states import JobState, PlanState
 from tests.e2e.conftest import Stack, tiny_spec
 from tests.waiting import until
 

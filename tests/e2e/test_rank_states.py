@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.states import ExitReason, FailureClass, JobState
-from services.contract.views import DiagnosisView, JobView, RankView
+from services.contract.api.views import DiagnosisView, JobView, RankView
+from services.contract.words.states import ExitReason, FailureClass, JobState
 from tests.e2e.conftest import Stack
 from tests.waiting import until
 

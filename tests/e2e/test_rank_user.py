@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from services.cli.errors import CliError
-from services.contract.states import JobState, TraceState
-from services.contract.traces import TraceRequest
+from services.contract.jobs.traces import TraceRequest
+from services.contract.words.states import JobState, TraceState
 from services.local.settings import child_environment
 from tests.agent.conftest import is_gone
 from tests.e2e.conftest import Stack, running_stack
@@ -62,7 +62,13 @@ def cannot_be_tried() -> str | None:
     if os.getuid() != 0:
         return "only root can run ranks as another user"
     become = ["setpriv", f"--reuid={USER.pw_uid}", f"--regid={USER.pw_gid}", "--clear-groups"]
-    tried = [*opened(), *become, sys.executable, "-c", "import pydantic, services.contract.ids"]
+    tried = [
+        *opened(),
+        *become,
+        sys.executable,
+        "-c",
+        "import pydantic, services.contract.words.ids",
+    ]
     try:
         subprocess.run(tried, capture_output=True, check=True, cwd=CODE)
     except (OSError, subprocess.CalledProcessError):

@@ -9,10 +9,10 @@ import pytest
 import redis
 
 from services.cli.errors import CliError
-from services.contract import redis_keys as keys
-from services.contract.states import JobState
-from services.contract.views import ResumeRequest, StopRequest
-from services.worker.agent.record_files import STEPS, read_entries, records_folder
+from services.contract.api.views import ResumeRequest, StopRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import JobState
+from services.worker.agent.storage.record_files import STEPS, read_entries, records_folder
 from tests.e2e.conftest import LONG, Stack
 from tests.waiting import until
 

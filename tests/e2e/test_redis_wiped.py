@@ -9,10 +9,10 @@ import pytest
 import redis
 
 from services.cli.errors import CliError
-from services.contract.code_archives import pack
-from services.contract.requests import CloneRequest
-from services.contract.states import CheckpointState, JobState
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.api.requests import CloneRequest
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.jobs.code_archives import pack
+from services.contract.words.states import CheckpointState, JobState
 from tests.e2e.conftest import LONG, Stack
 from tests.waiting import until
 

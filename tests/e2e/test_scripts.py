@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from services.contract.ids import checkpoint_id
-from services.contract.states import JobState
-from services.contract.views import JobView, ResumeRequest, StopRequest
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import JobState
 from tests.e2e.conftest import Stack
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from services.cli.client import Client
-from services.contract import redis_keys
+from services.contract.redis import redis_keys
 from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, USER_MODELS, Stack, free_port, tiny_spec
 from tests.waiting import until

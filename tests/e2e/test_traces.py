@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.contract.states import JobState, TraceState
-from services.contract.traces import TraceRequest, TraceView, drafts
-from services.contract.views import StopRequest
+from services.contract.api.views import StopRequest
+from services.contract.jobs.traces import TraceRequest, TraceView, drafts
+from services.contract.words.states import JobState, TraceState
 from tests.e2e.conftest import LONG, Stack
 from tests.e2e.typed import typed
 from tests.waiting import until

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from services.cli.errors import RefusedError
-from services.contract.commit_chain import CommitChain
-from services.contract.queue import DrainRequest
-from services.contract.states import (
+from services.contract.api.queue import DrainRequest
+from services.contract.api.views import JobView, ResumeRequest, StopRequest
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.words.states import (
     CheckpointState,
     ExitReason,
     JobState,
     NodeState,
 )
-from services.contract.views import JobView, ResumeRequest, StopRequest
 from services.controller.adapters.redis import redis_ports
 from tests.controller.replays import replay_all
 from tests.e2e.conftest import LONG, Stack

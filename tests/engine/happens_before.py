@@ -49,9 +49,14 @@ _NOT_ASKING = ("happens_before.py", "streams.py", "contextlib.py")
 class Event:
     of: str
     clock: dict[str, int]
+    device: SimulatedDevice
 
     def synchronize(self) -> None:
-        """The host looks at no clock."""
+        """The host waits."""
+        self.device.host_waits.append(_asker())
+
+    def query(self) -> bool:
+        return self.device.is_idle
 
 
 class Timeline:
@@ -61,7 +66,7 @@ class Timeline:
         self._device = device
 
     def record_event(self) -> Event:
-        return Event(self.name, dict(self.clock))
+        return Event(self.name, dict(self.clock), self._device)
 
     def wait_event(self, event: Event) -> None:
         if self._device.hears(f"{_asker()}: {self.name} after {event.of}"):
@@ -127,6 +132,8 @@ class SimulatedDevice:
     Attributes:
         collectives: In the order in which they were started.
         copies_out: Of gathers: which kernels of COMPUTE they were.
+        host_waits: Who had the host wait for the device.
+        is_idle: Whether it has done all that it was told.
     """
 
     def __init__(self, deaf_to: str | None = None) -> None:
@@ -134,6 +141,8 @@ class SimulatedDevice:
         self.edges: dict[str, None] = {}
         self.collectives: list[Collective] = []
         self.copies_out: list[int] = []
+        self.host_waits: list[str] = []
+        self.is_idle = True
         self._deaf_to = deaf_to
         self._names = iter(_STREAM_NAMES)
         self._of_groups: dict[str, Timeline] = {}

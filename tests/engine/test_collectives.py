@@ -97,6 +97,33 @@ def test_a_reduction_divides_by_what_it_is_told(
         assert {reduction.scatter_op, reduction.replica_op} == {dist.ReduceOp.SUM}
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_backend_with_a_scaled_sum_divides_by_a_factor_itself(replicas: int) -> None:
+    def reduction(dtype: torch.dtype, *, scales_sums: bool) -> Reduction:
+        return Reduction.of(
+            dtype, shards=4, replicas=replicas, divide_factor=3.0, scales_sums=scales_sums
+        )
+
+    by_backend = reduction(torch.bfloat16, scales_sums=True)
+    assert by_backend.scatter_op == dist.ReduceOp.PREMUL_SUM
+    assert by_backend.replica_op == dist.ReduceOp.SUM
+    assert by_backend.pre_divide == by_backend.post_divide == 1
+    # What is divided around the sum stays so, as in the reference.
+    narrow = reduction(torch.float16, scales_sums=True)
+    assert narrow == reduction(torch.float16, scales_sums=False)
+
+
+@pytest.mark.ranks
+def test_gloo_has_no_scaled_sum(gangs: Gangs) -> None:
+    gangs(2).run(check_scaled_sum)
+
+
+def check_scaled_sum(ctx: RankContext) -> None:
+    collectives = GroupCollectives("data", dist.group.WORLD or dist.new_group())
+    assert collectives.scales_sums(ctx.device) == (ctx.device.type == "cuda")
+    assert not collectives.scales_sums(torch.device("cpu"))
+
+
 def divided_by(reduction: Reduction, shards: int, replicas: int) -> float:
     divided = reduction.pre_divide * reduction.post_divide
     divided *= shards if reduction.scatter_op == dist.ReduceOp.AVG else 1

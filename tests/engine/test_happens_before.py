@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core import MixedPrecisionPolicy, fully_shard
+from fsdp_core import MixedPrecisionPolicy, fully_shard, observe
 from fsdp_core.comm import QuantizedReduceScatter
 from fsdp_core.low_precision import Int8Weight
+from fsdp_core.runtime import NullObserver
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.happens_before import Simulation, simulated
 from tests.engine.sharded import unit
@@ -106,6 +107,34 @@ def quantized_gradients(ctx: RankContext, simulation: Simulation) -> None:
 def gathers_on_the_current_stream(ctx: RankContext, simulation: Simulation) -> None:
     model = shard(mlp(), mesh=ctx.mesh)
     unit(model)._set_unshard_async_op(True)  # noqa: FBT003 - the reference's signature
+    train(ctx, simulation, model)
+
+
+class HalfUsed(nn.Sequential):
+    """All but the first layer run on every rank; that one where rank and step are odd or even together."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(*mlp())
+        self._rank, self._step = rank, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self
+        x = first(x) if self._step % 2 == self._rank % 2 else torch.tanh(x)
+        self._step += 1
+        for layer in others:
+            x = layer(x)
+        return x
+
+
+def unused_on_some_ranks(ctx: RankContext, simulation: Simulation) -> None:
+    model = HalfUsed(ctx.rank)
+    fully_shard(model, mesh=ctx.mesh)
+    train(ctx, simulation, model)
+
+
+def unused_where_replicas_average(ctx: RankContext, simulation: Simulation) -> None:
+    model = HalfUsed(ctx.rank)
+    fully_shard(model, mesh=two_axes(ctx.world), mp_policy=HALF_REDUCE)
     train(ctx, simulation, model)
 
 
@@ -243,6 +272,58 @@ def check_order(ctx: RankContext, scenario: Scenario) -> None:
     assert not simulation.races, simulation.races
     assert simulation.watch.host_reads == []
     assert simulation.edges <= {*NEEDED, *SPARE}
+
+
+@pytest.mark.parametrize(
+    "scenario", [unused_on_some_ranks, unused_where_replicas_average], ids=NAME
+)
+def test_the_host_waits_for_flags_of_unused_parameters_only_where_backward_ends(
+    gangs: Gangs, scenario: Scenario
+) -> None:
+    gangs(4).run(check_waits, scenario)
+
+
+def check_waits(ctx: RankContext, scenario: Scenario) -> None:
+    simulation = run(ctx, scenario)
+    assert not simulation.races, simulation.races
+    # Each rank leaves the first layer out in one of the two steps.
+    assert simulation.device.host_waits == ["CommContext.decide"]
+    assert set(simulation.watch.host_reads) <= {"PendingReduce._with_grad"}
+    assert simulation.edges <= {*NEEDED, *SPARE}
+
+
+class Board(NullObserver):
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, int]] = []
+        self.completed: list[tuple[str, int]] = []
+
+    def on_issue(self, group: str, sequence: int) -> None:
+        self.issued.append((group, sequence))
+
+    def on_complete(self, group: str, sequence: int) -> None:
+        self.completed.append((group, sequence))
+
+
+def test_a_collective_has_completed_when_the_device_says_so(gangs: Gangs) -> None:
+    gangs(4).run(check_completion)
+
+
+def check_completion(ctx: RankContext) -> None:
+    board = Board()
+    with simulated() as simulation:
+        model = shard(mlp(), mesh=ctx.mesh)
+        observe(model, board)
+        simulation.takes(model)
+        simulation.device.is_idle = False
+        torch.autograd.backward(model(ctx.batch(0, 2, WIDTH)).square().mean())
+        in_step = list(board.issued)
+        assert in_step
+        assert board.completed == []
+        simulation.device.is_idle = True
+        with torch.no_grad():
+            model(ctx.batch(1, 2, WIDTH))
+    assert board.completed[: len(in_step)] == in_step
+    assert board.completed == board.issued
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,23 @@ def check_streams(ctx: RankContext) -> None:
     assert isinstance(streams_for(ctx.device), DeviceStreams)
 
 
+def test_a_divide_factor_of_ones_own_goes_with_the_reduction(gangs: Gangs) -> None:
+    gangs(1).run(check_divide_factor)
+
+
+def check_divide_factor(ctx: RankContext) -> None:
+    grads = []
+    for factor in (None, 4.0):
+        model = shard(ctx)
+        for layer in (*model, model):
+            if factor is not None:
+                unit(layer).set_gradient_divide_factor(factor)
+        torch.autograd.backward(model(ctx.batch(0, 32, WIDTH)).square().mean())
+        grads.append([local(param.grad) for param in model.parameters() if param.grad is not None])
+    for plain, divided in zip(*grads, strict=True):
+        assert torch.equal(plain, 4 * divided)
+
+
 def test_training_equals_that_of_one_process(gangs: Gangs) -> None:
     gangs(1).run(check_plain)
 

@@ -27,7 +27,7 @@ from fsdp_core.plan.model import (
     estimate,
 )
 from fsdp_core.plan.model.shares import shares_of
-from fsdp_core.plan.model.traffic import Kind
+from fsdp_core.plan.model.traffic import Kind, SharedWay
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from tests.plan.suite import Mlp, vector_loss
 
@@ -253,6 +253,39 @@ def test_each_kind_of_collective_goes_at_its_own_pace(profile: ModelProfile) -> 
     assert started("all_gather", "sharded") == gathers
     assert started("reduce_scatter", "sharded") == started("all_reduce", "replicated") == reduces
     assert started("all_reduce", "sharded") == started("all_gather", "replicated") == 0
+
+
+@pytest.mark.parametrize("way", ["copy", "storage"])
+def test_what_goes_through_shared_memory_goes_at_its_own_pace(
+    profile: ModelProfile, way: SharedWay
+) -> None:
+    kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
+    group = {kind: Exchange(100.0, 1e12) for kind in kinds}
+    plan = ShardingPlan(MeshPlan(dp_shard=4), LAYER_UNITS, shared_memory=way)
+
+    def started(kind: Kind, ranks: int = 4) -> int:
+        own = {each: Exchange(float(each == kind), 1e12) for each in kinds}
+        node = replace(NODE, ranks=ranks, exchanges=group, shared_exchanges={way: own})
+        time = estimate(profile, plan, Training(8), node).time
+        assert time is not None
+        return round(time.communication["dp_shard"])
+
+    assert started("all_gather") == 2 * LAYERS + 1
+    assert started("reduce_scatter") == LAYERS + 1
+    assert started("all_gather", ranks=2) == 100 * (3 * LAYERS + 2)  # on several nodes
+
+
+def test_one_copy_for_all_ranks_is_not_copied(profile: ModelProfile) -> None:
+    def communication(way: SharedWay) -> float:
+        slow: dict[Kind, Exchange] = {"all_gather": Exchange(0.0, 1.0)}
+        node = replace(NODE, shared_exchanges={way: slow | {"reduce_scatter": Exchange(0.0, 1e12)}})
+        plan = ShardingPlan(MeshPlan(dp_shard=4), LAYER_UNITS, shared_memory=way)
+        time = estimate(profile, plan, Training(8), node).time
+        assert time is not None
+        assert time.total >= time.communication["dp_shard"], "hidden though the rank copies itself"
+        return time.communication["dp_shard"]
+
+    assert communication("storage") < 1 < communication("copy")
 
 
 def test_every_pass_costs_what_does_not_shrink_with_the_micro_batch(profile: ModelProfile) -> None:

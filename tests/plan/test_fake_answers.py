@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
+from fsdp_core.plan.fakes.answers import AnsweringFakes
 from fsdp_core.plan.model import Conditions
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from fsdp_core.torch_private.fake_answers import AnsweringFakes
 from services.worker.rank.models.decoder import Decoder
 from tests.plan.suite import SPLIT, VOCAB, ConvNet, Encoder, image_loss, next_token_loss
 
@@ -40,7 +40,7 @@ def test_a_profile_is_the_same_when_pytorch_answers_every_operator(
 
 
 def test_a_known_answer_is_a_view_or_its_argument_or_a_tensor_of_its_own() -> None:
-    with torch_private.without_memory():
+    with fakes.without_memory():
         for _ in range(4):
             x = torch.ones(3, 4)
             turned, added, summed = x.t(), x.add_(1), x + x

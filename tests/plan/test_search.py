@@ -46,6 +46,8 @@ from fsdp_core.plan.model import (
 from fsdp_core.plan.model.floors import Floors
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import LayoutSpace
+from fsdp_core.plan.model.step_time import Exchange
+from fsdp_core.plan.model.traffic import Kind
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 
 STUDY = ModelUnderStudy(
@@ -78,8 +80,17 @@ def profile() -> ModelProfile:
     return known()
 
 
-def node_of(flops: float, link: float, network: float, latency: float) -> NodeFacts:
-    return NodeFacts({"fp32": flops, "bf16": 4 * flops}, 1e10, link, network, latency, ranks=4)
+def node_of(
+    flops: float, link: float, network: float, latency: float, memory: float | None = None
+) -> NodeFacts:
+    known = NodeFacts({"fp32": flops, "bf16": 4 * flops}, 1e10, link, network, latency, ranks=4)
+    if memory is None:
+        return known
+    kinds: dict[Kind, Exchange] = {
+        "all_gather": Exchange(latency / 2, memory),
+        "reduce_scatter": Exchange(latency, memory / 3),
+    }
+    return replace(known, shared_exchanges={"copy": kinds, "storage": kinds})
 
 
 SLOW = node_of(1e10, 1e9, 1e8, 1e-5)
@@ -121,6 +132,7 @@ questions = st.builds(
             st.sampled_from([1e8, 1e10]),
             st.sampled_from([1e7, 1e9]),
             st.sampled_from([0.0, 1e-4]),
+            st.sampled_from([None, 1e8, 1e11]),
         ),
     ),
     st.builds(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from tests.rank.gang import Ranks, Trained, ranks_below, spec_of
 
 

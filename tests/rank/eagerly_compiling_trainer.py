@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.rank_channel import BoardWriter
 from services.worker.rank.loop import trainer
 from services.worker.rank.process.seat import AgentPipe
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_core.plan.model import MeshPlan, Precision, ShardingPlan, UnitPlan
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import new_job_id
-from services.contract.manifests import Manifest
+from services.contract.jobs.plans import GangPlan, RankPlacement
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.board import BoardReader, BoardStep
 from services.contract.messages.rank_pipe import (
     RANK_MESSAGE,
     RankFailed,
@@ -30,11 +30,11 @@ from services.contract.messages.rank_pipe import (
     RankVote,
     TraceOrder,
 )
-from services.contract.pipe_end import PipeEnd
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.rank_channel import BoardReader, BoardStep
-from services.contract.specs import JobSpec
-from services.controller.domain import planner
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import Manifest
+from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.ids import new_job_id
+from services.controller.domain.plans import default_plan
 from services.worker.rank.process.seat import DEFAULT_TRAINER, take_seat
 from tests.forking import forking, imported
 
@@ -241,9 +241,9 @@ class Ranks:
             shared_memory="auto",
         )
         if spec.resources.world is not None:
-            sharding = planner.shard(spec, world)
+            sharding = default_plan.shard(spec, world)
         elif spec.mesh != "auto":
-            sharding = planner.shard(spec)
+            sharding = default_plan.shard(spec)
             world = sharding.mesh.ranks
         placements = tuple(
             RankPlacement(rank=rank, node_id="here", local_rank=rank, device="cpu")

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.rank_channel import BoardWriter
 from services.worker.rank.checkpoints import staging
 from services.worker.rank.checkpoints import writer as checkpoint_writer
 from services.worker.rank.loop import trainer

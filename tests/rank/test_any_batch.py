@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from services.contract.jobs.specs import Factory, JobSpec
 from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFailed,
     RankMetrics,
     RankVote,
 )
-from services.contract.specs import Factory, JobSpec
 from services.worker.rank.models.loss import next_token_accuracy
 from services.worker.rank.registry import FactoryError, function
 from tests.rank.gang import Ranks, Trained

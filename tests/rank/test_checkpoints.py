@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from services.contract.commit_chain import CommitChain
-from services.contract.manifests import Manifest
+from services.contract.jobs.plans import GangPlan, RankPlacement
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
@@ -22,9 +22,9 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.specs import JobSpec
-from services.worker.agent.export import FILE_BYTES, export
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import Manifest
+from services.worker.agent.storage.export import FILE_BYTES, export
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.state import TrainingState
 from services.worker.rank.checkpoints.writer import CheckpointWriteError, CheckpointWriter

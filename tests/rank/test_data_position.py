@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady
-from services.contract.specs import JobSpec
 from services.worker.rank.checkpoints.shard_file import opened
 from tests.rank.gang import Attempt, Ranks, Trained
 from tests.waiting import until

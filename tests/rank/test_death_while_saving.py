@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from services.contract.commit_chain import CommitChain
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankSeat, RankVote
-from services.contract.rank_channel import BoardWriter
-from services.contract.specs import JobSpec
+from services.contract.storage.commit_chain import CommitChain
 from services.worker.rank.process.seat import AgentPipe
 from tests.rank.gang import JOB, Ranks, Trained
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id, new_job_id
+from services.contract.jobs.specs import EarlyStopSpec, JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated, RankFinished, RankVote
-from services.contract.specs import EarlyStopSpec, JobSpec
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.words.ids import checkpoint_id, new_job_id
 from services.worker.rank.loop.early_stop import (
     Course,
     EarlyStop,

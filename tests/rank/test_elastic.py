@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks, spec_of
 
 pytestmark = pytest.mark.ranks

@@ -3,7 +3,7 @@
 import torch
 
 from fsdp_core.errors import DesyncError
-from services.controller.domain import diagnose
+from services.controller.domain.decisions import diagnose
 from services.worker.rank.checkpoints.writer import CheckpointWriteError
 from services.worker.rank.loop.context import NonFiniteLossError
 

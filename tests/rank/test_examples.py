@@ -13,8 +13,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from fsdp_core.plan.model import UnitPlan
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankVote
-from services.contract.specs import JobSpec
 from tests.forking import HUGGING_FACE
 from tests.rank.gang import Attempt, Ranks
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankCheckpointFailed,
     RankCheckpointWaits,
@@ -12,7 +13,6 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
-from services.contract.specs import JobSpec
 from tests.disk import small_disk
 from tests.rank.gang import JOB, Ranks
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from fsdp_core.plan.model import UnitPlan
-from services.contract.specs import JobSpec
-from services.worker.agent.export import export
+from services.contract.jobs.specs import JobSpec
+from services.worker.agent.storage.export import export
 from services.worker.rank.models.hugging_face import (
     PretrainedFilesError,
     hf_causal_lm,

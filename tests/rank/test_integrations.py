@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from tests.forking import HUGGING_FACE
 from tests.rank.gang import Ranks
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fsdp_core.plan.model import UnitPlan
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated, RankFailed
-from services.contract.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks, Trained
 
 pytestmark = pytest.mark.ranks

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from tests.rank.gang import Ranks, Trained, spec_of
 
 MESHES = {

@@ -14,14 +14,14 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
 from meshloom.trainable import Trainable
-from services.contract.bounds import METRIC_NAMES_KEPT
+from services.contract.jobs.specs import Factory, JobSpec
 from services.contract.messages.rank_pipe import (
     RANK_MESSAGE,
     RankMessage,
     RankMetrics,
     RankReady,
 )
-from services.contract.specs import Factory, JobSpec
+from services.contract.words.bounds import METRIC_NAMES_KEPT
 from services.worker.rank.loop.run import Run
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.bounded_file import BoundedFile

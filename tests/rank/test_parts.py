@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fsdp_core import TrainingState
-from services.contract.plans import default_micro_batch
-from services.contract.rank_channel import BoardReader, BoardWriter
-from services.contract.specs import Factory
-from services.contract.states import RankPhase
+from services.contract.jobs.plans import default_micro_batch
+from services.contract.jobs.specs import Factory
+from services.contract.messages.board import BoardReader, BoardWriter
+from services.contract.words.states import RankPhase
 from services.worker.rank import registry
 from services.worker.rank.data.corpus import stdlib_sources
 from services.worker.rank.data.ngrams import bigram_loss, unigram_loss

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from fsdp_core.plan.model import SGD, Conditions, ModelProfile
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
-from services.contract.messages.asking import ProbeSeat
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
-from services.contract.specs import JobSpec
 from services.worker.rank.probe.passes import mean_loss
 from services.worker.rank.probe.profile import _chain, _is_out_of_memory, probe
 from tests.rank.test_hugging_face import saved

@@ -1,10 +1,10 @@
 """What torchrun would tell a script."""
 
 from fsdp_core.plan.model import MeshPlan, ShardingPlan
-from services.contract.ids import new_job_id
+from services.contract.jobs.plans import GangPlan, RankPlacement
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.plans import GangPlan, RankPlacement
-from services.contract.specs import JobSpec
+from services.contract.words.ids import new_job_id
 from services.worker.rank.script.environment import torchrun_environment
 
 JOB = new_job_id(1, bytes(10))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankFailed,
     RankFinished,
     RankReady,
     RankVote,
 )
-from services.contract.specs import JobSpec
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.local.settings import child_environment
 from tests.rank.gang import Attempt, Ranks, ranks_below
 

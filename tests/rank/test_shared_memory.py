@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankMetrics
-from services.contract.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks
 
 pytestmark = pytest.mark.ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.contract.commit_chain import CommitChain
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
@@ -17,7 +17,7 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankVote,
 )
-from services.contract.specs import JobSpec
+from services.contract.storage.commit_chain import CommitChain
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.staging import Staged
 from services.worker.rank.checkpoints.state import TrainingState

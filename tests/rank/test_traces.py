@@ -12,7 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_core import torch_private
-from services.contract.ids import new_trace_id
+from services.contract.jobs.specs import JobSpec
+from services.contract.jobs.traces import drafts, trace_file, traces_folder
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import (
     RankFinished,
     RankMessage,
@@ -22,9 +24,7 @@ from services.contract.messages.rank_pipe import (
     RankTraceFailed,
     TraceOrder,
 )
-from services.contract.rank_channel import BoardWriter
-from services.contract.specs import JobSpec
-from services.contract.traces import drafts, trace_file, traces_folder
+from services.contract.words.ids import new_trace_id
 from services.worker.rank.loop import trace as recording
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.trace import TraceRecorder

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.specs import JobSpec
 from services.worker.rank.metrics.points import Point
 from services.worker.rank.metrics.reporter import MetricsReporter, Outlet
 from services.worker.rank.metrics.trackers import Mlflow, Wandb, trackers

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady, RankVote
-from services.contract.specs import JobSpec
 from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
 from services.worker.rank.models.several import Models
 from tests.rank.gang import JOB, Attempt, Ranks, Trained

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_core.plan.model import UnitPlan
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFailed,
@@ -15,8 +16,7 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
-from services.contract.specs import JobSpec
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from tests.rank.gang import Ranks, Trained
 from tests.waiting import until
 

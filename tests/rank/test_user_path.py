@@ -29,7 +29,7 @@ if __name__ == "__main__":
 MINE = """
 ME = __file__
 def imports():
-    import services.contract.states, fsdp_core.errors
+    import services.contract.words.states, fsdp_core.errors
     return fsdp_core.errors.__name__
 """
 

@@ -8,19 +8,25 @@ that few layouts are followed step by step. A bound above its estimate would los
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Literal
 
 from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of, work_of
 from fsdp_core.plan.model.score import Score, Spent, score
-from fsdp_core.plan.model.sharding import MeshPlan, ShardingPlan, UnitPlan
+from fsdp_core.plan.model.sharding import (
+    MeshPlan,
+    ShardingPlan,
+    UnitPlan,
+    shared_memory_of_unit,
+)
 from fsdp_core.plan.model.shares import UnitShare, shares_of
 from fsdp_core.plan.model.space import Layout, LayoutSpace
 from fsdp_core.plan.model.step_time import step_time
-from fsdp_core.plan.model.traffic import Moved
+from fsdp_core.plan.model.traffic import NOTHING, Kind, Moved, SharedWay, Through
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class _Kind:
         is_trained: Whether the optimizer has it.
         has_grad: Whether backward reaches it.
         is_gathered: Whether backward reaches its unit.
+        is_written: Whether forward writes a parameter of its unit.
+        can_be_one_copy: Whether ranks of a host may compute with the same memory of it.
     """
 
     modules: tuple[str, ...]
@@ -46,6 +54,8 @@ class _Kind:
     is_trained: bool
     has_grad: bool
     is_gathered: bool
+    is_written: bool
+    can_be_one_copy: bool
 
 
 @dataclass(frozen=True)
@@ -92,8 +102,9 @@ class Floors:
         model, held = self._model(layout)
         plan, training = self._space.plan(layout), self._space.training(layout)
         split = model.tp_bytes(layout.micro_batch) * training.accumulation
-        moved = _traffic(model, plan, training.accumulation, split)
         profile, seats, time = self._space.profile, self._space.question.seats, None
+        ways = _Ways(plan, profile.device_type)
+        moved = _traffic(model, ways, training.accumulation, split)
         if seats.node is not None:
             counted = (moved, held.updated)
             work = work_of(profile, plan, model.shares, training, counted)
@@ -188,15 +199,21 @@ class _Model:
                 param.facts.requires_grad,
                 param.facts.requires_grad and param.place in self._reached,
                 self.is_reached(share),
+                share.is_written,
+                param.can_be_one_copy,
             )
             for share in self.shares
             for param in share.own
         )
 
     @cached_property
-    def units(self) -> Counter[tuple[str, ...]]:
-        """How many units that communicate each of the plan's makes."""
-        return Counter(share.unit.plan.modules for share in self.shares if self.is_reached(share))
+    def units(self) -> Counter[tuple[tuple[str, ...], bool]]:
+        """How many units that communicate each of the plan's makes, by whether forward writes to them."""
+        return Counter(
+            (share.unit.plan.modules, share.is_written)
+            for share in self.shares
+            if self.is_reached(share)
+        )
 
     def tp_bytes(self, micro_batch: int) -> int:
         """What split matrices send."""
@@ -254,27 +271,63 @@ def _anywhere(plan: ShardingPlan) -> ShardingPlan:
     return replace(plan, units=tuple(units))
 
 
-def _traffic(model: _Model, plan: ShardingPlan, passes: int, split: int) -> Moved:
+class _Ways:
+    """How units of a plan exchange what they gather and reduce."""
+
+    def __init__(self, plan: ShardingPlan, device_type: str) -> None:
+        self.mesh = plan.mesh
+        self._plan = plan
+        self._device_type = device_type
+        self._options = {unit.modules: unit for unit in plan.units}
+
+    def of(self, modules: tuple[str, ...], *, is_written: bool) -> SharedWay | Literal["none"]:
+        """Whether through shared memory."""
+        unit = self._options.get(modules) or UnitPlan(modules)
+        return shared_memory_of_unit(self._plan, unit, self._device_type, is_written=is_written)
+
+    def gathers(self, modules: tuple[str, ...]) -> tuple[int, ...]:
+        """Over how many ranks each gather of a pass goes."""
+        return _gathers(self._options.get(modules), self.mesh.dp_shard)
+
+
+def _traffic(model: _Model, ways: _Ways, passes: int, split: int) -> Moved:
     """What is sent at least: without mistaken gathers; `split` is what tp sends."""
-    shards, replicas = plan.mesh.dp_shard, plan.mesh.dp_replicate
-    options: Mapping[tuple[str, ...], UnitPlan] = {unit.modules: unit for unit in plan.units}
+    shards, replicas = ways.mesh.dp_shard, ways.mesh.dp_replicate
     gathered = reduced = averaged = 0
     groups: Counter[int] = Counter()
+    shared: dict[tuple[SharedWay, Kind], Through] = {}
     started = 0
-    for modules, count in model.units.items():
-        started += count * (passes * len(_gathers(options.get(modules), shards)) + 1)
+
+    def share(
+        way: SharedWay | Literal["none"], kind: Kind, sent: int, copied: int, count: int
+    ) -> None:
+        if way != "none":
+            known = shared.get((way, kind), NOTHING)
+            shared[way, kind] = known.and_also(sent, copied, count)
+
+    for (modules, is_written), count in model.units.items():
+        gathers = passes * len(ways.gathers(modules))
+        started += count * (gathers + 1)
+        way = ways.of(modules, is_written=is_written)
+        share(way, "all_gather", 0, 0, count * gathers)
+        share(way, "reduce_scatter", 0, 0, count)
     for kind, count in model.kinds.items():
         row, _ = _cut(kind.whole, shards)
+        way = ways.of(kind.modules, is_written=kind.is_written)
         if kind.is_gathered:
-            for ranks in _gathers(options.get(kind.modules), shards):
+            for ranks in ways.gathers(kind.modules):
                 part = row if ranks == shards else _cut(_from_first(kind.whole), ranks)[0]
                 moved = count * passes * part * kind.compute * (ranks - 1)
                 gathered += moved
                 if ranks < shards:
                     groups[ranks] += moved
+                is_read_there = way == "storage" and kind.can_be_one_copy
+                share(way, "all_gather", moved, 0 if is_read_there else moved, 0)
         if kind.has_grad:
-            reduced += count * row * kind.reduce * (shards - 1)
+            moved = count * row * kind.reduce * (shards - 1)
+            reduced += moved
             averaged += count * row * kind.reduce
+            share(way, "reduce_scatter", moved, moved, 0)
     units = sum(model.units.values())
     # Each average is rounded down by itself; there are no more than parameters.
     mean = max(2 * averaged * (replicas - 1) // replicas - sum(model.kinds.values()), 0)
@@ -288,7 +341,8 @@ def _traffic(model: _Model, plan: ShardingPlan, passes: int, split: int) -> Move
         "dp_shard": started if shards > 1 else 0,
         "tp": 0,
     }
-    return Moved(total, collectives, (reduced, units if shards > 1 else 0), dict(groups))
+    reductions = (reduced, units if shards > 1 else 0)
+    return Moved(total, collectives, reductions, dict(groups), shared)
 
 
 def _gathers(unit: UnitPlan | None, shards: int) -> tuple[int, ...]:

@@ -190,16 +190,14 @@ def shared_memory_of_unit(
 
 
 def within_nodes(plan: ShardingPlan, ranks_per_node: int) -> ShardingPlan:
-    """The plan without ``auto`` where it would mean nothing: ranks of several nodes share no memory.
+    """The plan as it works out: ranks of several nodes share no memory, whatever it says.
 
     Args:
         plan: For any number of ranks.
         ranks_per_node: That sit on one node.
     """
     spans_nodes = plan.mesh.tp * plan.mesh.dp_shard > ranks_per_node
-    if plan.shared_memory == "auto" and spans_nodes:
-        return replace(plan, shared_memory="none")
-    return plan
+    return replace(plan, shared_memory="none") if spans_nodes else plan
 
 
 def is_pattern(name: str) -> bool:

@@ -106,6 +106,7 @@ class UnitShare:
         borrowed: Units that have charge of parameters which it shares.
         reshards: Whether forward ends with slices.
         shared: How ranks of one host exchange what it gathers and reduces.
+        is_written: Whether forward writes one of its parameters.
         forward_prefetch: Units whose gather starts with its forward; None: the foreseen one.
         backward_prefetch: The same in backward.
     """
@@ -116,6 +117,7 @@ class UnitShare:
     borrowed: tuple[int, ...]
     reshards: bool
     shared: Literal["none", "copy", "storage"]
+    is_written: bool
     forward_prefetch: tuple[int, ...] | None
     backward_prefetch: tuple[int, ...] | None
 
@@ -138,6 +140,13 @@ class UnitShare:
         return sum(
             (param.smaller if from_smaller and param.smaller else param.slicing).row * param.compute
             for param in self.own
+        )
+
+    @cached_property
+    def copied_row(self) -> int:
+        """Of what this rank contributes to a gather through shared memory, bytes that are copied."""
+        return sum(
+            param.slicing.row * param.compute for param in self.own if not self.is_one_copy(param)
         )
 
     @cached_property
@@ -189,6 +198,7 @@ def shares_of(
             shared_memory_of_unit(
                 plan, calls[call].plan, profile.device_type, is_written=call in written
             ),
+            call in written,
             *_prefetch(calls[call], index, line),
         )
         for index, call in enumerate(order)

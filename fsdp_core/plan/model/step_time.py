@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_core.plan.model.sharding import MeshPlan
-from fsdp_core.plan.model.traffic import AXES, Kind, Moved
+from fsdp_core.plan.model.traffic import AXES, Kind, Moved, SharedWay, Through
 
 # Operators on DTensors go through DTensor's own dispatch in Python first.
 _SPLIT_DISPATCH = 4
@@ -39,6 +39,8 @@ class NodeFacts:
         overlap: Part of communication, 0 to 1, that computation can hide.
         dispatch_s: Seconds that the host takes to launch an operator.
         exchanges: By kind of collective; a kind that is missing goes at `link_bandwidth`.
+        shared_exchanges: The same through memory that ranks of the node share, where they do; what is
+            missing is taken from `exchanges`.
         unit_s: Seconds of the engine in a pass for each unit, without collectives.
         parameter_s: The same for each parameter.
         sharded_parameter_s: The same where there are several ranks along dp_shard.
@@ -56,6 +58,7 @@ class NodeFacts:
     overlap: float = 0.9
     dispatch_s: float = 0.0
     exchanges: Mapping[Kind, Exchange] = field(default_factory=dict)
+    shared_exchanges: Mapping[SharedWay, Mapping[Kind, Exchange]] = field(default_factory=dict)
     unit_s: float = 0.0
     parameter_s: float = 0.0
     sharded_parameter_s: float = 0.0
@@ -137,7 +140,8 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
     """The time of a step.
 
     An axis whose ranks do not all fit on one node communicates at the network's rate. Of the
-    data-parallel axes computation hides what it can; tp waits for its sums.
+    data-parallel axes computation hides what it can, but not what a rank copies itself through shared
+    memory; tp waits for its sums.
 
     Args:
         node: Any; all are taken to be alike.
@@ -150,9 +154,12 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
         "dp_shard": mesh.tp * mesh.dp_shard,
         "dp_replicate": mesh.tp * mesh.dp_shard * mesh.dp_replicate,
     }
+    shared = work.moved.shared if spans["dp_shard"] <= node.ranks else {}
     communication = {
         axis: sum(
-            _exchange_s(node, kind, *work.moved.of(axis, kind), is_far=span > node.ranks)
+            _exchange_s(
+                node, kind, *_by_group(work.moved, shared, axis, kind), is_far=span > node.ranks
+            )
             for kind in AXES[axis]
         )
         for axis, span in spans.items()
@@ -163,13 +170,15 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
         communication["dp_shard"] += near / node.link_bandwidth - near / node.network_bandwidth
     data = communication["dp_shard"] + communication["dp_replicate"]
     hidden = min(data * node.overlap, compute)
+    in_memory = sum(_shared_s(node, *way, through) for way, through in shared.items())
+    communication["dp_shard"] += in_memory
     is_sharded = mesh.dp_shard > 1
     held = node.sharded_parameter_s if is_sharded else node.parameter_s
     engine = work.passes * (work.units * node.unit_s + work.parameters * held)
     # Each element is read, and parameter and state are written.
     optimizer = work.updated * node.update_s + 2 * work.updated_bytes / node.memory_bandwidth
     optimizer += node.norm_s * is_sharded
-    total = compute + engine + communication["tp"] + data - hidden + optimizer
+    total = compute + engine + communication["tp"] + data - hidden + in_memory + optimizer
     return StepTime(
         compute * node.scale,
         {axis: seconds * node.scale for axis, seconds in communication.items()},
@@ -177,6 +186,25 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
         total * node.scale,
         engine * node.scale,
     )
+
+
+def _by_group(
+    moved: Moved, shared: Mapping[tuple[SharedWay, Kind], Through], axis: str, kind: Kind
+) -> tuple[int, int]:
+    """Bytes and number of the collectives of process groups."""
+    sent, count = moved.of(axis, kind)
+    if axis == "dp_shard":
+        through = [each for (_, other), each in shared.items() if other == kind]
+        sent -= sum(each.sent for each in through)
+        count -= sum(each.count for each in through)
+    return sent, count
+
+
+def _shared_s(node: NodeFacts, way: SharedWay, kind: Kind, through: Through) -> float:
+    known = node.shared_exchanges.get(way, {}).get(kind)
+    if known is None:
+        return _exchange_s(node, kind, through.sent, through.count, is_far=False)
+    return through.copied / known.bandwidth + through.count * known.latency
 
 
 def _exchange_s(node: NodeFacts, kind: Kind, sent: int, count: int, *, is_far: bool) -> float:

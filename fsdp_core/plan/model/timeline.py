@@ -268,7 +268,7 @@ class Timeline:
         ledger, shards = self._ledger, self._placement.shards
         itemsize, orig = params[0].reduce, {param.facts.itemsize for param in params}
         row = sum(param.slicing.row for param in params) + flags
-        self._traffic.reduce_scatter(row * itemsize)
+        self._traffic.reduce_scatter(row * itemsize, share.shared)
         if self._placement.replicas > 1:
             self._traffic.all_reduce(row * itemsize)
         is_cast = orig != {itemsize} or params[0].reduces_as not in (
@@ -380,7 +380,7 @@ class Timeline:
         if from_part:
             ranks = next(param.smaller.parts for param in share.own if param.smaller)
         row = share.gather_row(from_smaller=from_part)
-        self._traffic.all_gather(row, ranks)
+        self._traffic.all_gather(row, ranks, share.shared, share.copied_row)
         group.state, group.from_part = "gathering", from_part
         if share.shared != "none":
             return  # rows are copied from where they lie

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.contract.ids import JobId
+from services.contract.words.ids import JobId
 
 
 class Message(BaseModel):

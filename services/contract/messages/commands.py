@@ -4,15 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from services.contract.bounds import AtMostOnePerRank
-from services.contract.ids import CheckpointId, TraceId
-from services.contract.manifests import Manifest
+from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.specs import CarriedSpec
+from services.contract.jobs.traces import MOST_STEPS, TracedRanks
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
-from services.contract.plans import GangPlan
-from services.contract.specs import CarriedSpec
-from services.contract.states import ExitReason, JobState
-from services.contract.traces import MOST_STEPS, TracedRanks
+from services.contract.storage.manifests import Manifest
+from services.contract.words.bounds import AtMostOnePerRank
+from services.contract.words.ids import CheckpointId, TraceId
+from services.contract.words.states import ExitReason, JobState
 
 
 class LaunchGang(OfAttempt):

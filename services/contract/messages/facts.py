@@ -5,7 +5,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from services.contract.bounds import (
+from services.contract.messages.base import Address, Message, OfAttempt
+from services.contract.messages.findings import Findings
+from services.contract.messages.probing import ModelProbed, NodeMeasured
+from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
+from services.contract.storage.job_cards import JobCard
+from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFile
+from services.contract.words.bounds import (
     AtMostOnePerRank,
     Baselines,
     Digest,
@@ -18,13 +24,7 @@ from services.contract.bounds import (
     Traceback,
     Versions,
 )
-from services.contract.ids import CheckpointId, NodeId, TraceId
-from services.contract.job_cards import JobCard
-from services.contract.manifests import DamagedRecord, Manifest, ShardFile
-from services.contract.messages.base import Address, Message, OfAttempt
-from services.contract.messages.findings import Findings
-from services.contract.messages.probing import ModelProbed, NodeMeasured
-from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
+from services.contract.words.ids import CheckpointId, NodeId, TraceId
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""

@@ -4,8 +4,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from services.contract.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback
 from services.contract.messages.base import Message
+from services.contract.words.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback
 
 _FRAMES: Final = 256
 

@@ -11,10 +11,10 @@ from fsdp_core.plan.model import (
     OptimizerFacts,
     TensorParallelPlan,
 )
-from services.contract.bounds import Incarnation, Text, Traceback
-from services.contract.ids import NodeId, ProbeId
+from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
-from services.contract.specs import CarriedSpec
+from services.contract.words.bounds import Incarnation, Text, Traceback
+from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
 

@@ -8,7 +8,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from services.contract.bounds import (
+from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.specs import CarriedSpec
+from services.contract.jobs.traces import MOST_STEPS
+from services.contract.messages.base import Message
+from services.contract.messages.board import MAX_GROUPS, MAX_STEP
+from services.contract.storage.manifests import ShardFile
+from services.contract.words.bounds import (
     Baselines,
     Digest,
     ErrorTypes,
@@ -20,13 +26,7 @@ from services.contract.bounds import (
     Text,
     Traceback,
 )
-from services.contract.ids import CheckpointId, JobId, TraceId
-from services.contract.manifests import ShardFile
-from services.contract.messages.base import Message
-from services.contract.plans import GangPlan
-from services.contract.rank_channel import MAX_GROUPS, MAX_STEP
-from services.contract.specs import CarriedSpec
-from services.contract.traces import MOST_STEPS
+from services.contract.words.ids import CheckpointId, JobId, TraceId
 
 LINE_BYTES: Final = 1 << 20
 """No message is longer."""

@@ -4,9 +4,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from services.contract.bounds import MetricValues, Name, Numbers, Traceback, cut_to
-from services.contract.ids import NodeId
 from services.contract.messages.base import Message
+from services.contract.words.bounds import MetricValues, Name, Numbers, Traceback, cut_to
+from services.contract.words.ids import NodeId
 
 LINE_CHARACTERS: Final = 16_384
 

@@ -8,9 +8,10 @@ from fastapi.routing import APIRoute
 
 from services.controller.api import dashboard, openapi, problems
 from services.controller.api.audit import Audit
+from services.controller.api.concurrency import Shares
 from services.controller.api.context import Context
-from services.controller.api.framing import BodyLimit, Framing
 from services.controller.api.guard import AccessPolicy, Guard
+from services.controller.api.middleware import BodyLimit, Framing
 from services.controller.api.routes import (
     audit,
     checkpoints,
@@ -25,7 +26,6 @@ from services.controller.api.routes import (
     watch,
 )
 from services.controller.api.scopes import unscoped
-from services.controller.api.turns import Shares
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),

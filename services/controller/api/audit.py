@@ -8,11 +8,11 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.controller.api.provenance import SAFE_METHODS
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.access.token import Principal
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.rate import Rate
-from services.controller.domain.token import Principal
 from services.controller.ports.access import AuditRecord
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 
 _REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _REFUSED: Final = range(400, 500)

@@ -12,8 +12,8 @@ from typing import Final
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from services.contract.long_work import in_turns
-from services.contract.views import JobPage, JobView
+from services.contract.api.views import JobPage, JobView
+from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import PreconditionRequiredError
 
 _DIGEST_BYTES: Final = 12

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from services.contract.entry_points import EntryPoints
+from services.contract.jobs.entry_points import EntryPoints
+from services.controller.api.concurrency import Turns
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
-from services.controller.api.turns import Turns
 from services.controller.api.uploads import Uploads
-from services.controller.domain.token import Principal
+from services.controller.domain.access.token import Principal
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.plans import Drawing
 
 

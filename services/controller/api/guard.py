@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.controller.api.problems import problem_response, refusal
 from services.controller.api.provenance import refuse_stranger
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.access.token import BOOTSTRAP, LOCAL, Principal
 from services.controller.domain.errors import MeshloomError, StoreUnavailableError
-from services.controller.domain.rate import Rate
-from services.controller.domain.token import BOOTSTRAP, LOCAL, Principal
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.access import Refusal, identify
 
 _PROTECTED: Final = "/v1"

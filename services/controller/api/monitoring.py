@@ -8,8 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from services.contract.states import JobState
-from services.controller.ports.office import Ports
+from services.contract.words.states import JobState
+from services.controller.ports.coordination import Ports
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _CHEAP_S: Final = 0.05

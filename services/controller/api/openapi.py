@@ -5,7 +5,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from services.contract.problems import PROBLEM_MEDIA_TYPE, Problem
+from services.contract.words.problems import PROBLEM_MEDIA_TYPE, Problem
 
 _FIRST_ERROR: Final = 400
 ERROR_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {

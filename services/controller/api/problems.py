@@ -10,9 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from services.contract.pointers import faults_of
-from services.contract.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
-from services.contract.specs import TOO_LARGE, JobSpec
+from services.contract.api.pointers import faults_of
+from services.contract.jobs.specs import TOO_LARGE, JobSpec
+from services.contract.words.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
 from services.controller.domain.errors import MeshloomError
 
 _CODES: Final[Mapping[int, str]] = {

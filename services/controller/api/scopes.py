@@ -13,12 +13,12 @@ from fastapi.params import Security as SecurityParameter
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from services.contract.access import Scope
-from services.contract.ids import job_of_checkpoint
+from services.contract.api.access import Scope
+from services.contract.words.ids import job_of_checkpoint
 from services.controller.api.context import WithPorts, WithPrincipal
+from services.controller.domain.access.token import Principal
 from services.controller.domain.errors import ForbiddenError
-from services.controller.domain.token import Principal
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.access import check_owner
 
 Claim = Callable[[Request, Ports, Principal], Awaitable[bool]]

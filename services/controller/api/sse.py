@@ -13,8 +13,8 @@ from fastapi import Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
-from services.contract.problems import PROBLEM_TYPE_BASE, Problem
-from services.contract.views import EventView, LogView
+from services.contract.api.views import EventView, LogView
+from services.contract.words.problems import PROBLEM_TYPE_BASE, Problem
 from services.controller.domain.errors import (
     StoreUnavailableError,
     TooManyOwnStreamsError,

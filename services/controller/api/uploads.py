@@ -10,7 +10,7 @@ from typing import Final
 from fastapi import Request
 from starlette.types import Scope
 
-from services.controller.domain.code import CodeLimits
+from services.controller.domain.access.code import CodeLimits
 from services.controller.domain.errors import BodyTooLargeError, TooManyUploadsError
 
 CODE_PATH: Final = "/v1/code"

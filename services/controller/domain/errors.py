@@ -23,7 +23,7 @@
 
 from collections.abc import Sequence
 
-from services.contract.problems import Fault, first_faults
+from services.contract.words.problems import Fault, first_faults
 
 
 class MeshloomError(Exception):

@@ -1,1 +1,1 @@
-"""What the controller does by itself: lead, heed facts, reconcile."""
+"""What the controller does by itself: lead, apply facts, reconcile."""

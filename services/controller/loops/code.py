@@ -4,7 +4,7 @@ import asyncio
 from typing import Final
 
 from services.controller.loops.endurance import Endurance, Troubles
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.code import forget_unused
 
 _EVERY_S: Final = 600.0

@@ -6,7 +6,7 @@ from typing import Final
 
 import structlog
 
-from services.contract.cancellation import end_if_told
+from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StaleWriteError, StoreUnavailableError
 
 Troubles = MutableMapping[str, str]

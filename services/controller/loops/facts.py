@@ -8,9 +8,9 @@ import structlog
 
 from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
 from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
-from services.controller.ports.office import Ports
-from services.controller.use_cases.facts import heed
+from services.controller.use_cases.facts import apply_facts
 
 _log = structlog.get_logger()
 _BATCH: Final = 128
@@ -64,7 +64,7 @@ class FactLoop:
 
     async def _heed(self, entries: Sequence[Entry]) -> None:
         try:
-            await heed(self._ports, entries, self._epoch)
+            await apply_facts(self._ports, entries, self._epoch)
         except (DeposedError, StoreUnavailableError, StaleWriteError):
             self._look_back_soon()
             raise
@@ -78,7 +78,7 @@ class FactLoop:
         """One fact that trips us up must not hold up all others: it is given up after some tries."""
         for entry in entries:
             try:
-                await heed(self._ports, [entry], self._epoch)
+                await apply_facts(self._ports, [entry], self._epoch)
             except (DeposedError, StoreUnavailableError, StaleWriteError):
                 self._look_back_soon()
                 raise

@@ -6,7 +6,7 @@ from typing import Final
 import structlog
 
 from services.controller.loops.endurance import Endurance, Troubles
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 
 _log = structlog.get_logger()
 # A Redis that was restored from a copy of an older version's is found within that time.

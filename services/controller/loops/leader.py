@@ -8,10 +8,10 @@ from typing import Final
 
 import structlog
 
-from services.contract.redis_keys import LEADER_LEASE_MS
+from services.contract.redis.redis_keys import LEADER_LEASE_MS
 from services.controller.domain.errors import DeposedError, StoreUnavailableError
 from services.controller.loops.endurance import Endurance
-from services.controller.ports.office import Leadership
+from services.controller.ports.coordination import Leadership
 
 _log = structlog.get_logger()
 _LEASE_S: Final = LEADER_LEASE_MS / 1000

@@ -3,25 +3,25 @@
 import asyncio
 from typing import Final
 
-from services.contract.cancellation import end_if_told
+from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.resizing import Patience
+from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.endurance import Endurance, Troubles
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.reconcile import Reconciler
 
 _WATCH_EVERY_S: Final = 1.0
 
 
 async def reconcile(
-    ports: Ports, epoch: int, patience: Patience, troubles: Troubles | None = None
+    ports: Ports, epoch: int, growth_delay: GrowthDelay, troubles: Troubles | None = None
 ) -> None:
     """Reconcile for ever.
 
     Raises:
         ExceptionGroup: With the DeposedError that says that the reign is over.
     """
-    reconciler = Reconciler(ports, epoch, patience)
+    reconciler = Reconciler(ports, epoch, growth_delay)
     endurance = Endurance("reconciler", reconciler.forget_health, troubles)
 
     async def listen_and_look() -> None:

@@ -4,17 +4,17 @@ import asyncio
 from typing import Final
 
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.resizing import Patience
+from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.code import forget_code
 from services.controller.loops.endurance import Troubles
 from services.controller.loops.facts import FactLoop
 from services.controller.loops.index import index_jobs
-from services.controller.loops.planning import plan_jobs
+from services.controller.loops.planner import plan_jobs
 from services.controller.loops.reconciler import reconcile
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.plans import Drawing
 
-_PATIENCE: Final = Patience()
+_GROWTH_DELAY: Final = GrowthDelay()
 
 
 async def reign(
@@ -22,7 +22,7 @@ async def reign(
     epoch: int,
     drawing: Drawing,
     *,
-    patience: Patience = _PATIENCE,
+    growth_delay: GrowthDelay = _GROWTH_DELAY,
     troubles: Troubles | None = None,
 ) -> None:
     """Heed facts, reconcile, choose open layouts, forget unused code, keep lists whole, for ever.
@@ -31,7 +31,7 @@ async def reign(
         ports: The world.
         epoch: The reign.
         drawing: How plans are made.
-        patience: That of elastic jobs that could grow.
+        growth_delay: That of elastic jobs that could grow.
         troubles: As of ``Endurance``; empty once the reign is over.
 
     Raises:
@@ -40,7 +40,7 @@ async def reign(
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(FactLoop(ports, epoch, troubles).run())
-            group.create_task(reconcile(ports, epoch, patience, troubles))
+            group.create_task(reconcile(ports, epoch, growth_delay, troubles))
             group.create_task(plan_jobs(ports, epoch, drawing, troubles))
             group.create_task(forget_code(ports, epoch, troubles))
             group.create_task(index_jobs(ports, troubles))

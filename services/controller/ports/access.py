@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from services.contract.access import Scope
-from services.controller.domain.rate import Rate
+from services.contract.api.access import Scope
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.access.token import Token
 from services.controller.domain.record import Record
-from services.controller.domain.token import Token
 from services.controller.ports.machines import Entry
 
 

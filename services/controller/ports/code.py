@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.controller.domain.code import CodeLimits, Kept, UploadedCode
+from services.controller.domain.access.code import CodeLimits, Kept, UploadedCode
 
 
 class CodeStore(Protocol):

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from services.contract.states import JobState
-from services.controller.domain.checkpoint import Checkpoint
-from services.controller.domain.effects import Decision, Send
-from services.controller.domain.history import HistoryEntry
-from services.controller.domain.job import Job
+from services.contract.words.states import JobState
+from services.controller.domain.decisions.history import HistoryEntry
+from services.controller.domain.job.checkpoint import Checkpoint
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.job import Job
 from services.controller.domain.record import Record
 
 

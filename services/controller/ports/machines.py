@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 
 
 class NodeStore(Protocol):
@@ -31,7 +31,7 @@ class NodeStore(Protocol):
 
         Args:
             node: As it was read.
-            epoch: The leadership in whose name this is done; None for a person's wish.
+            epoch: The leadership in whose name this is done; None for a person's request.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.

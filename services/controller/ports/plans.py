@@ -3,9 +3,9 @@
 from typing import Literal, Protocol
 
 from services.contract.messages.probing import ModelProbed
-from services.controller.domain.effects import Send
-from services.controller.domain.pace import Pace
-from services.controller.domain.plan import Plan
+from services.controller.domain.job.effects import Send
+from services.controller.domain.plans.pace import Pace
+from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
 
 Asked = Literal["cached", "pending", "asked"]

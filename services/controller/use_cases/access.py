@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from services.contract.access import (
+from services.contract.api.access import (
     AuditEntryView,
     AuditPage,
     Scope,
@@ -13,9 +13,8 @@ from services.contract.access import (
     TokenRequest,
     TokenView,
 )
-from services.contract.ids import new_token_id
-from services.controller.domain.errors import ForbiddenError, NotFoundError
-from services.controller.domain.token import (
+from services.contract.words.ids import new_token_id
+from services.controller.domain.access.token import (
     BOOTSTRAP,
     SECRET_BYTES,
     Principal,
@@ -24,10 +23,11 @@ from services.controller.domain.token import (
     parts_of,
     token_text,
 )
+from services.controller.domain.errors import ForbiddenError, NotFoundError
 from services.controller.ports.access import AuditRecord
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
-from services.controller.ports.office import Ports
 from services.controller.use_cases.present import maybe_moment, moment
 
 _RANDOM_BYTES = 10

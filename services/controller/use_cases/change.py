@@ -5,13 +5,13 @@ from typing import Final
 
 import structlog
 
-from services.controller.domain.decide import decide, is_foreign, is_stale
-from services.controller.domain.effects import Decision
+from services.controller.domain.decisions.dispatch import decide, is_foreign, is_stale
+from services.controller.domain.decisions.history import Occurrence, entry
 from services.controller.domain.errors import NotFoundError, StaleWriteError
-from services.controller.domain.history import Occurrence, entry
-from services.controller.domain.job import Job
+from services.controller.domain.job.effects import Decision
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Stored
-from services.controller.ports.office import Ports
 
 _log = structlog.get_logger()
 _TRIES: Final = 16
@@ -33,7 +33,7 @@ async def apply_events(
         job_id: The job to which they happen.
         occurrences: At least one event.
         actor: Who causes them.
-        epoch: The leadership in whose name this is done; None for a person's wish, which the
+        epoch: The leadership in whose name this is done; None for a person's request, which the
             version compare alone keeps from overwriting anything.
         deletes: Another job that is deleted with the commit; both happen, or neither.
 
@@ -41,7 +41,7 @@ async def apply_events(
         NotFoundError: There is no such job.
         StaleWriteError: Others were faster each time.
         DeposedError: ``epoch`` is over.
-        StateConflictError, InvalidRequestError: A wish cannot be fulfilled.
+        StateConflictError, InvalidRequestError: A request cannot be fulfilled.
     """
     for _ in range(_TRIES):
         stored = await ports.jobs.load(job_id)

@@ -1,20 +1,20 @@
 """Looking at checkpoints, keeping them, having them read, deleting them."""
 
-from services.contract.ids import job_of_checkpoint
-from services.contract.states import NodeState
-from services.contract.views import CheckpointList, CheckpointView
+from services.contract.api.views import CheckpointList, CheckpointView
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import NodeState
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError, StateConflictError
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     ExportAsked,
     JobEvent,
     PinAsked,
     RemovalAsked,
     VerifyAsked,
 )
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import checkpoint_view
 
@@ -87,14 +87,16 @@ async def remove(ports: Ports, checkpoint_id: str, actor: Actor) -> CheckpointVi
     return _view(after, checkpoint_id) if checkpoint_id in after.checkpoints else before
 
 
-async def _change(ports: Ports, checkpoint_id: str, wish: JobEvent, actor: Actor) -> CheckpointView:
-    job = await _apply(ports, job_of_checkpoint(checkpoint_id), wish, actor)
+async def _change(
+    ports: Ports, checkpoint_id: str, request: JobEvent, actor: Actor
+) -> CheckpointView:
+    job = await _apply(ports, job_of_checkpoint(checkpoint_id), request, actor)
     return _view(job, checkpoint_id)
 
 
-async def _apply(ports: Ports, job_id: str, wish: JobEvent, actor: Actor) -> Job:
+async def _apply(ports: Ports, job_id: str, request: JobEvent, actor: Actor) -> Job:
     now_ms = await ports.clock.now_ms()
-    return (await apply_events(ports, job_id, [Occurrence(wish, now_ms)], actor)).job
+    return (await apply_events(ports, job_id, [Occurrence(request, now_ms)], actor)).job
 
 
 async def _owner(ports: Ports, checkpoint_id: str) -> Job:

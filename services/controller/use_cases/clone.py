@@ -10,13 +10,15 @@ from typing import Final
 
 import structlog
 
-from services.contract.entry_points import EntryPoints
-from services.contract.problems import Fault
-from services.contract.requests import CloneRequest
-from services.contract.specs import JobSpec
-from services.contract.states import CheckpointState
-from services.contract.views import JobView
-from services.controller.domain.decide import first_decision
+from services.contract.api.requests import CloneRequest
+from services.contract.api.views import JobView
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.problems import Fault
+from services.contract.words.states import CheckpointState
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.patch import with_patch
 from services.controller.domain.errors import (
     InvalidRequestError,
     KeyReusedError,
@@ -25,12 +27,10 @@ from services.controller.domain.errors import (
     RecordUnreadableError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job, Origin
-from services.controller.domain.patching import with_patch
+from services.controller.domain.job.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
+from services.controller.domain.job.job import Job, Origin
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim, Place, Stored
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import Drafting, draft_job, foreseen

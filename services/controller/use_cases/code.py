@@ -9,20 +9,20 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from services.contract import redis_keys as keys
-from services.contract.code_archives import CodeArchiveError, digest_of, examine
-from services.contract.entry_points import EntryPoints
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.views import CodeView
-from services.controller.domain.code import CodeLimits, UploadedCode
+from services.contract.api.views import CodeView
+from services.contract.jobs.code_archives import CodeArchiveError, digest_of, examine
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.redis import redis_keys as keys
+from services.contract.words.problems import Fault
+from services.controller.domain.access.code import CodeLimits, UploadedCode
 from services.controller.domain.errors import (
     InvalidRequestError,
     NotFoundError,
     StateConflictError,
 )
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Place
-from services.controller.ports.office import Ports
 from services.controller.use_cases.present import moment
 
 _CHUNK: Final = 200

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from services.contract.problems import Fault
+from services.contract.words.problems import Fault
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.ports.jobs import Place
 

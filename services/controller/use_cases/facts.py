@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import structlog
 from pydantic import ValidationError
 
-from services.contract.ids import job_of_checkpoint
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import (
     FACT,
@@ -26,24 +25,25 @@ from services.contract.messages.facts import (
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
-from services.contract.states import NodeState
-from services.controller.domain import node as nodes
-from services.controller.domain.decide import was_told_to_load
-from services.controller.domain.effects import Send
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import NodeState
+from services.controller.domain.decisions.dispatch import was_told_to_load
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.purge import is_purged
+from services.controller.domain.decisions.recovery import awaits_adoption
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
-from services.controller.domain.events import GangFact, NodeLost
-from services.controller.domain.finding import awaits_adoption
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.node import Node
-from services.controller.domain.purging import is_purged
+from services.controller.domain.job.effects import Send
+from services.controller.domain.job.events import GangFact, NodeLost
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling import node as nodes
+from services.controller.domain.scheduling.node import Node
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
-from services.controller.use_cases.finding import heed_found
-from services.controller.use_cases.telling import last_told
+from services.controller.use_cases.last_seen import last_seen
+from services.controller.use_cases.recovery import recover_job
 
 _log = structlog.get_logger()
 _FAULTS_TOLD = 100
@@ -51,7 +51,7 @@ _LONGEST_WORD = 2_000
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedFact:
     """A fact, where it stood in the queue, and when it was told."""
 
     fact: Fact
@@ -59,7 +59,7 @@ class Told:
     time_ms: int
 
 
-async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
+async def apply_facts(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
     """Act upon facts in their order; those of one job are committed together.
 
     So a job with many facts costs the others one commit a batch. Facts are delivered at least once:
@@ -74,31 +74,31 @@ async def heed(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
     for group in _by_addressee(told):
         if isinstance(group[0].fact, NodeJoined | NodeLeft):
             for one in group:
-                await _heed_node(ports, one, epoch)
+                await _apply_node_fact(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
-            await heed_found(ports, group[0].fact, group[0].time_ms, epoch)
+            await recover_job(ports, group[0].fact, group[0].time_ms, epoch)
         elif isinstance(group[0].fact, ModelProbed | NodeMeasured | RecordsClosed):
             for one in group:
-                await _heed_answer(ports, one, epoch)
+                await _keep_answer(ports, one, epoch)
         else:
-            await _heed_gang(ports, group, epoch)
+            await _apply_gang_facts(ports, group, epoch)
 
 
-def _by_addressee(told: Iterable[Told]) -> Iterator[list[Told]]:
+def _by_addressee(told: Iterable[ReceivedFact]) -> Iterator[list[ReceivedFact]]:
     """Each addressee's facts in their order; those of jobs do not pass what is told of nodes."""
     for is_of_jobs, row in itertools.groupby(told, key=lambda one: _addressee(one)[0] == "job"):
         if not is_of_jobs:
             yield from (list(group) for _, group in itertools.groupby(row, key=_addressee))
             continue
-        jobs: dict[tuple[str, str], list[Told]] = {}
+        jobs: dict[tuple[str, str], list[ReceivedFact]] = {}
         for one in row:
             jobs.setdefault(_addressee(one), []).append(one)
         yield from jobs.values()
 
 
-def _parse(entry: Entry, now_ms: int) -> Told | None:
+def _parse(entry: Entry, now_ms: int) -> ReceivedFact | None:
     try:
-        return Told(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
+        return ReceivedFact(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
     except ValidationError as error:
         # It will not become readable by waiting: said once, and passed over.
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=_said(error))
@@ -111,7 +111,7 @@ def _said(error: ValidationError) -> str:
     return f"{count} faults" if count > _FAULTS_TOLD else str(error)[:_LONGEST_WORD]
 
 
-def _addressee(told: Told) -> tuple[str, str]:
+def _addressee(told: ReceivedFact) -> tuple[str, str]:
     fact = told.fact
     if isinstance(fact, JobFound):
         return ("finding", told.entry.id)
@@ -122,8 +122,8 @@ def _addressee(told: Told) -> tuple[str, str]:
     return ("job", fact.job_id)
 
 
-async def _heed_answer(ports: Ports, told: Told, epoch: int) -> None:
-    """Keep what a node found out; whoever plans looks at it. Told again it is the same."""
+async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
+    """Keep what a node found out; whoever plans looks at it. ReceivedFact again it is the same."""
     fact = told.fact
     if isinstance(fact, ModelProbed):
         await ports.plans.keep_answer(fact, epoch)
@@ -138,7 +138,7 @@ async def _heed_answer(ports: Ports, told: Told, epoch: int) -> None:
         _log.info("records_closed", job_id=fact.job_id, node_id=fact.node_id)
 
 
-async def _heed_gang(ports: Ports, group: Sequence[Told], epoch: int) -> None:
+async def _apply_gang_facts(ports: Ports, group: Sequence[ReceivedFact], epoch: int) -> None:
     slim = [(_without_stacks(told.fact), told.time_ms) for told in group]
     occurrences = [Occurrence(fact, ms) for fact, ms in slim if isinstance(fact, GangFact)]
     job_id = getattr(group[0].fact, "job_id", "")
@@ -211,7 +211,7 @@ def _stacks(fact: Fact) -> list[RankStacks]:
     ]
 
 
-async def _heed_node(ports: Ports, told: Told, epoch: int) -> None:
+async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None:
     fact = told.fact
     known = {node.id: node for node in await ports.nodes.nodes()}
     if isinstance(fact, NodeJoined):
@@ -243,10 +243,10 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         is_same_life = attempt.incarnations[node.id] == node.incarnation
         if is_same_life and node.state != NodeState.LOST:
             continue
-        told = await last_told(ports, stored.job)
+        seen = await last_seen(ports, stored.job)
         # Of an earlier life nobody knows whether it ended in an orderly way.
         farewell = is_same_life and node.left
-        lost = NodeLost(node.id, reason, told.step, told.seen_ms, farewell=farewell)
+        lost = NodeLost(node.id, reason, seen.step, seen.seen_ms, farewell=farewell)
         now_ms = await ports.clock.now_ms()
         await apply_events(
             ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch

@@ -1,6 +1,6 @@
 """Looking at ranks and nodes."""
 
-from services.contract.views import (
+from services.contract.api.views import (
     DiagnosisView,
     NodeList,
     NodeView,
@@ -8,8 +8,8 @@ from services.contract.views import (
     RankView,
 )
 from services.controller.domain.errors import NotFoundError
-from services.controller.domain.placement import stand
-from services.controller.ports.office import Ports
+from services.controller.domain.scheduling.placement import usages_of
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
 
 
@@ -63,7 +63,7 @@ async def list_nodes(ports: Ports) -> NodeList:
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
     jobs = [stored.job for stored in await ports.jobs.active()]
-    standings = stand(nodes, jobs, leases)
+    standings = usages_of(nodes, jobs, leases)
     return NodeList(items=tuple(node_view(s, leases.get(s.node.id)) for s in standings))
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence, Set
 from typing import Final
 
-from services.contract.bounds import MOST_RANKS
-from services.contract.views import AttemptList, JobPage, JobView
+from services.contract.api.views import AttemptList, JobPage, JobView
+from services.contract.words.bounds import MOST_RANKS
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.decisions.purge import refuse_unless_ended
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
-from services.controller.domain.events import JobEvent, PurgeAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.purging import refuse_unless_ended
+from services.controller.domain.job.events import JobEvent, PurgeAsked
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
-from services.controller.ports.office import Ports
 from services.controller.use_cases import listing
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, release_all_held_for
@@ -61,15 +61,15 @@ async def list_jobs(
     return JobPage(items=tuple(views), next_cursor=next_cursor)
 
 
-async def change_course(ports: Ports, job_id: str, wish: JobEvent, actor: Actor) -> JobView:
-    """Fulfil a person's wish: pause, resume, cancel, kill, take a checkpoint.
+async def change_course(ports: Ports, job_id: str, request: JobEvent, actor: Actor) -> JobView:
+    """Fulfil a person's request: pause, resume, cancel, kill, take a checkpoint.
 
     Raises:
         NotFoundError: There is no such job.
         StateConflictError, InvalidRequestError: It cannot be fulfilled.
     """
     now_ms = await ports.clock.now_ms()
-    stored = await apply_events(ports, job_id, [Occurrence(wish, now_ms)], actor)
+    stored = await apply_events(ports, job_id, [Occurrence(request, now_ms)], actor)
     return (await _views(ports, [stored]))[0]
 
 

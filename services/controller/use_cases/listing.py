@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from services.contract.states import JobState
+from services.contract.words.states import JobState
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
-from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 
 JobOrder = Literal["created", "-created", "updated", "-updated", "priority", "-priority"]

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from services.contract.bounds import METRIC_NAMES_KEPT
+from services.contract.api.views import MetricPoint, MetricsPart, MetricsView, StepView
 from services.contract.messages.telemetry import MetricRecord, StepRecord
-from services.contract.problems import Fault
-from services.contract.views import MetricPoint, MetricsPart, MetricsView, StepView
+from services.contract.words.bounds import METRIC_NAMES_KEPT
+from services.contract.words.problems import Fault
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job
-from services.controller.ports.office import Ports
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import utilisation
 from services.controller.use_cases.records import bring_back
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.contract.messages.telemetry import StepRecord
-from services.controller.domain.job import WAITING_STATES, Job
-from services.controller.ports.office import Ports
+from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import measure, steps_of
 
 # Of each job that runs, whenever the queue changes.

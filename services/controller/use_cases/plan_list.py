@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.planning import PlanList, PlanSummary, PlanView
-from services.contract.states import PlanState
+from services.contract.api.plan_views import PlanList, PlanSummary, PlanView
+from services.contract.words.states import PlanState
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
-from services.controller.domain.plan import Plan
+from services.controller.domain.plans.plan import Plan
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Place
-from services.controller.ports.office import Ports
 from services.controller.use_cases import cursors
 from services.controller.use_cases.plans import Drawing, get_plan, plan_view
 

@@ -13,40 +13,47 @@ from typing import Final, NamedTuple
 import structlog
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_plan_id
+from services.contract.api.plan_views import JobEstimate, PlanOutcome, PlanProbe, PlanView
+from services.contract.api.pointers import faults_of
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.probe_ids import UnfitProfileError, refuse_unfit
 from services.contract.messages.probing import DeviceType, MeasureNode, ModelProbed, ProbeModel
-from services.contract.planning import JobEstimate, PlanOutcome, PlanProbe, PlanView
-from services.contract.pointers import faults_of
-from services.contract.probes import UnfitProfileError, refuse_unfit
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.states import NodeState, PlanState
-from services.controller.domain import layout, planner
-from services.controller.domain.effects import Send
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_plan_id
+from services.contract.words.problems import Fault
+from services.contract.words.states import NodeState, PlanState
 from services.controller.domain.errors import (
     InvalidRequestError,
     NotFoundError,
     StateConflictError,
 )
-from services.controller.domain.layout import RankRoom, Study
-from services.controller.domain.node import Node
-from services.controller.domain.pace import Pace, kind_of, scale_of
-from services.controller.domain.placement import (
-    Gang,
-    Seated,
-    Standing,
-    device_of,
-    place,
-    rooms,
-    stand,
+from services.controller.domain.job.effects import Send
+from services.controller.domain.job.spec_rules import against_the_rules
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan, search
+from services.controller.domain.plans.pace import Pace, kind_of, scale_of
+from services.controller.domain.plans.plan import (
+    Plan,
+    Profiled,
+    StillProbing,
+    conclude,
+    fail,
+    judge,
 )
-from services.controller.domain.plan import Plan, Profiled, StillProbing, conclude, fail, judge
-from services.controller.domain.spec_rules import against_the_rules
-from services.controller.domain.support import unsupported
+from services.controller.domain.plans.search import RankRoom, Study
+from services.controller.domain.scheduling.node import Node
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
+    NodeUsage,
+    Placed,
+    device_of,
+    node_sets,
+    place,
+    usages_of,
+)
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.present import moment
 
@@ -103,13 +110,13 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model.
     """
     await _refuse_faulty(ports, wanted.spec, allowed)
-    standings = await standings_now(ports)
-    plan = await begin_plan(ports, wanted, actor.name, drawing, standings)
+    usages = await current_usages(ports)
+    plan = await begin_plan(ports, wanted, actor.name, drawing, usages)
     return plan_view(await _patiently(ports, plan, drawing))
 
 
 async def begin_plan(
-    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, standings: tuple[Standing, ...]
+    ports: Ports, wanted: Wanted, owner: str, drawing: Drawing, usages: tuple[NodeUsage, ...]
 ) -> Plan:
     """A plan for a spec without faults, of which no more is done than to ask one of these nodes.
 
@@ -117,8 +124,8 @@ async def begin_plan(
         StateConflictError: No node is there that could profile the model.
     """
     spec = wanted.spec
-    device_type = device_of(Gang.of(spec), standings)
-    chosen = _least_busy(standings, device_type)
+    device_type = device_of(GangRequest.of(spec), usages)
+    chosen = _least_busy(usages, device_type)
     if chosen is None:
         raise StateConflictError(
             f"no node with {_DEVICES[device_type]} is ready that could profile the model; "
@@ -126,7 +133,7 @@ async def begin_plan(
             code="no_node_to_probe",
         )
     node = chosen.node
-    question = layout.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
+    question = search.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
     now_ms = await ports.clock.now_ms()
     measure = _measure_of(chosen, question, now_ms)
     plan = Plan(
@@ -197,7 +204,7 @@ async def submittable(ports: Ports, plan_id: str, drawing: Drawing) -> Submittab
         advice = "; ".join(made.advice) or "change the spec and plan again"
         raise _refusal(f"{plan_id} is infeasible: {plan.reason}; {advice}", "plan_infeasible")
     try:
-        spec = planner.planned(plan.spec, made.sharding, made.micro_batch)
+        spec = default_plan.planned(plan.spec, made.sharding, made.micro_batch)
     except ValidationError as error:
         raise InvalidRequestError(faults_of(error.errors(), None)) from error
     return Submittable(spec, plan.estimate)
@@ -229,7 +236,7 @@ async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> N
     faults = against_the_rules(spec, allowed) + unsupported(spec)
     faults += await code_faults(ports, spec, allowed)
     try:
-        planner.shard(spec)
+        default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
     if spec.entrypoint is not None:
@@ -239,14 +246,12 @@ async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> N
         raise InvalidRequestError(faults)
 
 
-def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Standing | None:
+def _least_busy(usages: tuple[NodeUsage, ...], device_type: DeviceType) -> NodeUsage | None:
     """The node to ask: open ones first, then those with the least at work, then by name."""
     able = [
-        standing
-        for standing in standings
-        if standing.node.state == NodeState.READY
-        and standing.has_lease
-        and standing.capacity(device_type)
+        usage
+        for usage in usages
+        if usage.node.state == NodeState.READY and usage.has_lease and usage.capacity(device_type)
     ]
     return min(
         able,
@@ -255,7 +260,7 @@ def _least_busy(standings: tuple[Standing, ...], device_type: DeviceType) -> Sta
     )
 
 
-def _measure_of(chosen: Standing, question: ProbeModel, now_ms: int) -> Send | None:
+def _measure_of(chosen: NodeUsage, question: ProbeModel, now_ms: int) -> Send | None:
     known = chosen.node.measured.get(question.device_type)
     stands = known is not None and (
         known.facts is not None or now_ms - known.at_ms < _FAILED_MEASURE_STANDS_MS
@@ -264,7 +269,7 @@ def _measure_of(chosen: Standing, question: ProbeModel, now_ms: int) -> Send | N
 
 
 async def _patiently(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
-    """The plan once it is concluded, or as it is when the patience is over."""
+    """The plan once it is concluded, or as it is when the time to wait is over."""
     clock = asyncio.get_running_loop().time
     ends = clock() + drawing.wait_s
     await ports.plans.wait(plan.probe_id, drawing.wait_s)
@@ -292,10 +297,10 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
-        standings = await standings_now(ports)
+        usages = await current_usages(ports)
         paces = await ports.plans.paces(plan.probe_id)
         try:
-            study = _study(plan, verdict, standings, paces)
+            study = _study(plan, verdict, usages, paces)
             outcome = await asyncio.to_thread(_work_out, answer, study)
         except UnfitProfileError as error:
             concluded = fail(plan, "raised", str(error))
@@ -311,41 +316,41 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
 def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
     if answer is not None:  # an agent's word, which may not be ours
         refuse_unfit(answer)
-    return layout.work_out(study)
+    return search.work_out(study)
 
 
 def _study(
-    plan: Plan, found: Profiled, standings: tuple[Standing, ...], paces: Sequence[Pace]
+    plan: Plan, found: Profiled, usages: tuple[NodeUsage, ...], paces: Sequence[Pace]
 ) -> Study:
     """Where the job would run now, or could run later: its room is that of the tightest node."""
-    gang, device_type = Gang.of(plan.spec), plan.device_type
-    outcome = place(gang, standings)
-    if isinstance(outcome, Seated):
+    gang, device_type = GangRequest.of(plan.spec), plan.device_type
+    outcome = place(gang, usages)
+    if isinstance(outcome, Placed):
         gangs = [outcome.nodes]
     else:
-        ready = [s for s in standings if s.node.state == NodeState.READY]
+        ready = [s for s in usages if s.node.state == NodeState.READY]
         able = [s for s in ready if s.capacity(device_type)]
-        gangs = [tuple(s.node for s in r.standings) for r in rooms(gang, able, device_type)]
+        gangs = [tuple(s.node for s in r.usages) for r in node_sets(gang, able, device_type)]
     # Without any, the reason that it can never run is told with the asked node's plan.
-    gangs = gangs or [tuple(s.node for s in standings if s.node.id == plan.node_id)]
+    gangs = gangs or [tuple(s.node for s in usages if s.node.id == plan.node_id)]
     tightest = [
         min((_room(node, device_type, paces) for node in nodes), key=lambda room: room.memory_bytes)
         for nodes in gangs
     ]
     room = max(tightest, key=lambda room: (room.memory_bytes, room.facts is not None))
-    return Study(plan.spec, found, room, standings)
+    return Study(plan.spec, found, room, usages)
 
 
 def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoom:
     factor = scale_of(paces, kind_of(node.inventory, device_type))
-    return layout.scaled(RankRoom.on(node, device_type), factor)
+    return search.scaled(RankRoom.on(node, device_type), factor)
 
 
-async def standings_now(ports: Ports) -> tuple[Standing, ...]:
+async def current_usages(ports: Ports) -> tuple[NodeUsage, ...]:
     """The nodes with what is taken of them. It reads all active jobs."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
-    return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
+    return usages_of(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
 
 
 def _refusal(detail: str, code: str) -> InvalidRequestError:

@@ -5,10 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.contract.planning import EstimateView
-from services.contract.states import ExitReason, JobState
-from services.contract.views import (
+from services.contract.api.plan_views import EstimateView
+from services.contract.api.views import (
     AttemptView,
     CheckpointView,
     CloneOrigin,
@@ -21,11 +19,13 @@ from services.contract.views import (
     RankView,
     ShardView,
 )
-from services.controller.domain.attempt import Attempt, Diagnosis, Failure
-from services.controller.domain.checkpoint import Checkpoint
-from services.controller.domain.job import Job, Origin
-from services.controller.domain.node import Lease
-from services.controller.domain.placement import Standing
+from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.words.states import ExitReason, JobState
+from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure
+from services.controller.domain.job.checkpoint import Checkpoint
+from services.controller.domain.job.job import Job, Origin
+from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.placement import NodeUsage
 from services.controller.use_cases.progress import measure
 
 _NOT_SEEN_YET = "PENDING"
@@ -228,16 +228,16 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
     )
 
 
-def node_view(standing: Standing, lease: Lease | None) -> NodeView:
+def node_view(usage: NodeUsage, lease: Lease | None) -> NodeView:
     """A node. The lease is told in whole seconds, so that polling sees few changes."""
-    node = standing.node
+    node = usage.node
     return NodeView(
         id=node.id,
         state=node.shown_state,
         inventory=node.inventory,
-        cpu_slots_used=standing.cpu_taken,
-        accelerators_used=len(standing.accelerators_taken),
-        jobs=standing.jobs,
+        cpu_slots_used=usage.cpu_taken,
+        accelerators_used=len(usage.accelerators_taken),
+        jobs=usage.jobs,
         joined_at=moment(node.joined_ms),
         lease_s=None if lease is None else float(-(-lease.left_ms // 1000)),
         measured={

@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from services.contract.bounds import METRIC_NAMES_KEPT
+from services.contract.api.views import Progress
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
-from services.contract.states import JobState
-from services.contract.views import Progress
-from services.controller.domain.job import Job
+from services.contract.words.bounds import METRIC_NAMES_KEPT
+from services.contract.words.states import JobState
+from services.controller.domain.job.job import Job
 
 STEPS_FOR_ETA: Final = 32
 METRICS_FOR_NEWEST: Final = 4

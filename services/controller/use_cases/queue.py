@@ -1,14 +1,14 @@
 """The queue and the room there is; nodes that are to be emptied."""
 
-from services.contract.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
-from services.contract.states import NodeState
-from services.contract.views import NodeView
+from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.api.views import NodeView
+from services.contract.words.states import NodeState
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
-from services.controller.domain.job import Job
-from services.controller.domain.node import Drain
-from services.controller.domain.placement import Standing, stand
-from services.controller.domain.queue import MakeRoom, Turn, Waits, in_order
-from services.controller.ports.office import Ports
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.node import Drain
+from services.controller.domain.scheduling.placement import NodeUsage, usages_of
+from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, in_order
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.inspect import get_node
 from services.controller.use_cases.present import maybe_moment, moment
 from services.controller.use_cases.waiting import reason_of, turns_now
@@ -29,8 +29,8 @@ async def get_queue(ports: Ports) -> QueueView:
 async def get_capacity(ports: Ports) -> CapacityView:
     """What is taken and what is free, node by node."""
     jobs = [stored.job for stored in await ports.jobs.active()]
-    standings = await _stand(ports, jobs)
-    nodes = tuple(_capacity(standing) for standing in standings)
+    usages = await _usages(ports, jobs)
+    nodes = tuple(_capacity(usage) for usage in usages)
     return CapacityView(
         nodes=nodes,
         cpu_slots=sum(n.cpu_slots for n in nodes),
@@ -87,9 +87,9 @@ async def forget_node(ports: Ports, node_id: str) -> None:
         raise StateConflictError(f"the agent of {node_id} lives: stop it first") from error
 
 
-async def _stand(ports: Ports, jobs: list[Job]) -> tuple[Standing, ...]:
+async def _usages(ports: Ports, jobs: list[Job]) -> tuple[NodeUsage, ...]:
     nodes = await ports.nodes.nodes()
-    return stand(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
+    return usages_of(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
 
 
 def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
@@ -98,9 +98,9 @@ def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
     match turn:
         case None:
             start_ms = job.not_before_ms if job.planning is None else None
-        case Turn(outcome=Waits() as waits):
+        case Turn(outcome=Waiting() as waits):
             blocked_by, start_ms = waits.blocked_by, waits.start_ms
-        case Turn(outcome=MakeRoom() as room):
+        case Turn(outcome=Preempt() as room):
             blocked_by = tuple(v.id for v in room.victims)
     return QueueEntry(
         position=position,
@@ -124,12 +124,12 @@ def _since_ms(job: Job) -> int:
     return max([job.created_ms, *ended])
 
 
-def _capacity(standing: Standing) -> NodeCapacity:
+def _capacity(usage: NodeUsage) -> NodeCapacity:
     return NodeCapacity(
-        node_id=standing.node.id,
-        state=standing.node.shown_state,
-        cpu_slots=standing.capacity("cpu"),
-        cpu_slots_free=standing.free("cpu"),
-        accelerators=standing.capacity("cuda"),
-        accelerators_free=standing.free("cuda"),
+        node_id=usage.node.id,
+        state=usage.node.shown_state,
+        cpu_slots=usage.capacity("cpu"),
+        cpu_slots_free=usage.free("cpu"),
+        accelerators=usage.capacity("cuda"),
+        accelerators_free=usage.free("cuda"),
     )

@@ -8,9 +8,10 @@ from typing import Final
 
 import structlog
 
-from services.contract.states import CheckpointState, NodeState
-from services.controller.domain import node as nodes
-from services.controller.domain import planner, tracing
+from services.contract.words.states import CheckpointState, NodeState
+from services.controller.domain.decisions import tracing
+from services.controller.domain.decisions.attempt_events import is_overdue
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
     DeposedError,
     InvalidRequestError,
@@ -19,7 +20,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     AnswerOverdue,
     ClockSetBack,
     GangPlaced,
@@ -29,33 +30,43 @@ from services.controller.domain.events import (
     PlacementDelayed,
     TraceOverdue,
 )
-from services.controller.domain.gang import is_overdue
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import WAITING_STATES, Job
-from services.controller.domain.moves import is_movable
-from services.controller.domain.node import Lease, Node, Watch
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import PREEMPTION_GRACE_S, MakeRoom, Waits, survey
-from services.controller.domain.resizing import Chance, Patience, followed, growth, shrinkage
+from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling import node as nodes
+from services.controller.domain.scheduling.elastic import (
+    GrowthDelay,
+    GrowthOption,
+    followed,
+    growth,
+    shrinkage,
+)
+from services.controller.domain.scheduling.node import Lease, Node, Watch
+from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.queue import (
+    PREEMPTION_GRACE_S,
+    Preempt,
+    Waiting,
+    schedule,
+)
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.last_seen import last_seen
 from services.controller.use_cases.outlook import estimate, expect
-from services.controller.use_cases.telling import last_told
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
 _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
 _LONG_MS: Final = 1 << 62
-_PATIENCE: Final = Patience()
+_GROWTH_DELAY: Final = GrowthDelay()
 SURVEYED_EVERY_MS: Final = 5_000
 """So often the queue is gone through although nothing changed: estimates of when jobs end move."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """What a survey of the queue is made of, but for the clock and how fast jobs train.
+    """What a schedule of the queue is made of, but for the clock and how fast jobs train.
 
     ``leases``: who holds them, by node.
     """
@@ -74,23 +85,23 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Surveyed:
-    """A survey whose turns were carried out.
+class _Scheduled:
+    """A schedule whose turns were carried out.
 
     Attributes:
         view: What it was made of.
-        chances: What it found for those that run.
+        growth_options: What it found for those that run.
         at_ms: When that was.
         due_ms: When the next job has waited out its back-off; None: none has one.
     """
 
     view: _View
-    chances: tuple[Chance, ...]
+    growth_options: tuple[GrowthOption, ...]
     at_ms: int
     due_ms: int | None
 
     def holds(self, view: _View, now_ms: int) -> bool:
-        """Whether a survey now would find the same, or nearly: jobs train at a steady pace."""
+        """Whether a schedule now would find the same, or nearly: jobs train at a steady pace."""
         is_fresh = 0 <= now_ms - self.at_ms < SURVEYED_EVERY_MS
         is_due = self.due_ms is not None and now_ms >= self.due_ms
         return is_fresh and not is_due and self.view.is_same(view)
@@ -102,15 +113,15 @@ class Reconciler:
     Args:
         ports: The world.
         epoch: The reign in whose name it acts.
-        patience: What elastic jobs wait for before they grow.
+        growth_delay: What elastic jobs wait for before they grow.
     """
 
-    def __init__(self, ports: Ports, epoch: int, patience: Patience = _PATIENCE) -> None:
+    def __init__(self, ports: Ports, epoch: int, growth_delay: GrowthDelay = _GROWTH_DELAY) -> None:
         self._ports = ports
         self._epoch = epoch
-        self._patience = patience
+        self._growth_delay = growth_delay
         self._room_since: Mapping[tuple[str, int], int] = {}
-        self._surveyed: _Surveyed | None = None
+        self._surveyed: _Scheduled | None = None
         self._watch: Watch | None = None
 
     def forget_health(self) -> None:
@@ -141,8 +152,8 @@ class Reconciler:
             job if job.attempt is None else await self._look_after(job, known, unread, now_ms)
             for job in jobs
         ]
-        chances = await self._serve_queue(jobs, known, leases, now_ms)
-        await self._grow(chances, now_ms)
+        growth_options = await self._serve_queue(jobs, known, leases, now_ms)
+        await self._grow(growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
 
@@ -211,9 +222,9 @@ class Reconciler:
             lease = unread.get(node_id)
             if lease and job.attempt and lease.incarnation == job.attempt.incarnations[node_id]:
                 continue
-            told = await last_told(self._ports, job)
+            seen = await last_seen(self._ports, job)
             farewell = _has_left(job, known.get(node_id))
-            lost = NodeLost(node_id, reason, told.step, told.seen_ms, farewell=farewell)
+            lost = NodeLost(node_id, reason, seen.step, seen.seen_ms, farewell=farewell)
             return await self._apply(job, lost, now_ms)
         if is_overdue(job, now_ms):
             _log.warning("answer_overdue", job_id=job.id, state=job.state)
@@ -227,7 +238,7 @@ class Reconciler:
         attempt = job.attempt
         for node_id in () if attempt is None else attempt.live_nodes:
             drain = known[node_id].drain if node_id in known else None
-            if drain is not None and is_movable(job):
+            if drain is not None and job.can_migrate:
                 words = f"{node_id} is being drained: a checkpoint first, then it moves"
                 move = MoveAsked("node_drained", node_id, words, drain.grace_s)
                 return await self._apply(job, move, now_ms)
@@ -238,16 +249,16 @@ class Reconciler:
         move = shrinkage(job)
         return job if move is None else await self._apply(job, move, now_ms)
 
-    async def _grow(self, chances: Sequence[Chance], now_ms: int) -> None:
+    async def _grow(self, growth_options: Sequence[GrowthOption], now_ms: int) -> None:
         """Have those go on with more ranks for which it is time, unless they are nearly done."""
-        self._room_since = followed(self._room_since, chances, now_ms)
-        for chance in chances:
-            since_ms = self._room_since[chance.attempt]
-            move = growth(chance, since_ms, now_ms, self._patience)
+        self._room_since = followed(self._room_since, growth_options, now_ms)
+        for option in growth_options:
+            since_ms = self._room_since[option.attempt]
+            move = growth(option, since_ms, now_ms, self._growth_delay)
             if move is not None:
-                left = await estimate(self._ports, [chance.job], now_ms)
-                if left.get(chance.job.id, _LONG_MS) > self._patience.room_ms:
-                    await self._apply(chance.job, move, now_ms)
+                left = await estimate(self._ports, [option.job], now_ms)
+                if left.get(option.job.id, _LONG_MS) > self._growth_delay.stable_ms:
+                    await self._apply(option.job, move, now_ms)
 
     async def _serve_queue(
         self,
@@ -255,7 +266,7 @@ class Reconciler:
         known: Mapping[str, Node],
         leases: Mapping[str, Lease],
         now_ms: int,
-    ) -> tuple[Chance, ...]:
+    ) -> tuple[GrowthOption, ...]:
         """Do what is due to those that wait; answers which of those that run could grow.
 
         Why the others wait is written down once after an attempt, for their event logs: who asks later
@@ -264,22 +275,22 @@ class Reconciler:
         open_nodes = {name: lease.incarnation for name, lease in leases.items()}
         view = _View(tuple(jobs), tuple(known.values()), open_nodes)
         if self._surveyed is not None and self._surveyed.holds(view, now_ms):
-            return self._surveyed.chances
-        standings = stand(known.values(), jobs, leases)
+            return self._surveyed.growth_options
+        usages = usages_of(known.values(), jobs, leases)
         outlook = await expect(self._ports, jobs, now_ms)
-        found = survey(jobs, standings, outlook, now_ms)
-        self._surveyed = _Surveyed(view, found.chances, now_ms, _next_due(jobs, now_ms))
+        found = schedule(jobs, usages, outlook, now_ms)
+        self._surveyed = _Scheduled(view, found.growth_options, now_ms, _next_due(jobs, now_ms))
         for turn in found.turns:
             match turn.outcome:
-                case Seated() as seated:
-                    await self._apply(turn.job, _placed(turn.job, seated), now_ms)
-                case MakeRoom(victims=victims, reason=reason):
+                case Placed() as placed:
+                    await self._apply(turn.job, _placed(turn.job, placed), now_ms)
+                case Preempt(victims=victims, reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
                     for victim in victims:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
-                case Waits(reason=reason):
+                case Waiting(reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
-        return found.chances
+        return found.growth_options
 
     async def _say_once(self, job: Job, reason: str, now_ms: int) -> None:
         if job.waiting_fence != job.fence:
@@ -300,13 +311,13 @@ class Reconciler:
         return stored.job
 
 
-def _placed(job: Job, seated: Seated) -> GangPlaced | PlacementDelayed:
+def _placed(job: Job, placed: Placed) -> GangPlaced | PlacementDelayed:
     try:
-        plan = planner.gang(job.spec, seated)
+        plan = default_plan.gang(job.spec, placed)
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")
-    return GangPlaced(plan, seated.incarnations)
+    return GangPlaced(plan, placed.incarnations)
 
 
 def _preempted(job: Job, victim: Job) -> MoveAsked:

@@ -6,10 +6,10 @@ from typing import Final
 
 import structlog
 
-from services.contract.states import NodeState
+from services.contract.words.states import NodeState
 from services.controller.domain.errors import RecordsAwayError
-from services.controller.domain.job import Job
-from services.controller.ports.office import Ports
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
 
 PATIENCE_S: Final = 10.0
 """So long a request waits for them, where the store has nothing of them."""

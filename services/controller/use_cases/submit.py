@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass, replace
 
-from services.contract.entry_points import EntryPoints
-from services.contract.ids import new_job_id
-from services.contract.planning import FromPlan, JobEstimate
-from services.contract.problems import Fault
-from services.contract.specs import JobSpec
-from services.contract.views import JobView
-from services.controller.domain import planner
-from services.controller.domain.decide import first_decision
+from services.contract.api.plan_views import FromPlan, JobEstimate
+from services.contract.api.views import JobView
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.ids import new_job_id
+from services.contract.words.problems import Fault
+from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.job import Job, Origin, Planning
-from services.controller.domain.placement import Never, NotNow, Seated, stand
-from services.controller.domain.resizing import place_most
-from services.controller.domain.spec_rules import against_the_rules
-from services.controller.domain.support import unsupported
+from services.controller.domain.job.job import Job, Origin, Planning
+from services.controller.domain.job.spec_rules import against_the_rules
+from services.controller.domain.job.support import unsupported
+from services.controller.domain.plans import default_plan
+from services.controller.domain.scheduling.elastic import place_most
+from services.controller.domain.scheduling.placement import Never, NotNow, Placed, usages_of
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim
-from services.controller.ports.office import Ports
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
@@ -73,7 +73,7 @@ async def submit(
     return job_view(stored.job, (), {})
 
 
-async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Seated | NotNow]:
+async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Placed | NotNow]:
     """A job as it would be queued now, and where it would be placed.
 
     Raises:
@@ -95,25 +95,25 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
     return job, outcome
 
 
-def foreseen(job: Job, outcome: Seated | NotNow) -> JobView:
+def foreseen(job: Job, outcome: Placed | NotNow) -> JobView:
     """The job with the plan that would be run now, unless that is still to be made."""
-    if job.planning is None and isinstance(outcome, Seated):
-        job = job.model_copy(update={"plan": planner.gang(job.spec, outcome)})
+    if job.planning is None and isinstance(outcome, Placed):
+        job = job.model_copy(update={"plan": default_plan.gang(job.spec, outcome)})
     return job_view(job, (), {})
 
 
-async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated | NotNow:
+async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
     faults = against_the_rules(spec, allowed) + unsupported(spec)
     faults += await code_faults(ports, spec, allowed)
     try:
-        planner.shard(spec)
+        default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
     active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place_most(spec, stand(nodes, active, leases))
+    outcome = place_most(spec, usages_of(nodes, active, leases))
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):
@@ -121,7 +121,7 @@ async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Seated 
     return outcome
 
 
-def _reason(outcome: Seated | NotNow) -> str:
+def _reason(outcome: Placed | NotNow) -> str:
     if isinstance(outcome, NotNow):
         return outcome.reason
     return f"queued; there is room on {', '.join(outcome.incarnations)}"

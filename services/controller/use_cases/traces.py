@@ -2,15 +2,15 @@
 
 from typing import Final
 
-from services.contract.ids import new_trace_id
-from services.contract.traces import TraceFileView, TraceList, TraceRequest, TraceView
+from services.contract.jobs.traces import TraceFileView, TraceList, TraceRequest, TraceView
+from services.contract.words.ids import new_trace_id
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import NotFoundError
-from services.controller.domain.events import TraceAsked
-from services.controller.domain.history import Occurrence
-from services.controller.domain.job import Job
-from services.controller.domain.trace import Trace
+from services.controller.domain.job.events import TraceAsked
+from services.controller.domain.job.job import Job
+from services.controller.domain.job.trace import Trace
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.office import Ports
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import maybe_moment, moment
 
@@ -28,8 +28,8 @@ async def ask_for_trace(ports: Ports, job_id: str, wanted: TraceRequest, actor: 
     now_ms = await ports.clock.now_ms()
     trace_id = new_trace_id(now_ms, ports.entropy(_RANDOM_BYTES))
     ranks = None if wanted.ranks == "all" else wanted.ranks
-    wish = TraceAsked(trace_id, wanted.steps, ranks)
-    stored = await apply_events(ports, job_id, [Occurrence(wish, now_ms)], actor)
+    request = TraceAsked(trace_id, wanted.steps, ranks)
+    stored = await apply_events(ports, job_id, [Occurrence(request, now_ms)], actor)
     return _find(stored.job, trace_id)
 
 

@@ -8,19 +8,19 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from services.controller.domain.errors import StoreUnavailableError
-from services.controller.domain.job import WAITING_STATES, Job
-from services.controller.domain.placement import Seated, stand
-from services.controller.domain.queue import Turn, turns
-from services.controller.ports.office import Ports
+from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.queue import Turn, turns
+from services.controller.ports.coordination import Ports
 from services.controller.use_cases.outlook import expect
 
 
 async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping[str, Turn]:
     """What is to become of each job that has a turn now, by id; ``active``: all active jobs."""
     nodes = await ports.nodes.nodes()
-    standings = stand(nodes, active, await ports.nodes.leases([node.id for node in nodes]))
+    usages = usages_of(nodes, active, await ports.nodes.leases([node.id for node in nodes]))
     outlook = await expect(ports, active, now_ms)
-    return {turn.job.id: turn for turn in turns(active, standings, outlook, now_ms)}
+    return {turn.job.id: turn for turn in turns(active, usages, outlook, now_ms)}
 
 
 async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
@@ -39,7 +39,7 @@ async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
 
 def reason_of(turn: Turn) -> str:
     """Why the job still waits, in a sentence."""
-    if isinstance(turn.outcome, Seated):
+    if isinstance(turn.outcome, Placed):
         return f"there is room on {', '.join(turn.outcome.incarnations)}: it is placed next"
     return turn.outcome.reason
 

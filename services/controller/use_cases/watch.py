@@ -7,12 +7,12 @@ from typing import Final, Literal
 
 from pydantic import ValidationError
 
+from services.contract.api.views import EventPage, EventView, LogPage, LogView
 from services.contract.messages.telemetry import LogLine
-from services.contract.views import EventPage, EventView, LogPage, LogView
 from services.controller.domain.errors import NotFoundError
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import EventRecord
 from services.controller.ports.machines import Entry, Log
-from services.controller.ports.office import Ports
 from services.controller.use_cases.present import moment
 from services.controller.use_cases.records import bring_back, bring_events_back
 

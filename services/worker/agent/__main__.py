@@ -11,12 +11,12 @@ import sys
 import structlog
 from pydantic import ValidationError
 
-from services.contract.own_process import set_up_process
+from services.contract.system.own_process import set_up_process
 from services.worker.agent.agent import run_agent
-from services.worker.agent.folders import NodeBusyError
-from services.worker.agent.lease_check import lease_is_held
+from services.worker.agent.host.folders import NodeBusyError
 from services.worker.agent.session import LeaseTakenError
 from services.worker.agent.settings import AgentSettings
+from services.worker.agent.streams.lease_check import lease_is_held
 
 _NOT_ALIVE = 1
 _BAD_SETTINGS = 2

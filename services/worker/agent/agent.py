@@ -9,33 +9,33 @@ import structlog
 from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
-from services.contract.warm_channel import NODE_MARK
-from services.worker.agent.answers import Answers
-from services.worker.agent.asking import Asker
-from services.worker.agent.code_cache import CodeCache, forget_drafts
-from services.worker.agent.devices import take_inventory
-from services.worker.agent.exporter import Exporter
-from services.worker.agent.folders import NodeFolder
-from services.worker.agent.inbox import Inbox
-from services.worker.agent.journal import Journal
-from services.worker.agent.launch import Launcher
-from services.worker.agent.leftovers import Leftover, find_leftovers, forget_leftovers
-from services.worker.agent.network import Network, find_network
-from services.worker.agent.outbox import Outbox
-from services.worker.agent.prober import Prober
-from services.worker.agent.processes import sweep
-from services.worker.agent.records import RecordKeeper
-from services.worker.agent.redis_clients import REDIS_AWAY, waiting_client, writing_client
-from services.worker.agent.reserve import take_reserve
-from services.worker.agent.self_test import SelfTest
-from services.worker.agent.sentinel_keeper import SentinelKeeper
+from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
+from services.worker.agent.host.devices import take_inventory
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.network import Network, find_network
+from services.worker.agent.host.processes import sweep
+from services.worker.agent.host.reserve import take_reserve
+from services.worker.agent.host.sentinel_keeper import SentinelKeeper
+from services.worker.agent.node_commands import Answers
+from services.worker.agent.probes.prober import Prober
+from services.worker.agent.probes.programs import Asker
+from services.worker.agent.probes.self_test import SelfTest
+from services.worker.agent.ranks.code_cache import CodeCache, forget_drafts
+from services.worker.agent.ranks.launch import Launcher
+from services.worker.agent.ranks.template_link import Imported
+from services.worker.agent.ranks.warm_keeper import WarmKeeper
 from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
-from services.worker.agent.storage import Storage
-from services.worker.agent.storage_rounds import Holdings, StorageRounds
+from services.worker.agent.storage.exporter import Exporter
+from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.storage.records import RecordKeeper
+from services.worker.agent.storage.rounds import Holdings, StorageRounds
+from services.worker.agent.streams.inbox import Inbox
+from services.worker.agent.streams.outbox import Outbox
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.template_link import Imported
-from services.worker.agent.warm_keeper import WarmKeeper
 
 _ENTERED_BY_OTHERS: Final = 0o711
 _RANKS_GONE_WITHIN_S: Final = 5.0

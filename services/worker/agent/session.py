@@ -11,16 +11,15 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from services.contract import redis_keys
-from services.contract.cancellation import end_if_told
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
 from services.contract.messages.telemetry import StepRecord
-from services.worker.agent.beat import Beat, GangKey
-from services.worker.agent.journal import Journal
-from services.worker.agent.records import RULES_ARE_OLD
-from services.worker.agent.redis_clients import REDIS_AWAY
+from services.contract.redis import redis_keys
+from services.contract.system.cancellation import end_if_told
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry import (
+from services.worker.agent.telemetry.beat import Beat, GangKey
+from services.worker.agent.telemetry.gang_telemetry import (
     LINES_PER_BEAT,
     METRICS_PER_BEAT,
     STEPS_PER_BEAT,
@@ -216,7 +215,11 @@ class Session:
             key = (told.job_id, told.fence)
             if key not in lost and key not in answer.fenced:
                 ids = answer.ids.get(key, {})
-                self._journal.take(told, {**ids, "metrics": metric_ids.get(key, "")})
+                self._journal.take(
+                    *key,
+                    {"steps": told.steps, "metrics": told.metrics, "logs": told.logs},
+                    {**ids, "metrics": metric_ids.get(key, "")},
+                )
         self._unconfirmed = None
         if not self._connected:
             self._connected = True

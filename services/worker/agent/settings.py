@@ -9,12 +9,12 @@ from typing import Annotated, Final, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from services.contract.entry_points import entry_points
-from services.contract.ids import NodeId
-from services.contract.rank_user import RankUser
-from services.contract.redis_address import redis_address
-from services.contract.warm_channel import NODE_MARK
-from services.worker.agent.admission import Admission
+from services.contract.jobs.entry_points import entry_points
+from services.contract.messages.warm_channel import NODE_MARK
+from services.contract.redis.redis_address import redis_address
+from services.contract.system.rank_user import RankUser
+from services.contract.words.ids import NodeId
+from services.worker.agent.ranks.admission import Admission
 
 _OURS: Final = "MESHLOOM_"
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -8,8 +8,6 @@ from typing import Final
 
 import structlog
 
-from services.contract.commit_chain import ChainError
-from services.contract.durable import CHECKPOINT_DISK, node_condition
 from services.contract.messages.commands import (
     CloseRecords,
     Command,
@@ -37,10 +35,10 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.telemetry import RankSample
-from services.contract.warm_channel import RankForked, RankReaped
-from services.worker.agent.answers import Answers
-from services.worker.agent.folders import NoBoardsError, NodeFolder
-from services.worker.agent.gang import (
+from services.contract.messages.warm_channel import RankForked, RankReaped
+from services.contract.storage.commit_chain import ChainError
+from services.contract.system.durable import CHECKPOINT_DISK, node_condition
+from services.worker.agent.gangs.decisions import (
     CheckpointAsked,
     Condemned,
     DiagnosisAsked,
@@ -48,10 +46,12 @@ from services.worker.agent.gang import (
     StopAsked,
     TraceAsked,
 )
-from services.worker.agent.gang_runtime import GangRuntime
-from services.worker.agent.launch import Launcher, LaunchError
-from services.worker.agent.storage import Storage
-from services.worker.agent.telemetry import Records
+from services.worker.agent.gangs.runtime import GangRuntime
+from services.worker.agent.host.folders import NoBoardsError, NodeFolder
+from services.worker.agent.node_commands import Answers
+from services.worker.agent.ranks.launch import Launcher, LaunchError
+from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.telemetry.gang_telemetry import Records
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
 
-from services.contract.entry_points import is_entry_point
-from services.contract.messages.asking import ProbeSeat
+from services.contract.jobs.entry_points import is_entry_point
+from services.contract.jobs.secret_references import resolved
+from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.secret_references import resolved
-from services.contract.specs import Factory, JobSpec
 from services.worker.rank.data.hf_datasets import hf_dataset
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.data.tokens import tokens

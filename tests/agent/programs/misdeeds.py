@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from services.contract.ids import checkpoint_id
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.pipe_end import PipeEnd
+from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.ids import checkpoint_id
 
 _Deed = Callable[[RankSeat, PipeEnd], None]
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd16q")

@@ -12,9 +12,7 @@ from typing import Any
 
 from misdeeds import MISDEEDS  # type: ignore[import-not-found]  # beside it on the user path
 
-from services.contract.commit_chain import CommitChain
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import ShardFile
+from services.contract.messages.board import BoardStep, BoardWriter
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankEvaluated,
@@ -23,7 +21,9 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
-from services.contract.rank_channel import BoardStep, BoardWriter
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import ShardFile
+from services.contract.words.ids import checkpoint_id
 from services.worker.rank.process.seat import AgentPipe
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
-from services.contract.manifests import ShardFile
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankMessage, RankSeat, RankVote
-from services.contract.rank_channel import BoardWriter
+from services.contract.storage.manifests import ShardFile
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.loop import trainer

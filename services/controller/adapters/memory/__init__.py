@@ -5,12 +5,16 @@ import os
 
 from services.controller.adapters.memory.access import MemoryAudit, MemoryLimiter, MemoryTokens
 from services.controller.adapters.memory.code import MemoryCode
+from services.controller.adapters.memory.coordination import (
+    MemoryClock,
+    MemoryLeadership,
+    listening,
+)
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
-from services.controller.adapters.memory.office import MemoryClock, MemoryLeadership, listening
 from services.controller.adapters.memory.plans import MemoryPlans
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 
 
 def memory_ports(server: MemoryServer) -> Ports:

@@ -1,8 +1,8 @@
 """Tokens, rates and the audit trail in memory."""
 
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.rate import Rate, take
-from services.controller.domain.token import Token
+from services.controller.domain.access.rate import Rate, take
+from services.controller.domain.access.token import Token
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.machines import Entry
 

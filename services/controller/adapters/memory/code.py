@@ -1,7 +1,7 @@
 """Uploaded code in memory."""
 
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.code import CodeLimits, Kept, UploadedCode
+from services.controller.domain.access.code import CodeLimits, Kept, UploadedCode
 
 
 class MemoryCode:

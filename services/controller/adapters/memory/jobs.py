@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from services.contract.states import JobState
+from services.contract.words.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.effects import Decision, Send
+from services.controller.domain.decisions.history import HistoryEntry, creation
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
-from services.controller.domain.history import HistoryEntry, creation
-from services.controller.domain.job import Job
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import (
     Actor,
     Among,

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.contract import redis_keys as keys
 from services.contract.messages.commands import RecallRecords
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.effects import Send
 from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.job.effects import Send
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
 

@@ -1,13 +1,13 @@
 """Plans and answers to probes in memory."""
 
-from services.contract import redis_keys as keys
 from services.contract.messages.probing import MeasureNode, ModelProbed
-from services.contract.states import PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import PlanState
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.effects import Send
 from services.controller.domain.errors import no_plan
-from services.controller.domain.pace import PACES_KEPT, Pace
-from services.controller.domain.plan import Plan
+from services.controller.domain.job.effects import Send
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from services.contract.messages.commands import COMMAND, Command
 from services.contract.messages.probing import DeviceType, ModelProbed
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.controller.domain.code import UploadedCode
-from services.controller.domain.effects import Send
+from services.controller.domain.access.code import UploadedCode
+from services.controller.domain.access.rate import Bucket
+from services.controller.domain.access.token import Token
 from services.controller.domain.errors import DeposedError
-from services.controller.domain.node import Drain, Lease, Measurement, Node
-from services.controller.domain.pace import Pace
-from services.controller.domain.plan import Plan
-from services.controller.domain.rate import Bucket
-from services.controller.domain.token import Token
+from services.controller.domain.job.effects import Send
+from services.controller.domain.plans.pace import Pace
+from services.controller.domain.plans.plan import Plan
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
 

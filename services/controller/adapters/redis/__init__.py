@@ -5,16 +5,16 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
-from services.contract.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
+from services.contract.redis.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
+from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
-from services.controller.adapters.redis.office import RedisClock, RedisLeadership, listening
 from services.controller.adapters.redis.plans import RedisPlans
 from services.controller.adapters.redis.telemetry import RedisTelemetry
-from services.controller.ports.office import Ports
+from services.controller.ports.coordination import Ports
 
 
 @contextlib.asynccontextmanager

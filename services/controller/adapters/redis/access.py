@@ -2,10 +2,10 @@
 
 from typing import Any, Final
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
-from services.controller.domain.rate import Rate
-from services.controller.domain.token import Token
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.access.token import Token
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.machines import Entry
 

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.code_archives import digest_of_hex, hex_of
+from services.contract.jobs.code_archives import digest_of_hex, hex_of
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
-from services.controller.domain.code import CodeLimits, Kept, UploadedCode
+from services.controller.domain.access.code import CodeLimits, Kept, UploadedCode
 from services.controller.domain.errors import DeposedError, StoreUnavailableError
 
 _PARTS_AT_ONCE: Final = 4

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.states import JobState
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
@@ -25,7 +25,7 @@ from services.controller.adapters.redis.connection import (
 )
 from services.controller.adapters.redis.job_rows import Row, read_row
 from services.controller.domain.errors import RecordUnreadableError
-from services.controller.domain.job import Job
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
 
 _PAGE: Final = 256

@@ -5,10 +5,10 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from services.contract import redis_keys as keys
-from services.controller.domain.checkpoint import Checkpoint
+from services.contract.redis import redis_keys as keys
 from services.controller.domain.errors import RecordUnreadableError
-from services.controller.domain.job import Job
+from services.controller.domain.job.checkpoint import Checkpoint
+from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Stored
 
 _VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])

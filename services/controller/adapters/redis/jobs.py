@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from services.contract import redis_keys as keys
-from services.contract.long_work import in_turns
 from services.contract.messages.commands import COMMAND
-from services.contract.states import JobState
+from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import in_turns
+from services.contract.words.states import JobState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
@@ -23,7 +23,7 @@ from services.controller.adapters.redis.job_rows import (
     unreadable,
 )
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
-from services.controller.domain.effects import Decision, Send
+from services.controller.domain.decisions.history import creation
 from services.controller.domain.errors import (
     DeposedError,
     KeyReusedError,
@@ -32,7 +32,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.history import creation
+from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
     Actor,

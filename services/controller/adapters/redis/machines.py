@@ -5,10 +5,10 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
-from services.contract import redis_keys as keys
-from services.contract.bounds import NAME_CHARACTERS
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, StepRecord
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import NAME_CHARACTERS
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
@@ -20,7 +20,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     no_node,
 )
-from services.controller.domain.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry
 
 # The consumer is the office, not its holder: whoever takes the lead finds what the last holder

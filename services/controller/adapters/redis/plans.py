@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from services.contract import redis_keys as keys
-from services.contract.cancellation import end_if_told
 from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
-from services.contract.states import PlanState
+from services.contract.redis import redis_keys as keys
+from services.contract.system.cancellation import end_if_told
+from services.contract.words.states import PlanState
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
@@ -21,10 +21,10 @@ from services.controller.adapters.redis.connection import (
     is_mistyped,
     to_ms,
 )
-from services.controller.domain.effects import Send
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
-from services.controller.domain.pace import PACES_KEPT, Pace
-from services.controller.domain.plan import Plan
+from services.controller.domain.job.effects import Send
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
 from services.controller.ports.plans import Asked
 

@@ -8,11 +8,11 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from services.contract import redis_keys as keys
-from services.contract.bounds import MOST_RANKS
 from services.contract.messages.commands import RecallRecords
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
-from services.contract.states import TERMINAL_STATES
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import MOST_RANKS
+from services.contract.words.states import TERMINAL_STATES
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,

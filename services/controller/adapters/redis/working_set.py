@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
-from services.contract import redis_keys as keys
+from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import RedisClients, answering, is_mistyped
 from services.controller.adapters.redis.job_rows import Row

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.access import AuditPage
+from services.contract.api.access import AuditPage
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithPorts
 from services.controller.api.routes.jobs import next_link

@@ -4,11 +4,11 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.views import CheckpointList, CheckpointView, JobView
+from services.contract.api.views import CheckpointList, CheckpointView, JobView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS
-from services.controller.domain.events import CheckpointAsked
+from services.controller.domain.job.events import CheckpointAsked
 from services.controller.use_cases import checkpoints as use_cases
 from services.controller.use_cases.jobs import change_course
 

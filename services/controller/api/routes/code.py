@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 from starlette.requests import ClientDisconnect
 
-from services.contract.code_archives import CodeDigest
-from services.contract.views import CodeView
+from services.contract.api.views import CodeView
+from services.contract.jobs.code_archives import CodeDigest
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import SUBMITS

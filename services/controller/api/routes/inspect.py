@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.views import (
+from services.contract.api.views import (
     DiagnosisView,
     JobView,
     MetricsPart,
@@ -18,7 +18,7 @@ from services.contract.views import (
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
-from services.controller.domain.events import DiagnosisAsked
+from services.controller.domain.job.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
 from services.controller.use_cases import metrics as of_metrics
 from services.controller.use_cases.jobs import change_course

@@ -9,13 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
-from services.contract.long_work import in_turns
-from services.contract.planning import Submitted
-from services.contract.pointers import pointer_of
-from services.contract.problems import Fault, Problem, first_faults
-from services.contract.requests import CloneRequest, JobPatch
-from services.contract.states import JobState
-from services.contract.views import (
+from services.contract.api.plan_views import Submitted
+from services.contract.api.pointers import pointer_of
+from services.contract.api.requests import CloneRequest, JobPatch
+from services.contract.api.views import (
     AttemptList,
     JobPage,
     JobView,
@@ -23,11 +20,14 @@ from services.contract.views import (
     SparseJobPage,
     StopRequest,
 )
+from services.contract.system.long_work import in_turns
+from services.contract.words.problems import Fault, Problem, first_faults
+from services.contract.words.states import JobState
 from services.controller.api.conditional import answer, answer_page, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
-from services.controller.domain.events import (
+from services.controller.domain.job.events import (
     CancelAsked,
     KillAsked,
     PatchAsked,
@@ -157,8 +157,8 @@ async def patch_job(
     Only people's changes make an ETag stale here, not a job's progress.
     """
     refuse_unspeakable(patch)
-    wish = PatchAsked(patch, revisions_matched(if_match))
-    return answer(request, await use_cases.change_course(ports, job_id, wish, actor))
+    event = PatchAsked(patch, revisions_matched(if_match))
+    return answer(request, await use_cases.change_course(ports, job_id, event, actor))
 
 
 @router.post(
@@ -240,8 +240,8 @@ async def pause(
     stop: StopRequest | None = None,
 ) -> Response:
     """Stop after a checkpoint, as asked; `resume` goes on."""
-    wish = PauseAsked(stop or StopRequest())
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = PauseAsked(stop or StopRequest())
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
@@ -259,8 +259,8 @@ async def resume(
     source: ResumeRequest | None = None,
 ) -> Response:
     """Go on, from a named checkpoint or from the latest committed one."""
-    wish = ResumeAsked((source or ResumeRequest()).from_checkpoint)
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = ResumeAsked((source or ResumeRequest()).from_checkpoint)
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
@@ -278,8 +278,8 @@ async def cancel(
     stop: StopRequest | None = None,
 ) -> Response:
     """Stop for good, after a checkpoint as asked."""
-    wish = CancelAsked(stop or StopRequest())
-    view = await use_cases.change_course(ports, job_id, wish, actor)
+    event = CancelAsked(stop or StopRequest())
+    view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 

@@ -5,9 +5,9 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
-from services.contract.planning import PlanList, PlanView
-from services.contract.specs import JobSpec
-from services.contract.states import PlanState
+from services.contract.api.plan_views import PlanList, PlanView
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.states import PlanState
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithContext
 from services.controller.api.routes.jobs import next_link, refuse_unspeakable

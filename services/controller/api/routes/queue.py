@@ -4,8 +4,8 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.queue import CapacityView, DrainRequest, QueueView
-from services.contract.views import NodeView
+from services.contract.api.queue import CapacityView, DrainRequest, QueueView
+from services.contract.api.views import NodeView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithPorts
 from services.controller.api.scopes import OPERATES_NODE, READS

@@ -6,7 +6,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.views import Health, Version
+from services.contract.api.views import Health, Version
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithContext
 from services.controller.api.monitoring import CONTENT_TYPE

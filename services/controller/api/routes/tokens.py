@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.access import TokenCreated, TokenList, TokenRequest
+from services.contract.api.access import TokenCreated, TokenList, TokenRequest
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.scopes import OPERATES

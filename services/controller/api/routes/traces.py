@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.traces import TraceList, TraceRequest, TraceView
+from services.contract.jobs.traces import TraceList, TraceRequest, TraceView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.scopes import OWNS_JOB, READS

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AwareDatetime
 
-from services.contract.views import EventPage, LogPage
+from services.contract.api.views import EventPage, LogPage
 from services.controller.api import sse
 from services.controller.api.conditional import answer
 from services.controller.api.context import Context, WithContext, WithPrincipal
 from services.controller.api.routes.jobs import next_link
 from services.controller.api.scopes import READS
-from services.controller.domain.token import Principal
+from services.controller.domain.access.token import Principal
 from services.controller.use_cases import watch as use_cases
 from services.controller.use_cases.access import refused_since
 from services.controller.use_cases.cursors import to_entry_id

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fsdp_core.errors import CheckpointError
-from services.contract.commit_chain import ChainError, CommitChain
-from services.contract.ids import job_of_checkpoint
-from services.contract.manifests import Manifest
 from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
+from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.manifests import Manifest
+from services.contract.words.ids import job_of_checkpoint
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.state import TrainedParts, restore
 from services.worker.rank.data.source import DataMismatchError

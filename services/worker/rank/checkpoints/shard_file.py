@@ -16,8 +16,8 @@ from typing import Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.contract.durable import make_folders, sync_folder
-from services.contract.manifests import ShardFile
+from services.contract.storage.manifests import ShardFile
+from services.contract.system.durable import make_folders, sync_folder
 
 _DTYPES: Final = {
     torch.float64: "F64",

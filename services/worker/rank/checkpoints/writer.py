@@ -15,10 +15,6 @@ from typing import Final, Literal, Self
 
 import torch
 
-from services.contract.commit_chain import CommitChain
-from services.contract.durable import node_condition
-from services.contract.ids import checkpoint_id
-from services.contract.manifests import ShardFile
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
@@ -27,6 +23,10 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     RankVote,
 )
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import ShardFile
+from services.contract.system.durable import node_condition
+from services.contract.words.ids import checkpoint_id
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.staging import Staged, Staging, StateChangedError
 from services.worker.rank.checkpoints.state import TrainingState

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from meshloom import MapSource
-from services.contract.token_shards import end_token
+from services.contract.storage.token_shards import end_token
 from services.worker.rank.data import digests
 from services.worker.rank.data.roots import inside
 

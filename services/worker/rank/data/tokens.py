@@ -10,7 +10,12 @@ import torch
 from torch.utils.data import Dataset
 
 from meshloom import MapSource
-from services.contract.token_shards import TOKEN_BYTES, TokenIndex, check_content, read_index
+from services.contract.storage.token_shards import (
+    TOKEN_BYTES,
+    TokenIndex,
+    check_content,
+    read_index,
+)
 from services.worker.rank.data.roots import inside
 
 _VERIFIED_BYTES: Final = 256 << 20

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from fsdp_core import TrainingState
-from services.contract.rank_channel import MAX_GROUPS, BoardStep, BoardWriter
-from services.contract.states import RankPhase
+from services.contract.messages.board import MAX_GROUPS, BoardStep, BoardWriter
+from services.contract.words.states import RankPhase
 from services.worker.rank.loop.step_memory import StepMemory, step_memory
 
 _PHASES: Final = {

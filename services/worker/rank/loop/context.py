@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import clip_grad_norm_, torch_private
 from meshloom.data import Batch
 from meshloom.trainable import Models
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.worker.rank.loop.parts import TrainableError
 from services.worker.rank.loop.run import Run
 from services.worker.rank.optim.several import parameters_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from meshloom.data import Batch
-from services.contract.specs import EarlyStopSpec, JobSpec
+from services.contract.jobs.specs import EarlyStopSpec, JobSpec
 
 _LOSS: Final = "loss"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from meshloom.data import Batch
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.worker.rank.data import batches
 from services.worker.rank.loop.context import LoopContext
 from services.worker.rank.loop.run import Run

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-from services.contract.rank_channel import BoardStep
+from services.contract.messages.board import BoardStep
 from services.worker.rank.loop.run import Run
 
 _STEP_LINES: Final = 50

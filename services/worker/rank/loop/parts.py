@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from meshloom.trainable import Models, Trainable
-from services.contract.specs import JobSpec
+from services.contract.jobs.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.models.several import checked_module
 

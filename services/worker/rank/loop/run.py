@@ -13,9 +13,9 @@ from torch import nn
 from fsdp_core import TrainingState, observe
 from fsdp_core.plan.model import ShardingPlan
 from meshloom.trainable import Trainable
+from services.contract.jobs.plans import default_micro_batch
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import LossUnit, RankSeat
-from services.contract.plans import default_micro_batch
-from services.contract.specs import JobSpec
 from services.worker.rank import registry
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_core import FSDPModule
 from meshloom.data import Batch
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import explain, not_finite
 from services.worker.rank.gang.agreement import first_told

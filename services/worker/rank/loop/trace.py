@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp_core import torch_private
-from services.contract.durable import make_folders, node_condition, sync_folder
+from services.contract.jobs.traces import MOST_BYTES, draft, raw_draft, remove_drafts, trace_file
 from services.contract.messages.rank_pipe import (
     RankMessage,
     RankOrder,
@@ -27,8 +27,8 @@ from services.contract.messages.rank_pipe import (
     RankTraceFailed,
     TraceOrder,
 )
-from services.contract.states import RankPhase
-from services.contract.traces import MOST_BYTES, draft, raw_draft, remove_drafts, trace_file
+from services.contract.system.durable import make_folders, node_condition, sync_folder
+from services.contract.words.states import RankPhase
 from services.worker.rank.loop.board_watch import BoardWatch
 
 _COMPRESSION: Final = 4

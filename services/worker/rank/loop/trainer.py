@@ -11,7 +11,7 @@ import torch
 # would else begin a second later.
 import torch._dynamo
 
-from services.contract.ids import job_of_checkpoint
+from services.contract.messages.board import BoardStep, BoardWriter
 from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFinished,
@@ -20,8 +20,8 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankSeat,
 )
-from services.contract.rank_channel import BoardStep, BoardWriter
-from services.contract.states import RankPhase
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import RankPhase
 from services.worker.rank.checkpoints.loading import resume
 from services.worker.rank.checkpoints.state import capture
 from services.worker.rank.checkpoints.writer import CheckpointWriter

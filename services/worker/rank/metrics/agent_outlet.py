@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from services.contract.bounds import METRIC_NAMES_KEPT, metric_name
 from services.contract.messages.rank_pipe import MetricPoint, RankMessage, RankMetrics
+from services.contract.words.bounds import METRIC_NAMES_KEPT, metric_name
 from services.worker.rank.metrics.points import VALIDATION, Point, thinned
 
 _POINTS_A_LINE: Final = 64

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from services.contract.jobs.specs import MlflowSpec, SecretReference, WandbSpec
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.specs import MlflowSpec, SecretReference, WandbSpec
 from services.worker.rank.metrics.points import Point, thinned
 
 _POINTS_AT_ONCE: Final = 100

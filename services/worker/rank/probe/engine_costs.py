@@ -3,7 +3,8 @@
 The same units run with the engine and without, and the difference is what counts.
 """
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core import FSDPModule, clip_grad_norm_, fully_shard
+from fsdp_core import FSDPModule, SharedMemoryPolicy, clip_grad_norm_, fully_shard
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.plan.model import Exchange
-from fsdp_core.plan.model.traffic import Kind
+from fsdp_core.plan.model.traffic import Kind, SharedWay
 
 _UNITS: Final = 4
 _SOME, _MANY = 4, 17
@@ -24,6 +25,10 @@ _UNIT_BYTES: Final = (16 << 10, 512 << 10, 4 << 20)
 _WIDTH, _LAYERS = 16, 8
 _NOTHING: Final = 1e-15
 _LEAST_OF_GATHER: Final = 2.5
+_SHARED: Final[Mapping[SharedWay, SharedMemoryPolicy]] = {
+    "copy": SharedMemoryPolicy(),
+    "storage": SharedMemoryPolicy(share_storage=True),
+}
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
@@ -39,6 +44,7 @@ class EngineCosts:
     update: float
     norm: float
     exchanges: dict[Kind, Exchange]
+    shared_exchanges: dict[SharedWay, dict[Kind, Exchange]]
 
 
 class _Touch(torch.autograd.Function):
@@ -93,6 +99,11 @@ def engine_costs(
     parameter = lone if group is None else copied
     unit = max(0.0, (one[1] - one[0]) / _UNITS - lone)
     sharded = max(cut, parameter)
+    exchanges: dict[Kind, Exchange] = {}
+    shared: dict[SharedWay, dict[Kind, Exchange]] = {}
+    if group is not None:
+        held = (unit + _SOME * sharded, unit + _SOME * parameter)
+        exchanges, shared = _exchanges(device, (shard, replicate), timer, held)
     return EngineCosts(
         dispatch=chained / operators,
         unit=unit,
@@ -100,11 +111,8 @@ def engine_costs(
         sharded_parameter=sharded,
         update=update / (_MANY * _UNITS),
         norm=max(0.0, normed - update),
-        exchanges={}
-        if group is None
-        else _exchanges(
-            device, (shard, replicate), timer, (unit + _SOME * sharded, unit + _SOME * parameter)
-        ),
+        exchanges=exchanges,
+        shared_exchanges=shared,
     )
 
 
@@ -130,14 +138,18 @@ def _together(device: torch.device, group: dist.ProcessGroup) -> tuple[DeviceMes
 
 
 def _model(
-    device: torch.device, nbytes: int, count: int = 1, mesh: DeviceMesh | None = None
+    device: torch.device,
+    nbytes: int,
+    count: int = 1,
+    mesh: DeviceMesh | None = None,
+    shared: SharedMemoryPolicy | None = None,
 ) -> nn.Module:
     numel = max(1, nbytes // _ITEM_BYTES // count)
     model = nn.Sequential(*(_Unit(numel, count, device) for _ in range(_UNITS)))
     if mesh is not None:
         for unit in model:
             # With nothing to gather, to free what is whole would only cost copies.
-            fully_shard(unit, mesh=mesh, reshard_after_forward=mesh.ndim == 1)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=mesh.ndim == 1, shared_memory=shared)
         fully_shard(model, mesh=mesh)
     return model
 
@@ -161,37 +173,56 @@ def _exchanges(
     meshes: tuple[DeviceMesh, DeviceMesh],
     timer: Timer,
     held: tuple[float, float],
-) -> dict[Kind, Exchange]:
-    """Of units of several sizes; `held` is what the engine takes of one besides, by mesh."""
+) -> tuple[dict[Kind, Exchange], dict[SharedWay, dict[Kind, Exchange]]]:
+    """Of units of several sizes: by process groups, and through shared memory.
+
+    Args:
+        device: Where this process computes.
+        meshes: On which to shard, and to replicate.
+        timer: See `engine_costs`.
+        held: What the engine takes of a unit besides, by mesh.
+    """
     shard, replicate = meshes
-    seen: dict[Kind, list[tuple[float, float]]] = {
-        "all_gather": [],
-        "reduce_scatter": [],
-        "all_reduce": [],
-    }
+    ways = (None, *_SHARED)
+    gathers: dict[SharedWay | None, list[tuple[float, float]]] = {way: [] for way in ways}
+    reductions: dict[SharedWay | None, list[tuple[float, float]]] = {way: [] for way in ways}
+    averages: list[tuple[float, float]] = []
     part = (shard.size() - 1) / shard.size()
     for nbytes in _UNIT_BYTES:
-        plain, sharded, copied = (
-            _model(device, nbytes, _SOME, mesh) for mesh in (None, shard, replicate)
-        )
-        once, more, last, others, averaged = timer(
-            [
-                *(_step(plain, reduces=reduces) for reduces in (True, False)),
-                *(_step(sharded, reduces=reduces) for reduces in (True, False)),
-                _step(copied),
-            ]
-        )
-        # Of each unit one gather before forward, one before backward, and a reduction, which
-        # cannot be much faster than a gather: a small difference of large figures may say so.
-        all_three = (last - once) / _UNITS - held[0]
-        gather = min(((others - more) / _UNITS - held[0]) / 2, all_three / _LEAST_OF_GATHER)
-        reduction = all_three - 2 * gather
+        models = [
+            _model(device, nbytes, _SOME),
+            *(_model(device, nbytes, _SOME, shard, way and _SHARED[way]) for way in ways),
+        ]
+        passes = [_step(model, reduces=reduces) for model in models for reduces in (True, False)]
+        averaged = _step(_model(device, nbytes, _SOME, replicate))
+        *seconds, together = timer([*passes, averaged])
+        (once, more), *sharded = zip(seconds[::2], seconds[1::2], strict=True)
+        for way, (last, others) in zip(ways, sharded, strict=True):
+            # Of each unit one gather before forward, one before backward, and a reduction, which
+            # cannot be much faster than a gather: a small difference of large figures may say so.
+            all_three = (last - once) / _UNITS - held[0]
+            gather = min(((others - more) / _UNITS - held[0]) / 2, all_three / _LEAST_OF_GATHER)
+            gathers[way].append((nbytes * part, gather))
+            reductions[way].append((nbytes * part, all_three - 2 * gather))
         # A reduce-scatter and a gather are an all-reduce, so it takes no longer.
-        average = min((averaged - once) / _UNITS - held[1], reduction + gather)
-        seen["all_gather"].append((nbytes * part, gather))
-        seen["reduce_scatter"].append((nbytes * part, reduction))
-        seen["all_reduce"].append((2 * nbytes * part, average))
-    return {kind: _line(points) for kind, points in seen.items()}
+        most = reductions[None][-1][1] + gathers[None][-1][1]
+        average = min((together - once) / _UNITS - held[1], most)
+        averages.append((2 * nbytes * part, average))
+    shared: dict[SharedWay, dict[Kind, Exchange]] = {
+        way: {"all_gather": _line(gathers[way]), "reduce_scatter": _line(reductions[way])}
+        for way in _SHARED
+    }
+    # Of one copy for all ranks only that is copied which is in another form.
+    waits = [max(seconds, 0.0) for _, seconds in gathers["storage"]]
+    shared["storage"]["all_gather"] = Exchange(
+        statistics.median(waits), shared["copy"]["all_gather"].bandwidth
+    )
+    exchanges: dict[Kind, Exchange] = {
+        "all_gather": _line(gathers[None]),
+        "reduce_scatter": _line(reductions[None]),
+        "all_reduce": _line(averages),
+    }
+    return exchanges, shared
 
 
 def _line(points: list[tuple[float, float]]) -> Exchange:

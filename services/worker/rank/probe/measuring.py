@@ -104,6 +104,7 @@ def _with_engine(fellow: Fellow, facts: NodeFacts, share: float) -> NodeFacts:
         norm_s=costs.norm,
         update_s=costs.update / share,
         exchanges=costs.exchanges,
+        shared_exchanges=costs.shared_exchanges,
     )
 
 

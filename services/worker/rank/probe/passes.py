@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshloom.data import Batch
-from services.contract.messages.asking import ProbeSeat
+from services.contract.messages.probe_programs import ProbeSeat
 from services.worker.rank import registry
 from services.worker.rank.loop.parts import built_by_meta, trainable_of
 from services.worker.rank.models.loss import UserLoss, checked, loss_of

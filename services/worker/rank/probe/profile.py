@@ -25,19 +25,19 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from fsdp_core import torch_private
 from fsdp_core.errors import PlanError
+from fsdp_core.plan import fakes
 from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
 from fsdp_core.plan.pass_timing import timed_passes
 from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
 from meshloom.trainable import Trainable
-from services.contract.bounds import TRACEBACK_CHARACTERS, shortened
-from services.contract.messages.asking import ProbeSeat
+from services.contract.jobs.plans import default_micro_batch
+from services.contract.jobs.specs import Factory
+from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
-from services.contract.plans import default_micro_batch
-from services.contract.specs import Factory
+from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened
 from services.worker.rank import registry
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import VocabularyError, check_tokenizer
@@ -49,9 +49,9 @@ from services.worker.rank.models.several import ALONE, checked_module
 from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.probe.first_samples import FirstSamples, SampleError, check
 from services.worker.rank.probe.passes import ProbeContext, pass_for_real
-from services.worker.rank.process.asked import take_question
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
+from services.worker.rank.process.probe_program import take_question
 from services.worker.rank.process.user_path import add_code
 
 _MIB: Final = 1 << 20
@@ -268,7 +268,7 @@ def _check(first: FirstSamples, seat: ProbeSeat, course: _Course) -> None:
         return
 
     def train(batch: Batch) -> torch.Tensor:
-        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(seat.question.spec.worlds[0]):
+        with limited_memory(_REAL_BYTES), fakes.fake_ranks(seat.question.spec.worlds[0]):
             return pass_for_real(batch, seat)
 
     check(first, course.model, train)
@@ -325,7 +325,7 @@ def _raised_for_real(
     if not isinstance(error, Exception) or isinstance(error, OSError):
         return None
     try:
-        with limited_memory(_REAL_BYTES), torch_private.fake_ranks(ranks):
+        with limited_memory(_REAL_BYTES), fakes.fake_ranks(ranks):
             make()
     except Exception as again:  # noqa: BLE001 what it is says whether it counts
         is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))

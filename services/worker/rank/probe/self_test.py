@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.comm.collectives import GroupCollectives
-from services.contract.messages.asking import SelfTestResult, SelfTestSeat
+from services.contract.messages.probe_programs import SelfTestResult, SelfTestSeat
 from services.worker.rank.probe.measuring import MATRIX_WIDTH, Fellow, node_facts
-from services.worker.rank.process.asked import take_question
+from services.worker.rank.process.probe_program import take_question
 from services.worker.rank.process.warm import die_with_parent
 
 MOST_PROCESSES: Final = 16

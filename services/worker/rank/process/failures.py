@@ -4,7 +4,7 @@ import traceback
 from types import TracebackType
 from typing import Final
 
-from services.contract.bounds import ERROR_CHARACTERS, shortened
+from services.contract.words.bounds import ERROR_CHARACTERS, shortened
 from services.worker.rank.process.user_path import why_not_imported
 
 _RUNPY: Final = "<frozen runpy>"

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, cast
 
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
-from services.contract.pipe_end import PipeEnd
-from services.contract.rank_channel import BoardWriter
-from services.contract.rank_stacks import STACKS_SIGNAL, stacks_path
-from services.contract.states import RankPhase
+from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
+from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.states import RankPhase
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory
 from services.worker.rank.process.user_path import add_code

@@ -24,9 +24,7 @@ from typing import Final, NoReturn
 
 from pydantic import ValidationError
 
-from services.contract.own_process import set_up_process
-from services.contract.rank_user import RankUser
-from services.contract.warm_channel import (
+from services.contract.messages.warm_channel import (
     BLANK_MARK,
     NODE_MARK,
     ForkWarm,
@@ -35,6 +33,8 @@ from services.contract.warm_channel import (
     WarmForked,
     WarmRefused,
 )
+from services.contract.system.own_process import set_up_process
+from services.contract.system.rank_user import RankUser
 from services.worker.rank.process.seat import DEFAULT_TRAINER, SCRIPT_TRAINER, load_trainer
 from services.worker.rank.process.user_path import add_user_path, hidden_by_us
 from services.worker.rank.process.warm import Ranks, serve_agent

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from services.contract.durable import append_plain
-from services.contract.mask import Mask
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.own_process import LossyOutput
-from services.contract.pipe_end import PipeEnd
-from services.contract.rank_user import RankUser
-from services.contract.warm_channel import (
+from services.contract.messages.warm_channel import (
     ForkFailed,
     ForkRank,
     RankForked,
     RankReaped,
     WarmChannel,
 )
+from services.contract.system.durable import append_plain
+from services.contract.system.mask import Mask
+from services.contract.system.own_process import LossyOutput
+from services.contract.system.pipe_end import PipeEnd
+from services.contract.system.rank_user import RankUser
 from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.process.host_memory import limit_memory
 from services.worker.rank.process.seat import take_seat

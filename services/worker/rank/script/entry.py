@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.contract.scripts import EntryPoint
+from services.contract.jobs.scripts import EntryPoint
 from services.worker.rank.process.user_path import OUR_PLACE, hidden_by_us
 
 

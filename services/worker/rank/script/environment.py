@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from services.contract.jobs.plans import RankPlacement
 from services.contract.messages.rank_pipe import RankSeat
-from services.contract.plans import RankPlacement
 
 _CUDA: str = "CUDA_VISIBLE_DEVICES"
 

@@ -7,14 +7,14 @@ from typing import Protocol
 import torch
 
 import meshloom.session
+from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import (
     RankFinished,
     RankMessage,
     RankOrder,
     RankSeat,
 )
-from services.contract.rank_channel import BoardWriter
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.worker.rank.checkpoints.writer import CheckpointWriter
 from services.worker.rank.gang.control import CONTROL_GROUP
 from services.worker.rank.loop.board_watch import BoardWatch

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdp_core.checkpoint import local_shards
 from meshloom.session import Figures
+from services.contract.messages.board import MAX_STEP, BoardStep
 from services.contract.messages.rank_pipe import (
     RankMessage,
     RankOrder,
@@ -23,8 +24,7 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     ThroughputUnit,
 )
-from services.contract.rank_channel import MAX_STEP, BoardStep
-from services.contract.states import RankPhase
+from services.contract.words.states import RankPhase
 from services.worker.rank.checkpoints.loading import fill_from, source_of
 from services.worker.rank.checkpoints.random_state import (
     random_tensors,

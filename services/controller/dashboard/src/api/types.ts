@@ -1,4 +1,4 @@
-// The shapes of REST v1 as `services/contract/views.py` gives them. A test compares every field and
+// The shapes of REST v1 as `services/contract/api/views.py` gives them. A test compares every field and
 // its type with the JSON schema of the pydantic model of the same name: a drift fails there.
 
 export type JobState =
@@ -583,6 +583,7 @@ export interface NodeFacts {
   overlap: number;
   dispatch_s: number;
   exchanges: Record<string, Exchange>;
+  shared_exchanges: Record<string, Record<string, Exchange>>;
   unit_s: number;
   parameter_s: number;
   sharded_parameter_s: number;

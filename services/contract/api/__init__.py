@@ -1,0 +1,1 @@
+"""What travels over REST: resources, bodies of requests, errors' places."""

@@ -1,0 +1,70 @@
+"""The queue and the room there is, as the REST API shows them."""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.contract.jobs.specs import WorldSpec
+from services.contract.words.ids import JobId, NodeId
+from services.contract.words.states import JobState, NodeState
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class QueueEntry(_View):
+    """A job that waits for seats. ``position`` counts from 1."""
+
+    position: int
+    job_id: JobId
+    name: str
+    state: JobState
+    priority: int
+    ranks: int = Field(description="how many it needs; an elastic job begins with no fewer")
+    world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
+    device: Literal["auto", "cpu", "cuda"]
+    reason: str = Field(description="why it waits, in a sentence")
+    blocked_by: tuple[JobId, ...] = ()
+    waiting_since: datetime
+    expected_start_at: datetime | None = Field(
+        None, description="by the speed of the jobs in its way so far; null: nobody can say"
+    )
+
+
+class QueueView(_View):
+    """All jobs that wait for seats, the next one first."""
+
+    items: tuple[QueueEntry, ...]
+
+
+class NodeCapacity(_View):
+    """The room on one node. Nothing is free on one that takes no gangs now."""
+
+    node_id: NodeId
+    state: NodeState
+    cpu_slots: int
+    cpu_slots_free: int
+    accelerators: int
+    accelerators_free: int
+
+
+class CapacityView(_View):
+    """The room on all nodes. A gang sits on one: ``largest_*`` is what fits now, whole."""
+
+    nodes: tuple[NodeCapacity, ...]
+    cpu_slots: int
+    cpu_slots_free: int
+    accelerators: int
+    accelerators_free: int
+    largest_cpu_gang: int
+    largest_cuda_gang: int
+
+
+class DrainRequest(_View):
+    """How long running gangs may take to checkpoint before they are killed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0

@@ -1,0 +1,1 @@
+"""What people ask for: specs, and where and how a job runs."""

@@ -1,0 +1,54 @@
+"""Free-form JSON of a spec within bounds that every reader on its way bears."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Final
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from services.contract.words.problems import MOST_FAULTS
+
+MAX_DEPTH: Final = 32
+_MAX_VALUES: Final = 65_536
+INT_END: Final = 1 << 63
+
+
+def bounded(value: object) -> object:
+    """``value`` if all readers can bear it: JSON parsers give up on deep nesting, each elsewhere.
+
+    Raises:
+        ValidationError: It is nested too deep, too long, or has a number beyond 64 bits; each
+            fault at its own place.
+    """
+    faults = list(islice(_faults(value), MOST_FAULTS + 1))
+    if faults:
+        raise ValidationError.from_exception_data("bounded", faults)
+    return value
+
+
+def _faults(root: object) -> Iterator[InitErrorDetails]:
+    # By hand, not by recursion, which is what this guards; YAML's aliases make few bytes many.
+    seen = 0
+    todo: list[tuple[tuple[str | int, ...], object]] = [((), root)]
+    while todo:
+        place, value = todo.pop()
+        seen += 1
+        if seen > _MAX_VALUES:
+            yield _fault((), "too_long", f"more than {_MAX_VALUES} values")
+            return
+        if len(place) >= MAX_DEPTH and isinstance(value, dict | list | tuple):
+            yield _fault(place[:1], "nested_too_deep", f"nested deeper than {MAX_DEPTH} levels")
+            return
+        if isinstance(value, dict):
+            todo += [((*place, str(key)), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [((*place, index), item) for index, item in enumerate(value)]
+        elif isinstance(value, int) and not -INT_END <= value < INT_END:
+            yield _fault(place, "int_beyond_64_bits", "a whole number beyond 64 bits")
+
+
+def _fault(place: tuple[str | int, ...], code: str, text: str) -> InitErrorDetails:
+    # Without the input: it may be what nobody can print.
+    error: Any = PydanticCustomError(code, text)
+    return InitErrorDetails(type=error, loc=place, input=None)

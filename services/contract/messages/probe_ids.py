@@ -1,0 +1,88 @@
+"""The name of a probe, the same for all questions to which the answer is the same; and which answers can be used."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from fsdp_core.plan.model import PROFILE_VERSION
+from services.contract.messages.probing import ModelProbed, ProbeModel
+from services.contract.words.bounds import shortened
+
+_MOST: Final = 1 << 62
+_MOST_OF: Final = {"modules": 65_536, "parameters": 65_536, "units": 4_096, "traces": 16}
+_OF_THE_SPEC: Final = ("model", "data", "optimizer")
+_OF_THE_SPEC_IF_SET: Final = ("trainable", "loss", "code")
+_OF_THE_TRAINING: Final = ("precision",)
+_OF_THE_TRAINING_IF_SET: Final = ("ema",)
+
+
+def probe_id(question: ProbeModel, versions: Mapping[str, str]) -> str:
+    """The id that ``question`` should carry; the one that it carries plays no part.
+
+    Args:
+        question: What is asked.
+        versions: Of what decides how a model is built, by name, on the node that is asked.
+    """
+    text = json.dumps(
+        {
+            "profile": PROFILE_VERSION,
+            "versions": dict(sorted(versions.items())),
+            "spec": _chosen(question.spec, _OF_THE_SPEC, _OF_THE_SPEC_IF_SET),
+            "train": _chosen(question.spec.train, _OF_THE_TRAINING, _OF_THE_TRAINING_IF_SET),
+            "question": question.model_dump(
+                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes"}
+            ),
+        },
+        sort_keys=True,
+    )
+    return f"probe_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+class UnfitProfileError(ValueError):
+    """A profile holds what no model has, or more than a search can go through."""
+
+
+def refuse_unfit(answer: ModelProbed) -> None:
+    """Refuse an answer that says what no measurement can find. It may be of megabytes: not for an event loop.
+
+    Raises:
+        UnfitProfileError: With what it says, and where.
+    """
+    document = answer.model_dump(include={"profile", "optimizer", "sequence_tokens"})
+    profile = document["profile"] or {}
+    for name, most in _MOST_OF.items():
+        if len(profile.get(name, ())) > most:
+            raise UnfitProfileError(
+                f"the profile has {len(profile[name])} {name}, more than the {most} that a plan is "
+                "searched for; say plan: default, which needs no profile"
+            )
+    for place, value in _numbers(document):
+        if abs(value) > _MOST or not math.isfinite(value):
+            raise UnfitProfileError(
+                f"the profile says {shortened(str(value), 80)} at {place}: that is no measure of a model"
+            )
+
+
+def _numbers(root: object) -> Iterator[tuple[str, float]]:
+    todo: list[tuple[str, object]] = [("", root)]
+    while todo:
+        place, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{place}/{name}", item) for name, item in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{place}/{number}", item) for number, item in enumerate(value)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield place, value
+
+
+def _chosen(part: BaseModel, always: Iterable[str], if_set: Iterable[str]) -> dict[str, Any]:
+    """Fields of a spec; those that came later only if they say something, so that names stay."""
+    fields = part.model_dump(mode="json", include={*always, *if_set})
+    chosen = {name: fields[name] for name in always}
+    if (optimizer := chosen.get("optimizer")) is not None and not optimizer["groups"]:
+        del optimizer["groups"]
+    return chosen | {name: fields[name] for name in if_set if fields[name] is not None}

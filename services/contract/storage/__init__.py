@@ -1,0 +1,1 @@
+"""What lies in storage: the commit chain, manifests, job cards, tokenised text."""

@@ -1,0 +1,259 @@
+"""The commit chain: numbered records in storage, each linked once and never replaced.
+
+One folder a job::
+
+    <root>/<job id>/chain/opened-0001          its fence, in a name that no damage can change
+    <root>/<job id>/chain/00000001.json        attempt opened, fence 1
+    <root>/<job id>/chain/00000002.json        a manifest: this checkpoint is committed
+    <root>/<job id>/shards/<checkpoint id>/…   what the ranks wrote
+
+A new attempt links its own record first, so that a frozen process of an older attempt that wakes
+between its check and its link finds the number taken. ``link(2)`` refuses an existing name, on
+NFS too, where a repeated request may report EEXIST for its own success: hence the comparison.
+
+A damaged record is passed over in reading and its number stays taken: what the others say holds.
+Which fences are open is told by names too, so that damage lets no overtaken attempt commit.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from services.contract.storage.manifests import (
+    CHAIN_RECORD,
+    AttemptOpened,
+    CheckpointDeleted,
+    DamagedRecord,
+    Manifest,
+)
+from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
+from services.contract.system.rank_user import RankUser
+
+_FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
+_NUMBER: Final = re.compile(r"[0-9]{8}")
+# Records are linked one behind the other: a number so far beyond the last one is none of the chain.
+_LARGEST_GAP: Final = 1_000
+_OPENED: Final = "opened-"
+_ALL_READ: Final = 0o644
+_ALL_READ_AND_ENTER: Final = 0o755
+DRAFT_PREFIX: Final = ".draft-"
+Record = Manifest | AttemptOpened | CheckpointDeleted
+
+
+class ChainError(Exception):
+    """The chain cannot be read or written as asked."""
+
+
+class FencedError(ChainError):
+    """A newer attempt of the job has opened the chain: this one may commit nothing more."""
+
+
+@dataclass(frozen=True)
+class ChainReading:
+    """What a chain says.
+
+    Attributes:
+        records: By number, in order; those that can be read.
+        damaged: The numbers that are taken and cannot be read.
+        fence: The highest that has opened the chain; 0 without any.
+    """
+
+    records: Mapping[int, Record]
+    damaged: tuple[DamagedRecord, ...]
+    fence: int
+
+    @property
+    def committed(self) -> Mapping[int, Manifest]:
+        """The committed checkpoints that were not deleted since, oldest first, by number."""
+        alive: dict[str, tuple[int, Manifest]] = {}
+        for number, record in self.records.items():
+            if isinstance(record, Manifest):
+                alive[record.checkpoint_id] = (number, record)
+            elif isinstance(record, CheckpointDeleted):
+                alive.pop(record.checkpoint_id, None)
+        return dict(alive.values())
+
+    def number_of(self, record: Record) -> int | None:
+        """Where ``record`` stands; None where it does not."""
+        return next((number for number, known in self.records.items() if known == record), None)
+
+
+class CommitChain:
+    """The chain of one job below a storage root. Safe under concurrent writers.
+
+    Args:
+        root: The folder that holds all jobs' checkpoints.
+        job_id: The job whose chain this is.
+    """
+
+    def __init__(self, root: Path, job_id: str) -> None:
+        self._job = root / job_id
+        self._folder = self._job / "chain"
+
+    def shard_folder(self, checkpoint_id: str) -> Path:
+        """Where the shard files of a checkpoint lie."""
+        return self._job / "shards" / checkpoint_id
+
+    @property
+    def exists(self) -> bool:
+        """Whether an attempt of the job has ever opened it here."""
+        return self._folder.is_dir()
+
+    def read(self) -> ChainReading:
+        """All that it says now.
+
+        Raises:
+            OSError: The folder is there and cannot be listed.
+        """
+        # The names of fences first: an opening that is under way is either seen by its name or
+        # links its record behind whatever is read here.
+        fences = [0, *self._named_fences()]
+        records: dict[int, Record] = {}
+        damaged = []
+        for number in range(1, self._last_number() + 1):
+            try:
+                records[number] = self._read(number)
+            except (OSError, ValidationError) as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                name = self._path(number).name
+                damaged.append(DamagedRecord(number=number, name=name, reason=why))
+        fences += [r.fence for r in records.values() if isinstance(r, AttemptOpened)]
+        return ChainReading(records, tuple(damaged), max(fences))
+
+    def records(self) -> Iterator[Record]:
+        """All records that can be read, oldest first."""
+        yield from self.read().records.values()
+
+    def committed(self) -> list[Manifest]:
+        """The committed checkpoints that were not deleted since, oldest first."""
+        return list(self.read().committed.values())
+
+    def find(self, checkpoint_id: str) -> Manifest:
+        """The manifest of a committed checkpoint.
+
+        Raises:
+            ChainError: It was never committed, it was deleted, or its record is damaged.
+        """
+        reading = self.read()
+        for manifest in reading.committed.values():
+            if manifest.checkpoint_id == checkpoint_id:
+                return manifest
+        hint = ", ".join(record.name for record in reading.damaged)
+        raise ChainError(
+            f"checkpoint {checkpoint_id} is not committed in {self._folder}"
+            + (f" (damaged there: {hint})" if hint else "")
+        )
+
+    def abandoned(self) -> list[Path]:
+        """The shard folders that no manifest names nor ever will: those of overtaken attempts.
+
+        None while a record is damaged, for it may be the one that names them.
+        """
+        # Read before the folders are listed: what is abandoned now can never be named later.
+        reading = self.read()
+        if reading.damaged:
+            return []
+        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
+        found = []
+        for folder in sorted((self._job / "shards").glob("ckpt_*")):
+            match = _FENCE_AT_END.search(folder.name)
+            if match and int(match[1]) < reading.fence and folder.name not in named:
+                found.append(folder)
+        return found
+
+    def uncommitted(self) -> list[Path]:
+        """The shard folders that no manifest names, whichever attempt wrote them.
+
+        Of use to nobody only while no attempt of the job runs. None while a record is damaged.
+        """
+        folders = [path for path in sorted((self._job / "shards").glob("ckpt_*")) if path.is_dir()]
+        reading = self.read()
+        if reading.damaged:
+            return []
+        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
+        return [path for path in folders if path.name not in named]
+
+    def drafts(self) -> list[Path]:
+        """Records and cards that were never finished: their writers died, or are writing now."""
+        return sorted([*self._folder.glob(f"{DRAFT_PREFIX}*"), *self._job.glob(f"{DRAFT_PREFIX}*")])
+
+    def append(self, record: Record) -> int:
+        """Link ``record`` at the next number and return that number.
+
+        Appending a record that the chain already holds returns its number: a repeated request
+        changes nothing.
+
+        Raises:
+            FencedError: A higher fence has opened the chain.
+        """
+        make_folders(self._folder, self._job.parent)
+        content = CHAIN_RECORD.dump_json(record, indent=1)
+        draft = self._folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
+        try:
+            write_new(draft, content)
+            while True:
+                earlier = self.read()
+                known = earlier.number_of(record)
+                if known is not None:
+                    return known
+                if earlier.fence > record.fence:
+                    raise FencedError(
+                        f"attempt {record.fence} may not write: attempt {earlier.fence} is open"
+                    )
+                if isinstance(record, AttemptOpened):
+                    self._name_fence(record.fence)
+                # Behind what was read, damage included: a number that was taken is never reused.
+                number = len(earlier.records) + len(earlier.damaged) + 1
+                try:
+                    os.link(draft, self._path(number))
+                except FileExistsError:
+                    continue
+                sync_folder(self._folder)
+                return number
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def share_with(self, user: RankUser) -> None:
+        """Let ``user`` read the chain, and write shards.
+
+        Raises:
+            OSError: The storage refuses.
+        """
+        for folder in (self._job.parent, self._job, self._folder):
+            folder.chmod(_ALL_READ_AND_ENTER)
+        for record in self._folder.iterdir():
+            record.chmod(_ALL_READ)
+        shards = self._job / "shards"
+        make_folders(shards, self._job.parent)
+        user.take_over(shards)
+
+    def _last_number(self) -> int:
+        if not self._folder.is_dir():
+            return 0
+        names = (path.stem for path in self._folder.glob("*.json"))
+        last = 0
+        for number in sorted(int(name) for name in names if _NUMBER.fullmatch(name)):
+            if number - last > _LARGEST_GAP:
+                break
+            last = number
+        return last
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.json"
+
+    def _read(self, number: int) -> Record:
+        return CHAIN_RECORD.validate_json(read_plain(self._path(number)))
+
+    def _named_fences(self) -> list[int]:
+        names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _name_fence(self, fence: int) -> None:
+        # Made durable with the record that follows it.
+        (self._folder / f"{_OPENED}{fence:04d}").touch()

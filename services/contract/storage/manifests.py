@@ -1,0 +1,80 @@
+"""The manifest of a checkpoint, and the records of the commit chain in which it is a link."""
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from services.contract.words.bounds import AtMostOnePerRank, Digest, EvaluationMetrics, Name, Text
+from services.contract.words.ids import CheckpointId, JobId
+
+FORMAT_VERSION: Final = 1
+
+
+class _Record(BaseModel):
+    # Fields that a newer version wrote are ignored; ``version`` says when they must not be.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ShardFile(_Record):
+    """One rank's file of a checkpoint: its name below the checkpoint's folder, and its proof."""
+
+    rank: int = Field(ge=0, lt=1 << 31)
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
+    bytes: int = Field(ge=0, lt=1 << 63)
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(_Record):
+    """The file whose existence is the commit. All shards together hold the whole state.
+
+    ``step`` optimizer steps had been made; ``loss`` is that of the last of them, ``evaluation`` what a
+    validation pass gave after it: its loss, and metrics.
+    """
+
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+    version: Literal[1] = FORMAT_VERSION
+    job_id: JobId
+    checkpoint_id: CheckpointId
+    fence: int = Field(ge=1)
+    step: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    loss: float | None = None
+    data_digest: Digest = ""
+    evaluation: EvaluationMetrics = Field(default_factory=dict)
+    shards: Annotated[tuple[ShardFile, ...], AtMostOnePerRank]
+
+    @property
+    def total_bytes(self) -> int:
+        """How many bytes all shard files have."""
+        return sum(shard.bytes for shard in self.shards)
+
+
+class AttemptOpened(_Record):
+    """An attempt took the next number: whoever holds a lower fence finds it taken."""
+
+    kind: Literal["attempt_opened"] = "attempt_opened"
+    version: Literal[1] = FORMAT_VERSION
+    job_id: JobId
+    fence: int = Field(ge=1)
+
+
+class CheckpointDeleted(_Record):
+    """A committed checkpoint was retired; its shard files may be gone."""
+
+    kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
+    version: Literal[1] = FORMAT_VERSION
+    job_id: JobId
+    fence: int = Field(ge=1)
+    checkpoint_id: CheckpointId
+
+
+class DamagedRecord(_Record):
+    """A number of the chain that is taken and whose record cannot be read."""
+
+    number: int = Field(ge=1)
+    name: Name
+    reason: Text
+
+
+ChainRecord = Annotated[Manifest | AttemptOpened | CheckpointDeleted, Field(discriminator="kind")]
+CHAIN_RECORD: TypeAdapter[Manifest | AttemptOpened | CheckpointDeleted] = TypeAdapter(ChainRecord)

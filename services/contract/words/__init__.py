@@ -1,0 +1,1 @@
+"""Words that all speak: identifiers, states, bounds, problems."""

@@ -1,0 +1,120 @@
+"""The words for where a job, a rank, a checkpoint, a trace and a node stand."""
+
+from enum import IntEnum, StrEnum
+
+
+class JobState(StrEnum):
+    """Where a job stands (the transitions are in ``services.controller.domain.job.job``)."""
+
+    QUEUED = "QUEUED"
+    PLACING = "PLACING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PAUSING = "PAUSING"
+    PAUSED = "PAUSED"
+    RESTARTING = "RESTARTING"
+    CANCELLING = "CANCELLING"
+    CANCELLED = "CANCELLED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+TERMINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+
+
+class ExitReason(StrEnum):
+    """Why a job or an attempt ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    PAUSED = "paused"
+    KILLED = "killed"
+    USER_ERROR = "user_error"
+    RANK_LOST = "rank_lost"
+    NODE_LOST = "node_lost"
+    LAUNCH_FAILED = "launch_failed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    RESTARTS_EXHAUSTED = "restarts_exhausted"
+    PREEMPTED = "preempted"
+    NODE_DRAINED = "node_drained"
+    RESIZED = "resized"
+    HANG = "hang"
+    NON_FINITE_LOSS = "nan"
+    INFEASIBLE = "infeasible"
+
+
+class FailureClass(StrEnum):
+    """What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress."""
+
+    CRASH = "crash"
+    OUT_OF_MEMORY = "out_of_memory"
+    FROZEN = "frozen"
+    GIL_HELD = "gil_held"
+    COLLECTIVE_MISMATCH = "collective_mismatch"
+    DATA_STALL = "data_stall"
+    NAN = "nan"
+    NODE_LOST = "node_lost"
+    KILLED_BY_OPERATOR = "killed_by_operator"
+    USER_ERROR = "user_error"
+    HANG = "hang"
+    LAUNCH_FAILED = "launch_failed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    NONE = "none"
+
+
+class RankPhase(IntEnum):
+    """What a rank is doing now. The four words of the engine's ``TrainingState`` are among them."""
+
+    SPAWNED = 0
+    INIT = 1
+    RENDEZVOUS = 2
+    BUILD = 3
+    LOAD = 4
+    DATA = 5
+    IDLE = 6
+    FORWARD = 7
+    PRE_BACKWARD = 8
+    POST_BACKWARD = 9
+    OPTIMIZER = 10
+    EVAL = 11
+    CHECKPOINT = 12
+    FINISHED = 13
+    FAILED = 14
+    SCRIPT = 15
+    TRACE = 16
+
+
+class CheckpointState(StrEnum):
+    """Where a checkpoint stands; only COMMITTED ones are ever resumed from."""
+
+    WRITING = "WRITING"
+    SEALED = "SEALED"
+    COMMITTED = "COMMITTED"
+    ABORTED = "ABORTED"
+    CORRUPT = "CORRUPT"
+    DELETING = "DELETING"
+
+
+class TraceState(StrEnum):
+    """Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why."""
+
+    REQUESTED = "REQUESTED"
+    RECORDING = "RECORDING"
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+class PlanState(StrEnum):
+    """Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be."""
+
+    PROBING = "PROBING"
+    READY = "READY"
+    FAILED = "FAILED"
+
+
+class NodeState(StrEnum):
+    """Where a node stands: its lease is renewed, or it is over."""
+
+    READY = "READY"
+    DRAINING = "DRAINING"
+    LOST = "LOST"

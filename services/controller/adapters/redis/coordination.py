@@ -1,0 +1,81 @@
+"""Leadership, time and wake-ups in Redis."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Final
+
+from redis.asyncio.client import PubSub
+
+from services.contract.redis import redis_keys as keys
+from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis.connection import RedisClients, answering
+
+_CONFIRMED_WITHIN_S: Final = 5.0
+
+
+class RedisLeadership:
+    """The port ``Leadership``."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._take = clients.writes.register_script(scripts.TAKE_LEAD)
+        self._renew = clients.writes.register_script(scripts.RENEW_LEAD)
+        self._release = clients.writes.register_script(scripts.RELEASE_LEAD)
+
+    async def take(self, holder: str) -> int | None:
+        """See ``Leadership.take``."""
+        with answering():
+            epoch = await self._take(
+                keys=[keys.LEADER, keys.EPOCH], args=[holder, keys.LEADER_LEASE_MS]
+            )
+        return int(epoch) or None
+
+    async def renew(self, holder: str) -> bool:
+        """See ``Leadership.renew``."""
+        with answering():
+            return bool(await self._renew(keys=[keys.LEADER], args=[holder, keys.LEADER_LEASE_MS]))
+
+    async def release(self, holder: str) -> None:
+        """See ``Leadership.release``."""
+        with answering():
+            await self._release(keys=[keys.LEADER], args=[holder])
+
+
+class RedisClock:
+    """The port ``Clock``: Redis's own time, the only one that all processes share."""
+
+    def __init__(self, clients: RedisClients) -> None:
+        self._clients = clients
+
+    async def now_ms(self) -> int:
+        """See ``Clock.now_ms``."""
+        with answering():
+            seconds, micros = await self._clients.reads.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+
+class RedisWaker:
+    """The port ``Waker``."""
+
+    def __init__(self, subscription: PubSub) -> None:
+        self._subscription = subscription
+
+    async def wait(self, timeout_s: float) -> None:
+        """See ``Waker.wait``. Calls that came in a row count as one."""
+        with answering():
+            message = await self._subscription.get_message(timeout=timeout_s)
+            while message is not None:
+                message = await self._subscription.get_message(timeout=0.0)
+
+
+@contextlib.asynccontextmanager
+async def listening(clients: RedisClients) -> AsyncIterator[RedisWaker]:
+    """A waker that hears ``ml:wake`` until the block ends."""
+    subscription = clients.wakes.pubsub()
+    try:
+        with answering():
+            await subscription.subscribe(keys.WAKE)
+            # Redis's confirmation: from here on no call is missed, and it counts as none.
+            await subscription.get_message(timeout=_CONFIRMED_WITHIN_S)
+        yield RedisWaker(subscription)
+    finally:
+        await subscription.aclose()  # type: ignore[no-untyped-call] # not annotated in redis-py

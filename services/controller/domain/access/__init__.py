@@ -1,0 +1,1 @@
+"""What subjects may do and keep: tokens, rates, quotas of uploaded code."""

@@ -1,0 +1,208 @@
+"""The one door to all decisions about a job: ``decide(job, event, now) -> decision``."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from services.contract.messages.facts import (
+    ChainDamaged,
+    CheckpointBegan,
+    CheckpointCorrupt,
+    CheckpointExported,
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    CheckpointUnread,
+    CheckpointVerified,
+    CheckpointVoted,
+    CheckpointWaits,
+    Evaluated,
+    ExportFailed,
+    GangDiagnosed,
+    GangEnded,
+    GangLaunched,
+    GangProgressed,
+    JobPurged,
+    LaunchRefused,
+    TraceFailed,
+    TraceOrdered,
+    TraceRecorded,
+)
+from services.contract.words.ids import job_of_checkpoint
+from services.controller.domain.decisions import (
+    attempt_events,
+    awaited_plan,
+    checkpoint_facts,
+    checkpoint_requests,
+    migration,
+    patch,
+    purge,
+    recovery,
+    requests,
+    retention,
+    tracing,
+)
+from services.controller.domain.job.effects import Decision, Draft
+from services.controller.domain.job.events import (
+    AnswerOverdue,
+    CancelAsked,
+    CheckpointAsked,
+    ClockSetBack,
+    DiagnosisAsked,
+    ExportAsked,
+    FoundInStorage,
+    GangFact,
+    GangPlaced,
+    HoldAsked,
+    HoldReleased,
+    JobEvent,
+    KillAsked,
+    MoveAsked,
+    NodeLost,
+    OriginReleased,
+    PatchAsked,
+    PauseAsked,
+    PinAsked,
+    PlacementDelayed,
+    PlanAsked,
+    PlanMade,
+    PlanMissed,
+    PlanRefused,
+    PurgeAsked,
+    RemovalAsked,
+    ResumeAsked,
+    SpecFaulted,
+    TraceAsked,
+    TraceOverdue,
+    VerifyAsked,
+)
+from services.controller.domain.job.job import Job
+
+_Handler = Callable[[Any, Draft], None]
+
+_HANDLERS: Final[dict[type, _Handler]] = {
+    PauseAsked: requests.on_pause,
+    CancelAsked: requests.on_cancel,
+    KillAsked: requests.on_kill,
+    ResumeAsked: requests.on_resume,
+    CheckpointAsked: requests.on_checkpoint,
+    DiagnosisAsked: requests.on_diagnosis,
+    TraceAsked: tracing.on_asked,
+    TraceOverdue: tracing.on_overdue,
+    PinAsked: checkpoint_requests.on_pin,
+    VerifyAsked: checkpoint_requests.on_verify,
+    ExportAsked: checkpoint_requests.on_export,
+    RemovalAsked: checkpoint_requests.on_removal,
+    FoundInStorage: recovery.on_found,
+    GangPlaced: attempt_events.on_placed,
+    PlacementDelayed: attempt_events.on_delayed,
+    PlanAsked: awaited_plan.on_asked,
+    PlanMade: awaited_plan.on_made,
+    PlanMissed: awaited_plan.on_missed,
+    PlanRefused: awaited_plan.on_refused,
+    SpecFaulted: awaited_plan.on_faulted,
+    NodeLost: attempt_events.on_node_lost,
+    AnswerOverdue: attempt_events.on_overdue,
+    ClockSetBack: attempt_events.on_clock_set_back,
+    PatchAsked: patch.on_patch,
+    PurgeAsked: purge.on_purge,
+    JobPurged: purge.on_purged,
+    MoveAsked: migration.on_move,
+    HoldAsked: retention.on_hold,
+    HoldReleased: retention.on_released,
+    OriginReleased: retention.on_origin_released,
+    GangLaunched: attempt_events.on_launched,
+    LaunchRefused: attempt_events.on_refused,
+    GangProgressed: attempt_events.on_progressed,
+    Evaluated: attempt_events.on_evaluated,
+    GangDiagnosed: attempt_events.on_diagnosed,
+    GangEnded: attempt_events.on_ended,
+    CheckpointBegan: checkpoint_facts.on_began,
+    CheckpointVoted: checkpoint_facts.on_voted,
+    CheckpointWaits: checkpoint_facts.on_waits,
+    CheckpointLinked: checkpoint_facts.on_linked,
+    CheckpointLost: checkpoint_facts.on_lost,
+    CheckpointRetired: checkpoint_facts.on_retired,
+    CheckpointVerified: checkpoint_facts.on_verified,
+    CheckpointCorrupt: checkpoint_facts.on_corrupt,
+    CheckpointUnread: checkpoint_facts.on_unread,
+    CheckpointExported: checkpoint_requests.on_exported,
+    ExportFailed: checkpoint_requests.on_export_failed,
+    TraceOrdered: tracing.on_ordered,
+    TraceRecorded: tracing.on_recorded,
+    TraceFailed: tracing.on_failed,
+    ChainDamaged: checkpoint_facts.on_damaged,
+}
+
+EVENTS: Final = tuple(_HANDLERS)
+"""All kinds of events."""
+
+# What storage holds is true whichever attempt put it there.
+_TRUE_AT_ANY_FENCE: Final = (
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointRetired,
+    CheckpointVerified,
+    CheckpointCorrupt,
+    CheckpointUnread,
+    CheckpointExported,
+    ExportFailed,
+    ChainDamaged,
+)
+
+
+def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
+    """What becomes of ``job`` by ``event``, and what is to be done.
+
+    Deciding twice on one event changes nothing the second time.
+
+    Args:
+        job: The job with its checkpoints.
+        event: A request, a finding of the reconciler, or an agent's fact.
+        now_ms: When it happened, in milliseconds of Redis's clock.
+
+    Raises:
+        StateConflictError, InvalidRequestError: A request cannot be fulfilled.
+    """
+    draft = Draft(job, now_ms)
+    if not is_stale(job, event) and not is_foreign(job, event):
+        _HANDLERS[type(event)](event, draft)
+        draft.keep_standing()
+    return draft.decision()
+
+
+def is_stale(job: Job, event: JobEvent) -> bool:
+    """Whether an event speaks of an attempt that is no longer the newest one."""
+    fence: int | None = getattr(event, "fence", None)
+    return fence is not None and fence != job.fence and not isinstance(event, _TRUE_AT_ANY_FENCE)
+
+
+def is_foreign(job: Job, event: JobEvent) -> bool:
+    """Whether a fact speaks of another job's checkpoint, which only a loading attempt may do.
+
+    An attempt that is to load one, of whichever job, may find it corrupt.
+    """
+    if not isinstance(event, GangFact):
+        return False
+    manifest = event.manifest if isinstance(event, CheckpointLinked) else None
+    named = getattr(event if manifest is None else manifest, "checkpoint_id", None)
+    if named is None or job_of_checkpoint(named) == job.id:
+        return False
+    return not (isinstance(event, CheckpointCorrupt) and was_told_to_load(job, event))
+
+
+def was_told_to_load(job: Job, found: CheckpointCorrupt) -> bool:
+    """Whether the attempt that found a checkpoint corrupt is one that was to load it."""
+    return any(
+        attempt.fence == found.fence and attempt.resumed_from == found.checkpoint_id
+        for attempt in job.attempts
+    )
+
+
+def first_decision(job: Job) -> Decision:
+    """The decision that puts a new job into the queue."""
+    draft = Draft(job, job.created_ms)
+    about: dict[str, object] = {"name": job.spec.name}
+    if job.origin is not None:
+        about["cloned_from"] = job.origin.model_dump(mode="json", exclude={"held"})
+    draft.note("job.queued", job.reason or "queued", **about)
+    return draft.decision()

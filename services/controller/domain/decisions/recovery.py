@@ -1,0 +1,183 @@
+"""Jobs that storage told of after Redis had lost them: made anew, and their ranks adopted."""
+
+from typing import Final
+
+from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
+from services.contract.storage.job_cards import JobCard
+from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.states import ExitReason, JobState
+from services.controller.domain.decisions.checkpoint_facts import on_damaged
+from services.controller.domain.job import checkpoint as checkpoints
+from services.controller.domain.job.attempt import Attempt
+from services.controller.domain.job.checkpoint import LINKED_STATES
+from services.controller.domain.job.effects import Decision, Draft, Note
+from services.controller.domain.job.events import FoundInStorage
+from services.controller.domain.job.job import Job, Origin
+
+FOUND_AGAIN = "found again in storage"
+ADOPTED_WITHIN_MS: Final = 20_000
+"""For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
+then; ranks of a node that is cut off are fenced by the next attempt."""
+_DAMAGED: Final = (
+    "records of its commit chain cannot be read, and without them it would begin anew: restore them, "
+    "or resume it to do so"
+)
+_PINNED = "pinned, for pins and holds were lost with Redis: unpin those that retention may give up"
+
+
+def found_again(fact: JobFound, now_ms: int) -> Decision:
+    """The job as its card and its commit chain tell of it.
+
+    It has SUCCEEDED if its last step is committed, or stays where its card says that a person put it
+    or it ended. One that was meant to run is QUEUED, and waits at first whether its ranks train on.
+    Its next attempt is numbered behind all that opened the chain, and goes on in the line of the
+    newest one. What was pinned or held nobody knows any more: all its checkpoints are pinned until
+    somebody unpins them.
+    """
+    card = fact.card
+    job = Job(
+        id=fact.job_id,
+        spec=card.spec,
+        state=card.standing,
+        exit_reason=card.exit_reason,
+        owner=card.owner,
+        # Ranks may write where cards lie, and no job is of the future: lists are sorted by this.
+        created_ms=min(card.created_ms or now_ms, now_ms),
+        updated_ms=now_ms,
+        fence=fact.fence,
+        run_fence=fact.fence,
+        found=True,
+    )
+    indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
+    latest = indexed.latest_checkpoint
+    saved = 0 if latest is None else latest.step
+    count = len(indexed.checkpoints)
+    reason = f"{FOUND_AGAIN}: {count} committed checkpoints, the newest of step {saved}"
+    changes: dict[str, object] = {"reason": f"{reason}; {card.reason}" if card.reason else reason}
+    if card.standing == JobState.QUEUED and fact.damaged and latest is None:
+        changes["state"] = JobState.PAUSED
+        changes["reason"] = f"{reason}; {_DAMAGED}"
+    elif card.standing == JobState.QUEUED:
+        # Of another node's ranks only that node can tell.
+        is_known = {seat.node_id for seat in card.plan.ranks} == {fact.node_id}
+        wait_ms = 0 if is_known and not fact.is_running else ADOPTED_WITHIN_MS
+        changes["not_before_ms"] = now_ms + wait_ms
+    if job.is_terminal:
+        changes["ended_ms"] = now_ms
+    if saved >= card.spec.train.steps:
+        changes |= {
+            "state": JobState.SUCCEEDED,
+            "exit_reason": ExitReason.COMPLETED,
+            "ended_ms": now_ms,
+        }
+    words = f"{reason}; all are {_PINNED}" if count else reason
+    if indexed.base_checkpoint is not None:
+        words += f"; it had left later ones behind to go on from {indexed.base_checkpoint}"
+    note = Note("job.found_again", words, {"fence": fact.fence, "node_id": fact.node_id})
+    return Decision(indexed.model_copy(update=changes), notes=(note,))
+
+
+def on_found(event: FoundInStorage, draft: Draft) -> None:
+    """What storage tells of a job that is known: checkpoints that the index lacks, live ranks."""
+    job, fact = draft.job, event.fact
+    draft.change(checkpoints=_with_checkpoints(job, fact, draft.now_ms).checkpoints)
+    for new in (c for name, c in draft.job.checkpoints.items() if name not in job.checkpoints):
+        words = f"checkpoint of step {new.step} was {FOUND_AGAIN}; it is {_PINNED}"
+        draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
+    if fact.fence > job.fence and job.attempt is None:
+        draft.change(fence=fact.fence)
+    if fact.damaged:
+        damage = ChainDamaged(
+            job_id=job.id, fence=fact.fence, node_id=fact.node_id, records=fact.damaged
+        )
+        on_damaged(damage, draft)
+    nodes = dict.fromkeys(seat.node_id for seat in fact.card.plan.ranks)
+    awaited = awaits_adoption(draft.job, fact.fence) and fact.is_running
+    if awaited and event.incarnations.keys() >= nodes.keys():
+        _adopt(fact, {node: event.incarnations[node] for node in nodes}, draft)
+
+
+def awaits_adoption(job: Job, fence: int) -> bool:
+    """Whether ranks of this attempt, should any live, are to become the job's again.
+
+    It was made anew from storage, and nobody has resumed it since. Its fence may be behind: who
+    told of it first may not have seen yet that the attempt was opened.
+    """
+    is_idle = job.state in {JobState.PAUSED, JobState.QUEUED} and not job.attempts
+    return job.found and is_idle and 0 < job.fence <= fence
+
+
+def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
+    """Its ranks train on: they become the newest attempt's again."""
+    card = fact.card
+    source = card.resume_from
+    resumed_step = 0 if source is None else checkpoints.step_and_fence(source)[0]
+    stepped = fact.last_step > resumed_step
+    attempt = Attempt(
+        fence=fact.fence,
+        world_size=card.plan.world_size,
+        mesh=card.plan.sharding.mesh,
+        incarnations=incarnations,
+        resumed_from=source,
+        resumed_step=resumed_step,
+        started_ms=draft.now_ms,
+        launched=tuple(incarnations),
+        first_step=resumed_step + 1 if stepped else None,
+        first_step_ms=draft.now_ms if stepped else None,
+        last_step=max(fact.last_step, resumed_step),
+    )
+    draft.change(
+        attempts=(attempt,), plan=card.plan, started_ms=draft.now_ms, run_fence=fact.fence - 1
+    )
+    draft.transition(
+        JobState.RUNNING,
+        f"{FOUND_AGAIN}: attempt {fact.fence} trains on after step {attempt.last_step}",
+    )
+
+
+def _in_line(job: Job, card: JobCard) -> Job:
+    """The job with what its newest attempt began with as the place to go on from.
+
+    A clone begins with another job's checkpoint, until it has one of its own. An attempt that left
+    later checkpoints behind was resumed from an older one by a person, or because they are corrupt:
+    those do not count, unless all that there was to do is in them.
+    """
+    source = card.resume_from
+    if source is None:
+        return job
+    origin_id = job_of_checkpoint(source)
+    if origin_id != job.id:
+        step = checkpoints.step_and_fence(source)[0]
+        is_held = not job.checkpoints
+        origin = Origin(job_id=origin_id, checkpoint_id=source, step=step, held=is_held)
+        return job.model_copy(update={"origin": origin})
+    older = [c for c in job.checkpoints.values() if c.fence < card.fence]
+    newest = max(older, key=lambda c: (c.step, c.fence), default=None)
+    # A source that is gone is nothing to go on from: if nothing followed it, all others count.
+    is_known = source in job.checkpoints or len(older) < len(job.checkpoints)
+    if newest is None or newest.id == source or not is_known:
+        return job
+    if newest.step >= job.spec.train.steps:
+        return job
+    line = {"base_checkpoint": source, "base_fence": card.fence - 1}
+    return job.model_copy(update=line)
+
+
+def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
+    """The job with an index of what its chain commits; what is new to it is pinned."""
+    book = dict(job.checkpoints)
+    for number, manifest in fact.manifests.items():
+        known = book.get(manifest.checkpoint_id)
+        if manifest.checkpoint_id in job.gone:
+            continue
+        if known is None or known.state not in LINKED_STATES:
+            link = CheckpointLinked(
+                job_id=job.id,
+                fence=manifest.fence,
+                node_id=fact.node_id,
+                number=number,
+                manifest=manifest,
+            )
+            linked = checkpoints.commit(known, link, now_ms)
+            book[linked.id] = linked.model_copy(update={"pinned": known is None})
+    return job.model_copy(update={"checkpoints": book})

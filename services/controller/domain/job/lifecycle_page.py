@@ -1,0 +1,65 @@
+"""``docs/lifecycle.md``, written from the table of states: what it says is what is decided."""
+
+from typing import Final
+
+from services.contract.words.states import TERMINAL_STATES, JobState
+from services.controller.domain.job.job import RESUMABLE_STATES, SEVERITY
+from services.controller.domain.job.lifecycle import EDGES
+
+_HEAD: Final = """\
+# A job's life
+
+Written by `python -m tests.docs.test_lifecycle_page` from
+`services/controller/domain/job/lifecycle.py`; a test compares the two. Every transition is one Lua script:
+it compares the job's version, its fence and the leader's epoch, and writes the job, its
+checkpoints, its events and the commands to agents, or nothing
+([architecture.md](architecture.md), "Truths and their owners").
+"""
+
+_TAIL: Final = """\
+## What else holds
+
+- **Fences only grow.** Each attempt has the next number; a command, fact, vote or commit of a lower
+  one is void.
+- **At most one attempt lives**, and its slots are taken until its last rank has ended or its node is
+  lost for certain.
+- **A stop only gets more severe**: {severity}. A `move` (a migration) is the controller's own request: a gang that makes
+  room for a job of higher priority, leaves a node that is drained, or is elastic and to have another
+  size ([elastic.md](elastic.md)), takes a checkpoint, ends within its grace and goes on elsewhere or
+  later, at no cost to the restart budget. The state stays as it is until the ranks have ended; the
+  reason says what goes on.
+- **Ended is ended** ({terminal}), but for the transitions above: {resumable} go on when somebody resumes
+  them, and a job that was given up for want of its last commit succeeds when that commit is told.
+- **A committed checkpoint vanishes only by retention or deletion.** The newest one, the one that an
+  attempt was resumed from while there is no newer, and those that clones begin with stay.
+- **Told twice, done once.** Facts come at least once; applying one again changes nothing.
+
+`tests/controller/test_lifecycle_properties.py` plays any sequence of requests, facts, repetitions,
+losses and looks of the reconciler against these.
+"""
+
+
+def lifecycle_page() -> str:
+    """The page, whole."""
+    parts = [_HEAD, "## The transitions\n", _diagram(), _table()]
+    severity = " < ".join(sorted(SEVERITY, key=lambda kind: SEVERITY[kind]))
+    parts.append(
+        _TAIL.format(
+            severity=severity,
+            terminal=", ".join(sorted(TERMINAL_STATES)),
+            resumable=" and ".join(sorted(RESUMABLE_STATES - {JobState.PAUSED})),
+        )
+    )
+    return "\n".join(parts)
+
+
+def _diagram() -> str:
+    lines = ["```mermaid", "stateDiagram-v2", f"  [*] --> {JobState.QUEUED}"]
+    lines += [f"  {edge.source} --> {edge.target}" for edge in EDGES]
+    lines += [f"  {state} --> [*]" for state in JobState if state in TERMINAL_STATES]
+    return "\n".join([*lines, "```", ""])
+
+
+def _table() -> str:
+    rows = [f"| {edge.source} | {edge.target} | {edge.cause} |" for edge in EDGES]
+    return "\n".join(["| from | to | because |", "| --- | --- | --- |", *rows, ""])

@@ -1,0 +1,47 @@
+"""What the operator does not let a spec say."""
+
+from services.contract.jobs.entry_points import EntryPoints, factories_of
+from services.contract.jobs.scripts import EntryPoint
+from services.contract.jobs.secret_references import written_out
+from services.contract.jobs.specs import JobSpec
+from services.contract.words.problems import Fault
+
+
+def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
+    """Every place that names an entry point which is not allowed, or spells a credential out."""
+    faults: list[Fault] = []
+    if spec.code is not None and not allowed.take_uploads:
+        detail = (
+            "code: uploaded code is not taken here, for the entry points that jobs may name are "
+            "restricted (MESHLOOM_FACTORY_PREFIXES); MESHLOOM_UPLOADED_CODE=true of the controller "
+            "and the agents takes it"
+        )
+        faults.append(Fault(pointer="/code", detail=detail, code="code_not_allowed"))
+    for field, used in factories_of(spec):
+        place = f"/{field.replace('.', '/')}"
+        if not allowed.allows_of(spec, used.factory):
+            listed = ", ".join(allowed.prefixes or ()) or "nothing but built-ins"
+            detail = (
+                f"{field}.factory: {used.factory} is not allowed here; allowed is {listed} "
+                "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
+            )
+            pointer = f"{place}/factory"
+            faults.append(Fault(pointer=pointer, detail=detail, code="factory_not_allowed"))
+        faults += written_out(used.args, f"{place}/args")
+    if spec.entrypoint is not None:
+        faults += written_out(list(spec.entrypoint.args), "/entrypoint/args")
+        if not allowed.allows_script_of(spec):
+            faults.append(_not_allowed(spec.entrypoint, allowed))
+    if spec.metrics is not None:
+        faults += written_out(spec.metrics.model_dump(), "/metrics")
+    return [*faults, *written_out(spec.labels, "/labels")]
+
+
+def _not_allowed(entrypoint: EntryPoint, allowed: EntryPoints) -> Fault:
+    where = "script" if entrypoint.script is not None else "module"
+    listed = ", ".join(allowed.prefixes or ()) or "no script"
+    detail = (
+        f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed is {listed} "
+        "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
+    )
+    return Fault(pointer=f"/entrypoint/{where}", detail=detail, code="script_not_allowed")

@@ -1,0 +1,28 @@
+"""The loop that has layouts chosen for jobs that leave them open."""
+
+from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.ports.coordination import Ports
+from services.controller.use_cases.plan_jobs import Planner
+from services.controller.use_cases.plans import Drawing
+
+
+async def plan_jobs(
+    ports: Ports, epoch: int, drawing: Drawing, troubles: Troubles | None = None
+) -> None:
+    """Plan for ever; apart from the reconciler, which must not wait until a search is done.
+
+    Raises:
+        DeposedError: The reign is over.
+    """
+    planner = Planner(ports, epoch, drawing)
+    endurance = Endurance("planning", troubles=troubles)
+
+    async def listen_and_look() -> None:
+        async with ports.listen() as waker:
+            while True:
+                rest_s = await planner.look()
+                endurance.succeeded()
+                await waker.wait(rest_s)
+
+    while True:
+        await endurance.round(listen_and_look)

@@ -1,0 +1,175 @@
+"""Choosing layouts for jobs that leave them open, before they are given seats.
+
+A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
+"""
+
+from collections.abc import Awaitable, Sequence
+from typing import Final
+
+import structlog
+
+from services.contract.api.plan_views import PlanFailure
+from services.contract.words.states import PlanState
+from services.controller.domain.decisions.awaited_plan import awaits_plan
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.errors import (
+    DeposedError,
+    NotFoundError,
+    RecordUnreadableError,
+    StaleWriteError,
+    StateConflictError,
+    StoreUnavailableError,
+)
+from services.controller.domain.job.events import (
+    JobEvent,
+    PlacementDelayed,
+    PlanAsked,
+    PlanMade,
+    PlanMissed,
+    PlanRefused,
+    SpecFaulted,
+)
+from services.controller.domain.job.job import Job
+from services.controller.domain.plans.pace import STEPS_READ, can_tell, pace_of
+from services.controller.domain.plans.plan import Plan
+from services.controller.domain.scheduling.placement import NodeUsage
+from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import Actor
+from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.plans import (
+    Drawing,
+    Wanted,
+    begin_plan,
+    current_usages,
+    look_at_plan,
+)
+
+_log = structlog.get_logger()
+_ACTOR: Final = Actor("controller")
+_NOT_OF_THE_MODEL: Final = frozenset({"no_answer", "search_failed"})
+_REST_S: Final = 1.0
+_REST_WHILE_PROBING_S: Final = 0.1
+
+
+class Planner:
+    """Has the open layouts of jobs chosen, in the name of one reign.
+
+    Args:
+        ports: The world.
+        epoch: The reign.
+        drawing: How plans are made.
+    """
+
+    def __init__(self, ports: Ports, epoch: int, drawing: Drawing) -> None:
+        self._ports = ports
+        self._epoch = epoch
+        self._drawing = drawing
+        self._paced: set[tuple[str, int]] = set()
+
+    async def look(self) -> float:
+        """Do all that is due; returns the seconds after which to look again at the latest.
+
+        Raises:
+            DeposedError: The reign is over.
+        """
+        active = [stored.job for stored in await self._ports.jobs.active()]
+        waiting = [job for job in active if awaits_plan(job)]
+        named = [job for job in waiting if _plan_of(job) is not None]
+        nameless = [job for job in waiting if _plan_of(job) is None]
+        if nameless:
+            # Read once for all of them, and before searches that take their time.
+            usages = await current_usages(self._ports)
+            for job in nameless:
+                await self._advance(job, self._ask(job, usages))
+        for job in named:
+            await self._advance(job, self._next(job))
+        await self._keep_paces(active)
+        return _REST_WHILE_PROBING_S if named else _REST_S
+
+    async def _keep_paces(self, active: Sequence[Job]) -> None:
+        """What the first steps of attempts took, once each: later plans of the model use it."""
+        self._paced &= {(job.id, job.fence) for job in active}
+        new = [job for job in active if can_tell(job) and (job.id, job.fence) not in self._paced]
+        if not new:
+            return
+        records = await self._ports.telemetry.last_steps([job.id for job in new], STEPS_READ)
+        nodes = await self._ports.nodes.nodes()
+        for job in new:
+            pace = pace_of(job, records.get(job.id, ()), nodes)
+            if pace is None or job.estimate is None or job.estimate.probe_id is None:
+                continue
+            self._paced.add((job.id, job.fence))
+            probe_id = job.estimate.probe_id
+            known = {(each.job_id, each.fence) for each in await self._ports.plans.paces(probe_id)}
+            if (job.id, job.fence) not in known:
+                await self._ports.plans.keep_pace(probe_id, pace)
+
+    async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
+        try:
+            event = await found
+            if event is not None:
+                now_ms = await self._ports.clock.now_ms()
+                happened = [Occurrence(event, now_ms)]
+                await apply_events(self._ports, job.id, happened, _ACTOR, self._epoch)
+        except (StaleWriteError, NotFoundError, RecordUnreadableError):
+            return  # it is looked at again soon, as it is then
+        except (StoreUnavailableError, DeposedError):
+            raise
+        except Exception:  # noqa: BLE001 one job that trips us up must not stop all others
+            _log.exception("job_not_planned", job_id=job.id)
+
+    async def _next(self, job: Job) -> JobEvent | None:
+        """What happens to the job now, if anything."""
+        plan_id = _plan_of(job)
+        if plan_id is None:
+            return None
+        try:
+            plan = await look_at_plan(self._ports, plan_id, self._drawing)
+        except NotFoundError:
+            return await self._ask(job, await current_usages(self._ports))
+        except RecordUnreadableError as error:
+            return PlanMissed(plan_id, f"no plan could be made: {error}")
+        return _outcome(plan)
+
+    async def _ask(self, job: Job, usages: tuple[NodeUsage, ...]) -> JobEvent:
+        try:
+            plan = await self._begin(job, usages)
+        except StateConflictError as error:
+            return PlacementDelayed(f"its layout is not chosen yet: {error}")
+        return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}", job.revision)
+
+    async def _begin(self, job: Job, usages: tuple[NodeUsage, ...]) -> Plan:
+        # Whoever was asked before and did not answer must not be waited for.
+        wanted = Wanted(job.spec, fresh=job.planning is not None and job.planning.again)
+        try:
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
+        except RecordUnreadableError:  # what is known of the model; the node can tell it anew
+            wanted = Wanted(job.spec, fresh=True)
+            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
+
+
+def _plan_of(job: Job) -> str | None:
+    return None if job.planning is None else job.planning.plan_id
+
+
+def _outcome(plan: Plan) -> JobEvent | None:
+    if plan.state is PlanState.PROBING:
+        return None
+    if plan.failure is not None:
+        return _missed(plan, plan.failure)
+    made = plan.outcome
+    if made.feasible and made.sharding is not None and plan.estimate is not None:
+        return PlanMade(made.sharding, plan.estimate)
+    advice = "; ".join(made.advice) or "change the spec"
+    return PlanRefused(plan.id, f"its plan is infeasible: {plan.reason}", advice)
+
+
+def _missed(plan: Plan, failure: PlanFailure) -> JobEvent:
+    if failure.code == "wrong_spec" and not plan.cached:
+        return SpecFaulted(plan.id, failure.reason, plan.node_id, failure.traceback)
+    # What was found before may have been corrected since: the code is no part of the question.
+    again = failure.code in {"no_answer", "wrong_spec"}
+    why = f"the model could not be profiled: {failure.reason}"
+    if failure.code in _NOT_OF_THE_MODEL:
+        why = f"no plan could be made: {failure.reason}; {failure.advice}"
+    return PlanMissed(plan.id, why, unanswered=again)

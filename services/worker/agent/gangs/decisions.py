@@ -1,0 +1,608 @@
+"""What an agent decides about one gang on its node: a pure function of state and event.
+
+When any rank fails, by an error that it reports or by its exit, the others are killed: they
+would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
+peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
+once what was found is known. Performing the effects is ``gang_runtime``'s; what a rank may say
+is judged in ``hearing``, who failed first is worked out in ``verdict``.
+"""
+
+import re
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from services.contract.messages.commands import RecordTrace, StopGang
+from services.contract.messages.facts import Fact, GangDiagnosed, GangProgressed
+from services.contract.messages.findings import Findings
+from services.contract.messages.rank_pipe import (
+    RankCheckpointBegan,
+    RankCheckpointWaits,
+    RankFailed,
+    RankFinished,
+    RankMessage,
+    RankMetrics,
+    RankOrder,
+    RankReady,
+    RankTraced,
+    RankTraceFailed,
+    RankVote,
+    TraceOrder,
+)
+from services.worker.agent.gangs.rank_reports import (
+    fact_of,
+    no_trace,
+    not_its_own,
+    trace_ordered,
+    vote_fact,
+)
+from services.worker.agent.telemetry.hang import Mark, Progress, Stall, allowance_s, look
+
+WEDGED_AFTER_S: Final = 20.0
+FAILED_LEAVES_WITHIN_S: Final = 5.0
+ECHO_WAITS_S: Final = 1.0
+LOOKED_INTO_WITHIN_S: Final = 5.0
+# What the survivors of a lost rank say: the consequence of a failure, never its cause.
+_LOST_PEER: Final = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
+    r"|closed by (peer|remote)|remote process exited|unexpected eof|connectFullMesh|NCCL"
+    r"|(gloo|store|rendezvous|watchdog|collective).*(timed? ?out|connect)"
+    r"|dist(network|store|backend)error"
+    r"|PeerError: Rank \d+ of group .*(ended|has not taken part)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank as its agent knows it.
+
+    ``arrived`` is the place of its first failure or exit among those of the gang, None before.
+    ``killed``: by us, while it was well. ``misbehaved``: it did what no rank of ours does; what
+    it says from then on counts for nothing.
+    """
+
+    rank: int
+    pid: int
+    ready: RankReady | None = None
+    failed: RankFailed | None = None
+    finished: RankFinished | None = None
+    spoke_last_at: float = 0.0
+    step_seen: bool = False
+    killed: bool = False
+    misbehaved: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    arrived: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is reaped."""
+        return self.exit_code is not None or self.signal is not None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether its failure says that a peer was lost, or is the abort that follows."""
+        if self.failed is not None:
+            return _LOST_PEER.search(self.failed.error) is not None
+        return self.signal == signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class GangState:
+    """All ranks of one attempt on this node, by number.
+
+    ``progressed`` is the first step that all have made. ``storage_root``: below which they write.
+    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
+    any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
+    the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
+    said that it waits for room on the disk: it makes no progress then, and those that have finished
+    wait for it. ``is_script``: its ranks run a script: they make steps only as far as it reports them,
+    and an exit with code 0 is its end, however it left. ``tracing``: by rank, the trace that it was told
+    to record and has said nothing of yet; ``traces``: all that ranks here were told to record.
+    """
+
+    job_id: str
+    fence: int
+    node_id: str
+    ranks: Mapping[int, RankState]
+    storage_root: Path = Path()
+    resume_from: str | None = None
+    words: int = 0
+    progressed: int | None = None
+    began: int = -1
+    kill_at: float | None = None
+    echo_until: float | None = None
+    stopped: str | None = None
+    hang_timeout_s: float | None = None
+    is_script: bool = False
+    progress: Progress = field(default_factory=Progress)
+    hung_at: float | None = None
+    hang: Findings | None = None
+    waited_at: float = 0.0
+    tracing: Mapping[int, str] = field(default_factory=dict)
+    traces: frozenset[str] = frozenset()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether its ranks hang and are being looked into.
+
+        They are killed right after. Whoever else wants them dead waits so long: on other nodes of
+        the gang the ranks hang too, and only here it may be seen why.
+        """
+        return self.hung_at is not None and self.hang is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank is reaped."""
+        return all(rank.ended for rank in self.ranks.values())
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageCame:
+    """A line on a rank's pipe."""
+
+    rank: int
+    message: RankMessage
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """A rank did ``what`` no rank of ours does, in words that follow "rank 1 …"."""
+
+    rank: int
+    what: str
+
+
+@dataclass(frozen=True)
+class VoteChecked:
+    """The shard for which a rank voted was read; ``fault``: it is not what was voted for."""
+
+    rank: int
+    vote: RankVote
+    fault: str | None
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank was reaped. ``by_itself``: it was dying before any signal of ours."""
+
+    rank: int
+    exit_code: int | None
+    signal: int | None
+    by_itself: bool = False
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A rank's board shows its first finished step of this attempt."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The controller wants the gang to stop."""
+
+    command: StopGang
+
+
+@dataclass(frozen=True)
+class CheckpointAsked:
+    """The controller wants a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TraceAsked:
+    """The controller wants ranks to record their next steps."""
+
+    command: RecordTrace
+
+
+@dataclass(frozen=True)
+class Condemned:
+    """The gang must not live on: its attempt is fenced, or the agent stops."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class DiagnosisAsked:
+    """The controller wants to know what the ranks are doing."""
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """The boards were read: what they show, by rank, and the median time of the last steps."""
+
+    marks: Mapping[int, Mark]
+    usual_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LookedInto:
+    """The ranks were looked into, as ``LookInto`` asked."""
+
+    findings: Findings
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time passes."""
+
+
+Event = (
+    MessageCame
+    | Misbehaved
+    | VoteChecked
+    | Exited
+    | Stepped
+    | StopAsked
+    | CheckpointAsked
+    | TraceAsked
+    | Condemned
+    | DiagnosisAsked
+    | LookedAt
+    | LookedInto
+    | Ticked
+)
+
+
+# --- effects ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Append a fact."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True)
+class CheckVote:
+    """Read the shard for which a rank voted; answered by ``VoteChecked``."""
+
+    rank: int
+    vote: RankVote
+
+
+@dataclass(frozen=True)
+class Instruct:
+    """Write an order on the pipes of ``ranks``."""
+
+    ranks: tuple[int, ...]
+    order: RankOrder
+
+
+@dataclass(frozen=True)
+class DropTrace:
+    """Remove what a rank that is dead had not finished of a trace, then append the fact."""
+
+    rank: int
+    trace_id: str
+    fact: Fact
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL the process groups of ``ranks``."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LookInto:
+    """Collect the stacks of all live ranks; answered by ``LookedInto``. They are left running."""
+
+    why: Literal["asked", "hang"]
+    stall: Stall
+
+
+Effect = Tell | CheckVote | Instruct | DropTrace | Kill | LookInto
+Decision = tuple[GangState, tuple[Effect, ...]]
+
+
+def decide(state: GangState, event: Event, now: float) -> Decision:
+    """The next state and what is to be done. ``now`` is the monotonic clock in seconds."""
+    match event:
+        case MessageCame() | Misbehaved() | VoteChecked():
+            decided = _said(state, state.ranks[event.rank], event, now)
+        case Exited():
+            decided = _exited(state, state.ranks[event.rank], event, now)
+        case Stepped(rank=rank, step=step):
+            decided = _stepped(state, state.ranks[rank], step)
+        case LookedAt():
+            decided = _looked_at(state, event, now)
+        case LookedInto(findings=findings):
+            decided = _looked_into(state, findings)
+        case Ticked():
+            decided = _ticked(state, now)
+        case _:
+            decided = _asked(state, event, now)
+    return decided
+
+
+def _asked(
+    state: GangState,
+    event: StopAsked | CheckpointAsked | TraceAsked | Condemned | DiagnosisAsked,
+    now: float,
+) -> Decision:
+    match event:
+        case StopAsked(command=command):
+            decided = _stop(state, command, now)
+        case CheckpointAsked():
+            order = RankOrder(checkpoint=True, stop=False)
+            # One is enough: the ranks agree on the step. Several would hear it at different steps,
+            # and agree on a checkpoint at each.
+            decided = state, (Instruct(_living(state)[:1], order),)
+        case TraceAsked(command=command):
+            decided = _trace(state, command)
+        case Condemned(reason=reason):
+            decided = _kill_all(replace(state, stopped=state.stopped or reason))
+        case _:  # DiagnosisAsked
+            decided = state, (LookInto("asked", _stall(state, now)),)
+    return decided
+
+
+def _said(
+    state: GangState, rank: RankState, event: MessageCame | Misbehaved | VoteChecked, now: float
+) -> Decision:
+    if isinstance(event, VoteChecked):
+        return state, (Tell(vote_fact(state, event.rank, event.vote, event.fault)),)
+    if isinstance(event, Misbehaved):
+        return _misbehaved(state, rank, event.what, now)
+    if rank.misbehaved:
+        return state, ()
+    foreign = not_its_own(state, rank.rank, event.message)
+    if foreign is not None:
+        return _misbehaved(state, rank, foreign, now)
+    if isinstance(event.message, RankVote):
+        return state, (CheckVote(rank.rank, event.message),)
+    return _heard(state, rank, event.message, now)
+
+
+def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
+    match message:
+        case RankReady():
+            return _ready(_with(state, replace(rank, ready=message)))
+        case RankMetrics():
+            return state, ()  # telemetry takes them: nothing is decided upon them
+        case RankTraced() | RankTraceFailed():
+            state = _without_trace(state, rank.rank)
+        case RankFinished():
+            return _with(state, replace(rank, finished=message, spoke_last_at=now)), ()
+        case RankFailed():
+            rank = replace(rank, failed=message, spoke_last_at=now)
+            return _failed(_with_word(state, rank), rank, now)
+        case RankCheckpointBegan(step=step) if step <= state.began:
+            return state, ()  # all ranks begin the same ones in the same order: this was told
+        case RankCheckpointBegan(step=step):
+            state = replace(state, began=step)
+        case RankCheckpointWaits():
+            progress = replace(state.progress, moved_at=now)
+            state = replace(state, progress=progress, waited_at=now)
+        case _:
+            pass
+    return state, (Tell(fact_of(state, rank.rank, message)),)
+
+
+def _ready(state: GangState) -> Decision:
+    # Boards are seen sooner than pipes are read: what it says may come after its first step.
+    if state.progressed is not None:
+        return state, (_progress(state),)
+    starts = state.is_script and all(rank.ready is not None for rank in state.ranks.values())
+    return (state, (_progress(state),)) if starts else (state, ())
+
+
+def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Decision:
+    if rank.ended:
+        return state, ()
+    said = RankFailed(error=f"rank {rank.rank} {what}", traceback="", step=0)
+    rank = replace(
+        rank, failed=rank.failed or said, finished=None, misbehaved=True, spoke_last_at=now
+    )
+    return _kill_all(_with_word(state, rank))
+
+
+def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Decision:
+    if rank.ended:
+        return state, ()
+    killed = rank.killed and not event.by_itself
+    rank = replace(rank, exit_code=event.exit_code, signal=event.signal, killed=killed)
+    left_well = event.exit_code == 0 and rank.failed is None and not rank.misbehaved
+    if state.is_script and left_well and rank.finished is None:
+        rank = replace(rank, finished=RankFinished(step=0, drained=False))
+    state = _with_word(state, rank)
+    state, dropped = _untraced(state, rank, event)
+    if rank.finished is not None:
+        return state, dropped
+    state, effects = _failed(state, rank, now)
+    return state, (*dropped, *effects)
+
+
+def _untraced(state: GangState, rank: RankState, event: Exited) -> Decision:
+    """A rank that is dead records no more."""
+    trace_id = state.tracing.get(rank.rank)
+    if trace_id is None:
+        return state, ()
+    how = f"code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
+    fact = no_trace(state, trace_id, rank.rank, f"its process ended by {how} before it was done")
+    return _without_trace(state, rank.rank), (DropTrace(rank.rank, trace_id, fact),)
+
+
+def _without_trace(state: GangState, number: int) -> GangState:
+    left = {rank: trace_id for rank, trace_id in state.tracing.items() if rank != number}
+    return replace(state, tracing=left)
+
+
+def _trace(state: GangState, command: RecordTrace) -> Decision:
+    told: list[Effect] = [Tell(trace_ordered(state, command.trace_id))]
+    if command.trace_id in state.traces:
+        return state, tuple(told)  # it was sent again
+    here = [rank for rank in command.ranks if rank in state.ranks]
+    refused = {rank: _refusal(state, rank) for rank in here}
+    told += [
+        Tell(no_trace(state, command.trace_id, rank, why))
+        for rank, why in refused.items()
+        if why is not None
+    ]
+    chosen = tuple(rank for rank in here if refused[rank] is None)
+    if chosen:
+        order = TraceOrder(trace_id=command.trace_id, steps=command.steps)
+        told.append(Instruct(chosen, RankOrder(trace=order)))
+    tracing = {**state.tracing, **dict.fromkeys(chosen, command.trace_id)}
+    traces = state.traces | {command.trace_id}
+    return replace(state, tracing=tracing, traces=traces), tuple(told)
+
+
+def _refusal(state: GangState, number: int) -> str | None:
+    rank = state.ranks[number]
+    if rank.ended or rank.finished is not None or rank.failed is not None:
+        return "it has ended"
+    other = state.tracing.get(number)
+    return None if other is None else f"it still records {other}"
+
+
+def _failed(state: GangState, rank: RankState, now: float) -> Decision:
+    if rank.echoes:
+        wait_until = now + ECHO_WAITS_S
+        return replace(state, echo_until=state.echo_until or wait_until), ()
+    return _kill_survivors(state)
+
+
+def _stepped(state: GangState, rank: RankState, step: int) -> Decision:
+    state = _with(state, replace(rank, step_seen=True))
+    if state.progressed is not None or not _have_stepped(state, state.ranks.values()):
+        return state, ()
+    state = replace(state, progressed=max(step, 1))
+    return state, (_progress(state),)
+
+
+def _progress(state: GangState) -> Tell:
+    ready = next((r.ready for r in state.ranks.values() if r.ready is not None), None)
+    return Tell(
+        GangProgressed(
+            job_id=state.job_id,
+            fence=state.fence,
+            node_id=state.node_id,
+            step=state.progressed or 0,
+            throughput_unit=None if ready is None else ready.throughput_unit,
+            loss_unit=None if ready is None else ready.loss_unit,
+            notices=() if ready is None else ready.notices,
+        )
+    )
+
+
+def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
+    # Nobody says that each rank of a script reports.
+    of_enough = any if state.is_script else all
+    return of_enough(rank.step_seen for rank in ranks)
+
+
+def _stop(state: GangState, command: StopGang, now: float) -> Decision:
+    if command.mode == "kill":
+        state = replace(state, stopped="the controller asked for it")
+        return (state, ()) if state.is_looking else _kill_all(state)
+    deadline = now + command.grace_s
+    if state.kill_at is not None:
+        # A repeated or second drain may shorten the grace, never lengthen it.
+        return replace(state, kill_at=min(state.kill_at, deadline)), ()
+    state = replace(state, kill_at=deadline)
+    order = RankOrder(checkpoint=command.checkpoint != "none", stop=True)
+    return state, (Instruct(_living(state), order),)
+
+
+def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:
+    busy = [r for r in state.ranks.values() if not r.ended and r.finished is None]
+    marks = {r.rank: event.marks[r.rank] for r in busy if r.rank in event.marks}
+    # Once a rank has failed or is being killed, what stands still waits for its end.
+    if not marks or state.hung_at is not None or any(r.failed or r.killed for r in busy):
+        return state, ()
+    allowed_s = allowance_s(
+        marks,
+        stepped=_have_stepped(state, busy),
+        usual_step_s=event.usual_step_s,
+        asked_s=state.hang_timeout_s,
+        is_script=state.is_script,
+    )
+    progress, stall = look(state.progress, marks, allowed_s, now)
+    state = replace(state, progress=progress)
+    if not stall.is_hang:
+        return state, ()
+    return replace(state, hung_at=now), (LookInto("hang", stall),)
+
+
+def _looked_into(state: GangState, findings: Findings) -> Decision:
+    if findings.why == "asked":
+        fact = GangDiagnosed(
+            job_id=state.job_id, fence=state.fence, node_id=state.node_id, findings=findings
+        )
+        return state, (Tell(fact),)
+    return _kill_hung(replace(state, hang=findings))
+
+
+def _kill_hung(state: GangState) -> Decision:
+    why = "the ranks made no progress"
+    if state.hang is not None:
+        why += f" for {state.hang.still_s:.1f} s"
+    return _kill_all(replace(state, stopped=state.stopped or why))
+
+
+def _stall(state: GangState, now: float) -> Stall:
+    moved_at = state.progress.moved_at
+    return Stall(still_s=0.0 if moved_at is None else max(now - moved_at, 0.0), allowed_s=0.0)
+
+
+def _ticked(state: GangState, now: float) -> Decision:
+    if state.kill_at is not None and now >= state.kill_at:
+        return _kill_all(replace(state, stopped="it did not drain within its grace"))
+    if state.hung_at is not None and now >= state.hung_at + LOOKED_INTO_WITHIN_S:
+        return _kill_hung(state)
+    if state.echo_until is not None and now >= state.echo_until and not state.is_looking:
+        return _kill_survivors(state)
+    wedged = tuple(
+        rank.rank
+        for rank in state.ranks.values()
+        if (
+            rank.finished is not None
+            and now >= max(rank.spoke_last_at, state.waited_at) + WEDGED_AFTER_S
+        )
+        or (rank.failed is not None and now >= rank.spoke_last_at + FAILED_LEAVES_WITHIN_S)
+    )
+    return _kill(state, wedged)
+
+
+def _kill_all(state: GangState) -> Decision:
+    return _kill(state, tuple(state.ranks))
+
+
+def _kill_survivors(state: GangState) -> Decision:
+    # One that reported its error leaves by itself, with an exit code of its own.
+    return _kill(state, tuple(r.rank for r in state.ranks.values() if r.failed is None))
+
+
+def _kill(state: GangState, ranks: tuple[int, ...]) -> Decision:
+    targets = tuple(r for r in ranks if not state.ranks[r].ended and not state.ranks[r].killed)
+    for rank in targets:
+        state = _with(state, replace(state.ranks[rank], killed=True))
+    return (state, (Kill(targets),)) if targets else (state, ())
+
+
+def _living(state: GangState) -> tuple[int, ...]:
+    return tuple(rank.rank for rank in state.ranks.values() if not rank.ended)
+
+
+def _with(state: GangState, rank: RankState) -> GangState:
+    return replace(state, ranks={**state.ranks, rank.rank: rank})
+
+
+def _with_word(state: GangState, rank: RankState) -> GangState:
+    if rank.arrived is None:
+        rank = replace(rank, arrived=state.words)
+    return replace(_with(state, rank), words=state.words + 1)

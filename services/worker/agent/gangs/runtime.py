@@ -1,0 +1,362 @@
+"""One gang on this node: hears its ranks, performs what ``gang`` decides, and sees it to its end."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.contract.jobs.traces import remove_drafts, trace_file
+from services.contract.messages.facts import Fact, GangEnded, RunningGang
+from services.contract.messages.findings import Findings
+from services.contract.messages.rank_pipe import (
+    RankMessage,
+    RankMetrics,
+    RankReady,
+    RankVote,
+)
+from services.contract.messages.telemetry import RankSample
+from services.contract.system.mask import Mask
+from services.worker.agent.gangs.decisions import (
+    CheckVote,
+    Condemned,
+    DropTrace,
+    Event,
+    Exited,
+    GangState,
+    Instruct,
+    Kill,
+    LookedAt,
+    LookedInto,
+    LookInto,
+    MessageCame,
+    Misbehaved,
+    RankState,
+    Stepped,
+    Tell,
+    Ticked,
+    VoteChecked,
+    decide,
+)
+from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.gangs.vote_check import VoteCheck
+from services.worker.agent.host.folders import AttemptFolder
+from services.worker.agent.host.memory_events import oom_kills
+from services.worker.agent.host.processes import (
+    is_dying,
+    kill_group,
+    kill_tracers,
+    sweep_sessions,
+)
+from services.worker.agent.host.stacks import collect
+from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.ranks.rank_link import RankLink
+from services.worker.agent.telemetry.gang_telemetry import GangTelemetry, Records
+
+_PIPE_END_S: Final = 2.0
+_REAPED_WITHIN_S: Final = 1.0
+_SIGKILL: Final = int(signal.SIGKILL)
+_log = structlog.get_logger()
+
+
+class GangRuntime:
+    """The live side of a gang.
+
+    Args:
+        crew: Its ranks, with what is open of them, owned from now on.
+        node_id: This node.
+        folder: The attempt's files.
+        tell: Takes the facts, in order.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        node_id: str,
+        folder: AttemptFolder,
+        tell: Callable[[Fact], None],
+    ) -> None:
+        seat = next(iter(crew.seats.values()))
+        self.job_id = seat.job_id
+        self.fence = seat.fence
+        self.code = seat.spec.code
+        self.fenced = False
+        self._node_id = node_id
+        self._folder = folder
+        self._tell = tell
+        asked = seat.spec.faults.hang_timeout_s
+        self._state = GangState(
+            job_id=seat.job_id,
+            fence=seat.fence,
+            node_id=node_id,
+            ranks={rank: RankState(rank, pid) for rank, pid in crew.pids.items()},
+            storage_root=Path(seat.storage_root),
+            resume_from=seat.resume_from,
+            hang_timeout_s=None if asked == "auto" else asked,
+            is_script=seat.spec.entrypoint is not None,
+        )
+        self._mask = Mask(seat.secrets)
+        self._telemetry = GangTelemetry(crew, node_id, folder)
+        root = Path(seat.storage_root)
+        self._votes = VoteCheck(root, seat.job_id, len(crew.seats), self._vote_checked)
+        self._pipes = crew.pipes
+        self._links: dict[int, RankLink] = {}
+        self._died_alone: set[int] = set()
+        self._forker_gone = False
+        self._ended_at: float | None = None
+        self._looking: set[asyncio.Task[None]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._oom_kills_before = oom_kills()
+        self._first_exit_at: float | None = None
+        self._looked_for_dead_at = time.monotonic()
+        self._unreaped: set[int] = set()
+
+    def has(self, pid: int) -> bool:
+        """Whether a rank that is not reaped yet has this process id."""
+        return any(rank.pid == pid and not rank.ended for rank in self._state.ranks.values())
+
+    @property
+    def living(self) -> RunningGang | None:
+        """The ranks that still live; None without any."""
+        ranks = tuple(rank.rank for rank in self._state.ranks.values() if not rank.ended)
+        if not ranks:
+            return None
+        return RunningGang(job_id=self.job_id, fence=self.fence, ranks=ranks)
+
+    def connect(self) -> None:
+        """Begin to hear the ranks."""
+        for rank, end in self._pipes.items():
+            self._links[rank] = RankLink(
+                end, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
+            )
+        for link in self._links.values():
+            link.listen()
+
+    def reaped(self, pid: int, exit_code: int | None, ended_by: int | None) -> None:
+        """One of the processes is dead."""
+        if self._first_exit_at is None:
+            self._first_exit_at = time.monotonic()
+        for rank in self._state.ranks.values():
+            if rank.pid == pid and not rank.ended:
+                # What it said before it died counts before its death.
+                self._links[rank.rank].hear_rest()
+                by_itself = rank.rank in self._died_alone and not self._forker_gone
+                self.happen(Exited(rank.rank, exit_code, ended_by, by_itself=by_itself))
+
+    def forker_gone(self, reason: str) -> None:
+        """The warm process died: the kernel kills the ranks, and nobody reaps them for us."""
+        self._forker_gone = True
+        self.happen(Condemned(reason))
+
+    def fence_off(self) -> None:
+        """A newer attempt is open: kill the ranks and report none of their doings any more."""
+        if not self.fenced:
+            _log.warning("gang_fenced", job=self.job_id, fence=self.fence)
+            self.fenced = True
+            self.happen(Condemned("a newer attempt of the job is open"))
+
+    def happen(self, event: Event) -> None:
+        """Decide upon an event and perform the effects."""
+        self._state, effects = decide(self._state, event, time.monotonic())
+        for effect in effects:
+            match effect:
+                case Tell(fact=fact):
+                    if not self.fenced:
+                        self._tell(fact)
+                case CheckVote(rank=rank, vote=vote):
+                    self._votes.check(rank, vote)
+                case Instruct(ranks=ranks, order=order):
+                    for rank in ranks:
+                        self._links[rank].send(order)
+                case Kill(ranks=ranks):
+                    for rank in ranks:
+                        self._kill(rank)
+                case LookInto():
+                    _run(self._look_into(effect), self._looking)
+                case _:
+                    _run(self._drop_trace(effect), self._dropping)
+
+    def tick(self, *, pauses: bool = False) -> None:
+        """Look at the boards and the clock; to be called about ten times a second.
+
+        Args:
+            pauses: Whether to read no pipes for now. Ranks that wait for that do not hang.
+        """
+        with self._surviving():
+            self._watch()
+            for link in self._links.values():
+                link.look(pauses=pauses)
+            for rank, what in self._telemetry.faults.items():
+                if not self._state.ranks[rank].misbehaved:
+                    self._misbehaved(rank, what)
+            if self._forker_gone:
+                for one in self._state.ranks.values():
+                    if not one.ended and is_dying(one.pid):
+                        self.reaped(one.pid, None, _SIGKILL)
+            self._free_the_dead()
+            if not pauses:
+                self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
+            self.happen(Ticked())
+
+    def silent(self) -> bool:
+        """Whether all ranks are reaped, all that they said is heard, and their votes are checked.
+
+        What they had not finished of a trace is removed then, too. A process that a rank left behind can
+        hold its pipe open: that is waited for briefly only, and so is the rest of a gang that was killed.
+        """
+        if not self._state.ended:
+            return False
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        for link in self._links.values():
+            link.hear()
+        waits = time.monotonic() <= self._ended_at + _PIPE_END_S
+        if waits and not all(link.closed for link in self._links.values()):
+            return False
+        is_idle = self._votes.is_idle and not self._dropping
+        return is_idle or (self._state.stopped is not None and not waits)
+
+    async def sweep(self, mark: str) -> None:
+        """Kill what the ranks left behind, then read their boards to the end."""
+        left = await asyncio.to_thread(
+            sweep_sessions, mark, {rank.pid for rank in self._state.ranks.values()}
+        )
+        if left:
+            _log.warning("left_by_ranks", job=self.job_id, pids=left)
+        with self._surviving():
+            self._telemetry.end()
+            self._watch()
+
+    def samples(self) -> list[RankSample]:
+        """Where each rank stands."""
+        with self._surviving():
+            return self._telemetry.samples(self._ready())
+        return []
+
+    def take_records(self) -> Records:
+        """The steps and log lines for the next beat."""
+        return self._telemetry.take(last=self._state.ended)
+
+    def drained(self) -> bool:
+        """Whether all steps and log lines were taken."""
+        return self.fenced or self._telemetry.drained()
+
+    def end(self) -> GangEnded:
+        """How the gang ended."""
+        seen = self._telemetry.last_seen()
+        first = self._first_exit_at
+        killed = max(oom_kills() - self._oom_kills_before, 0)
+        return GangEnded(
+            job_id=self.job_id,
+            fence=self.fence,
+            node_id=self._node_id,
+            exits=exits(self._state, seen, killed),
+            last_step=max(0, *(board.step for board in seen.values())),
+            hang=self._state.hang,
+            oom_kills=killed,
+            first_exit_s=None if first is None else time.monotonic() - first,
+        )
+
+    def conclude(self, end: GangEnded) -> None:
+        """Record how the gang ended; its boards are read no more.
+
+        Raises:
+            OSError: It could not be recorded.
+        """
+        for link in self._links.values():
+            link.close()
+        self._votes.end()
+        self._telemetry.close()
+        self._folder.close(end)
+
+    def _heard(self, rank: int, message: RankMessage) -> None:
+        with self._surviving():
+            for one, step in self._telemetry.begun().items():
+                self.happen(Stepped(one, step))  # what boards showed before it spoke
+            if isinstance(message, RankMetrics):
+                self._telemetry.take_metrics(rank, message)
+            else:
+                self.happen(MessageCame(rank, message))
+        if self._state.ranks[rank].misbehaved:
+            self._links[rank].close()
+
+    def _misbehaved(self, rank: int, what: str) -> None:
+        _log.warning("rank_misbehaved", job=self.job_id, fence=self.fence, rank=rank, what=what)
+        self.happen(Misbehaved(rank, what))
+
+    def _vote_checked(self, rank: int, vote: RankVote, fault: str | None) -> None:
+        if fault is not None:
+            _log.warning("vote_refused", job=self.job_id, rank=rank, why=fault)
+        self.happen(VoteChecked(rank, vote, fault))
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Within, a fault of the agent's own ends this gang, and neither the agent nor others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 whatever it is, other gangs go on
+            if self._state.stopped is None:
+                _log.exception("gang_fault", job=self.job_id, fence=self.fence)
+            self.happen(Condemned(f"its agent failed at it: {type(error).__name__}: {error}"))
+
+    def _watch(self) -> None:
+        for rank, step in self._telemetry.watch(self._ready()).items():
+            self.happen(Stepped(rank, step))
+
+    async def _look_into(self, wanted: LookInto) -> None:
+        living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
+        stacks = await collect(self._folder.path, living)
+        ready = self._ready()
+        found = [self._telemetry.find(r, ready[r], stacks.get(r)) for r in living]
+        findings = Findings(
+            why=wanted.why,
+            still_s=wanted.stall.still_s,
+            allowed_s=wanted.stall.allowed_s,
+            ranks=tuple(found),
+        )
+        self.happen(LookedInto(findings))
+
+    async def _drop_trace(self, effect: DropTrace) -> None:
+        root = self._state.storage_root
+        file = trace_file(root, self.job_id, effect.trace_id, effect.rank)
+        try:
+            await asyncio.to_thread(remove_drafts, file)
+        except OSError as error:  # a round through the storage removes them later
+            _log.warning("trace_not_removed", trace=effect.trace_id, why=str(error))
+        if not self.fenced:
+            self._tell(effect.fact)
+
+    def _ready(self) -> dict[int, RankReady | None]:
+        return {number: rank.ready for number, rank in self._state.ranks.items()}
+
+    def _free_the_dead(self) -> None:
+        """Have ranks that are dead, or were killed, reaped though somebody traces them."""
+        now = time.monotonic()
+        if now < self._looked_for_dead_at + _REAPED_WITHIN_S:
+            return
+        self._looked_for_dead_at = now
+        ranks = [rank for rank in self._state.ranks.values() if not rank.ended]
+        unreaped = {rank.pid for rank in ranks if rank.killed or is_dying(rank.pid)}
+        for pid in unreaped & self._unreaped:
+            killed = kill_tracers(pid)
+            if killed:
+                _log.warning("tracers_killed", job=self.job_id, pid=pid, tracers=killed)
+        self._unreaped = unreaped
+
+    def _kill(self, rank: int) -> None:
+        pid = self._state.ranks[rank].pid
+        if is_dying(pid):
+            self._died_alone.add(rank)
+        kill_group(pid)
+
+
+def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> None:
+    """Begins it, and keeps its task among those that are under way."""
+    task = asyncio.create_task(work)
+    among.add(task)
+    task.add_done_callback(among.discard)

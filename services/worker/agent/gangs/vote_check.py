@@ -1,0 +1,100 @@
+"""Reads the shards for which ranks vote, before their votes go on to the controller.
+
+So the manifest that is linked names only digests that an agent has seen, and each agent reads what
+its own ranks wrote a moment ago, most of it from the page cache. It is done in threads of the
+gang's own, which stand back for training, so that one gang's large shard delays no other gang.
+"""
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from services.contract.messages.rank_pipe import RankVote
+from services.contract.storage.commit_chain import CommitChain
+from services.worker.agent.storage.job_storage import fault_of
+
+_MOST_THREADS: Final = 4
+_MOST_WAITING: Final = 64
+_NICENESS: Final = 10
+Checked = Callable[[int, RankVote, str | None], None]
+
+
+class VoteCheck:
+    """Checks the votes of the ranks of one gang. No method blocks.
+
+    Args:
+        root: Where the checkpoints of all jobs lie.
+        job_id: The job.
+        ranks: How many there are.
+        on_checked: Called in the loop with the rank, its vote, and what is wrong with it, if
+            anything is.
+    """
+
+    def __init__(self, root: Path, job_id: str, ranks: int, on_checked: Checked) -> None:
+        self._chain = CommitChain(root, job_id)
+        self._job_id = job_id
+        self._most_threads = min(ranks, _MOST_THREADS)
+        self._on_checked = on_checked
+        self._waiting: Counter[int] = Counter()
+        self._votes: queue.SimpleQueue[tuple[int, RankVote] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_over = threading.Event()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every vote is checked."""
+        return not self._waiting.total()
+
+    def check(self, rank: int, vote: RankVote) -> None:
+        """Read the shard of a vote, after those that came before it."""
+        if self._waiting[rank] >= _MOST_WAITING:
+            self._on_checked(rank, vote, f"{_MOST_WAITING} of the rank's votes wait for a check")
+            return
+        self._waiting[rank] += 1
+        self._votes.put((rank, vote))
+        if len(self._threads) < min(self._most_threads, self._waiting.total()):
+            # A daemon: a storage that never answers must not hold the agent's own end up.
+            thread = threading.Thread(
+                target=self._work,
+                args=(asyncio.get_running_loop(),),
+                name=f"votes of {self._job_id}",
+                daemon=True,
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # ranks may have taken all that the system has
+                if not self._threads:
+                    self._votes.get_nowait()
+                    self._done(rank, vote, f"it cannot be read: {error}")
+                return
+            self._threads.append(thread)
+
+    def end(self) -> None:
+        """Check nothing more; votes that wait are given up."""
+        self._is_over.set()
+        for _ in self._threads:
+            self._votes.put(None)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (entry := self._votes.get()) is not None and not self._is_over.is_set():
+            rank, vote = entry
+            path = self._chain.shard_folder(vote.checkpoint_id) / vote.shard.name
+            try:
+                fault = fault_of(path, vote.shard, self._is_over.is_set)
+            except OSError as error:
+                fault = f"it cannot be read: {error}"
+            with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
+                loop.call_soon_threadsafe(self._done, rank, vote, fault)
+
+    def _done(self, rank: int, vote: RankVote, fault: str | None) -> None:
+        self._waiting[rank] -= 1
+        if not self._is_over.is_set():
+            self._on_checked(rank, vote, fault)

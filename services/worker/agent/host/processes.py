@@ -1,0 +1,158 @@
+"""Processes of this node: found by the mark in their environment, killed with their groups."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from services.contract.messages.warm_channel import NODE_MARK
+
+STOPPED: Final = ("T", "t")
+"""What ``process_state`` answers for a process that a signal or a tracer has stopped."""
+_DIES_WITHIN_S: Final = 5.0
+_PF_EXITING: Final = 0x4
+_FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
+_MOST_ENVIRONMENT: Final = 8 << 20
+_ITS_PARENT: Final = re.compile(rb"^PPid:\s*(\d+)$", re.MULTILINE)
+_ITS_TRACER: Final = re.compile(rb"^TracerPid:\s*(\d+)$", re.MULTILINE)
+
+
+class ProcessHandle:
+    """A process, child of this one or not, and never another one that has its number by now.
+
+    Args:
+        pid: The process.
+        child: Where it is a child of this process, which must reap it.
+    """
+
+    def __init__(self, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._child = child
+        self._descriptor: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """SIGKILL it, if it still lives."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def end(self) -> int | None:
+        """See a process that is dying to its end; its exit code, where that can be known."""
+        if self._descriptor is not None:
+            self.kill()
+            select.select([self._descriptor], [], [], _DIES_WITHIN_S)
+            os.close(self._descriptor)
+            self._descriptor = None
+        return None if self._child is None else self._child.wait()
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a rank and its process group; nothing happens where it is gone."""
+    for kill in (os.killpg, os.kill):  # the group may not exist yet: a rank makes it after its fork
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process is already exiting, a zombie or gone, so that no signal can end it.
+
+    The kernel marks a process as exiting before it closes its sockets: a peer that saw the
+    connection break is always later than this mark.
+    """
+    state, *fields = _stat(pid) or ["X"]
+    return state in "ZX" or bool(int(fields[_FLAGS_FIELD - 1]) & _PF_EXITING)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process (R, S, D, T, Z…); empty where it is gone."""
+    return "".join(_stat(pid)[:1])
+
+
+def kill_tracers(pid: int) -> list[int]:
+    """SIGKILL whoever traces a thread of this process, and their tracers; answers whom.
+
+    A dead process that somebody traces is reaped once its tracer has looked at it, which may be never:
+    what a rank started can so keep the rank from being reaped, and its gang from ending. Its parent,
+    which a process can make its tracer, reaps it all the same, and is spared.
+    """
+    killed: list[int] = []
+    held = [pid]
+    while held:
+        tracers = {tracer for one in held for tracer in _tracers(one)}.difference(killed)
+        for tracer in tracers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(tracer, signal.SIGKILL)
+        killed += tracers
+        held = list(tracers)
+    return killed
+
+
+def sweep(mark: str, spared: Collection[int] = ()) -> list[int]:
+    """SIGKILL every live process with this mark but ``spared``; answers whom it killed."""
+    killed = []
+    for process in marked(mark):
+        if process.pid not in spared:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed.append(process.pid)
+    return killed
+
+
+def sweep_sessions(mark: str, sessions: Collection[int]) -> list[int]:
+    """SIGKILL what the ranks with these pids left behind: the members of their sessions."""
+    killed = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions:
+                process.kill()
+                killed.append(process.pid)
+    return killed
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The live processes whose environment carries this mark (zombies have none).
+
+    A node's mark stands for those of all lives of its agent, which are ``<node's>/<life>``.
+    """
+    own = os.getpid()
+    wanted = re.escape(f"{NODE_MARK}={mark}".encode())
+    carries = re.compile(rb"(?:^|\0)" + wanted + rb"(?:[/\0]|$)")
+    found = []
+    for pid in psutil.pids():
+        # Read plainly: psutil parses the whole environment, of every process of the machine.
+        with contextlib.suppress(OSError, psutil.Error):
+            # No more than exec takes: a process can name all of its memory as its environment.
+            with Path(f"/proc/{pid}/environ").open("rb") as file:
+                environment = file.read(_MOST_ENVIRONMENT)
+            if pid != own and carries.search(environment):
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """What follows a process's name in the kernel's line about it; nothing where it is gone."""
+    try:
+        # Bytes: a process may give itself a name that is no text.
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return []
+    return stat.rpartition(b")")[2].decode().split()
+
+
+def _tracers(pid: int) -> set[int]:
+    found: set[int] = set()
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):
+            said = status.read_bytes()
+            parents = {int(parent) for parent in _ITS_PARENT.findall(said)}
+            found |= {int(tracer) for tracer in _ITS_TRACER.findall(said)} - parents
+    return found - {0}

@@ -1,0 +1,149 @@
+"""Has models profiled on this node, and tells why where there is no profile.
+
+Every question is answered anew: what the user wrote may have changed since, and code that was not
+uploaded has no digest. Whoever asks keeps the answers.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import psutil
+import structlog
+from pydantic import ValidationError
+
+from services.contract.messages.probe_ids import UnfitProfileError, refuse_unfit
+from services.contract.messages.probe_programs import ProbeSeat
+from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
+from services.contract.redis.redis_keys import LONGEST_FACT
+from services.contract.system.mask import Mask
+from services.worker.agent.probes.programs import MOST_ANSWERED, Asker, Asking, Ended
+from services.worker.agent.ranks.admission import Admission, NotAdmittedError
+from services.worker.agent.ranks.code_cache import CodeCache, NoCodeError
+
+# Below ranks, so that a step waits little for a probe; not far below, or on a node whose ranks take
+# all processors a probe would not end in time.
+NICENESS: Final = 5
+_LACKS_MEMORY: Final = ("MemoryError", "bad_alloc", "Cannot allocate memory")
+_log = structlog.get_logger()
+
+
+class Prober:
+    """Probes models on behalf of one node.
+
+    Args:
+        node_id: Who answers.
+        admission: What jobs may have here.
+        asker: Runs the probe's process.
+        codes: The code that was uploaded for jobs.
+    """
+
+    def __init__(self, node_id: str, admission: Admission, asker: Asker, codes: CodeCache) -> None:
+        self._node_id = node_id
+        self._admission = admission
+        self._asker = asker
+        self._codes = codes
+
+    async def probe(self, command: ProbeModel) -> ModelProbed:
+        """Run the probe to its end."""
+        began = time.monotonic()
+        try:
+            secrets = self._admission.admit(command.spec)
+        except NotAdmittedError as error:
+            answer = self._failed(command, ProbeFailure(code="refused", reason=str(error)))
+        else:
+            answer = await self._ask_with_code(command, secrets)
+        if answer.failure is not None:
+            _log.warning("probe_failed", probe=command.probe_id, code=answer.failure.code)
+        return answer.model_copy(
+            update={
+                "probe_id": command.probe_id,
+                "node_id": self._node_id,
+                "took_s": time.monotonic() - began,
+            }
+        )
+
+    async def _ask_with_code(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
+        try:
+            async with self._codes.lent(command.spec.code) as folder:
+                return await self._ask(command, secrets, folder)
+        except (NoCodeError, OSError) as error:
+            return self._failed(command, ProbeFailure(code="refused", reason=str(error)))
+
+    async def _ask(
+        self, command: ProbeModel, secrets: Mapping[str, str], code: Path | None
+    ) -> ModelProbed:
+        seat = ProbeSeat(
+            node_id=self._node_id,
+            question=command,
+            memory_bytes=command.memory_bytes or psutil.virtual_memory().available // 2,
+            secrets=dict(secrets),
+            data_roots=tuple(map(str, self._admission.data_roots)),
+            code_folder=None if code is None else str(code),
+        )
+        mask = Mask(secrets)
+        asking = Asking(
+            "services.worker.rank.probe.profile",
+            command.probe_id,
+            seat,
+            command.timeout_s,
+            NICENESS,
+        )
+        try:
+            ended = await self._asker.ask(asking)
+        except OSError as error:
+            reason = f"no process could be started for the probe: {error}"
+            return self._failed(command, ProbeFailure(code="crashed", reason=reason))
+        try:
+            # Megabytes, and the loop renews the node's lease.
+            return await asyncio.to_thread(_read, ended.answer, mask)
+        except UnfitProfileError as error:
+            return self._failed(command, ProbeFailure(code="raised", reason=str(error)))
+        except ValidationError:
+            return self._failed(command, _failure(ended, command.timeout_s, mask))
+
+    def _failed(self, command: ProbeModel, failure: ProbeFailure) -> ModelProbed:
+        return ModelProbed(
+            probe_id=command.probe_id, node_id=self._node_id, took_s=0.0, failure=failure
+        )
+
+
+def _read(answer: bytes, mask: Mask) -> ModelProbed:
+    """What a probe answered, if it can be told: user code ran in that process, and may have written it.
+
+    Raises:
+        ValidationError: It is no answer.
+        UnfitProfileError: Whoever plans could not work with it.
+    """
+    found = ModelProbed.model_validate_json(mask.line(answer))
+    if found.profile is not None:
+        refuse_unfit(found)
+    size = len(found.model_dump_json().encode())
+    if size > LONGEST_FACT:
+        raise UnfitProfileError(
+            f"the profile has {size >> 20} MiB, more than the {LONGEST_FACT >> 20} MiB that are taken: "
+            "the model has too many modules"
+        )
+    return found
+
+
+def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:
+    """Why a process did not answer."""
+    if len(ended.answer) == MOST_ANSWERED:
+        reason = (
+            f"the profile is larger than {MOST_ANSWERED >> 20} MiB: the model has too many modules"
+        )
+        return ProbeFailure(code="crashed", reason=reason)
+    words = mask.text(ended.words)
+    traceback = words or None
+    where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
+    if ended.code is None:
+        reason = f"no profile within {timeout_s:g} s{where}"
+        return ProbeFailure(code="timed_out", reason=reason, traceback=traceback)
+    last = "".join(f": {line}" for line in words.splitlines()[-1:])
+    reason = ended.how + (where or last)
+    if ended.lacked_memory or any(word in words for word in _LACKS_MEMORY):
+        return ProbeFailure(code="out_of_memory", reason=reason, traceback=traceback)
+    return ProbeFailure(code="crashed", reason=reason, traceback=traceback)

@@ -1,0 +1,269 @@
+"""Asks a program of ours one question in a process of its own, and sees it to its end.
+
+User code may run in it. So it has a session, a mark and the environment of a rank; it is the first
+that the kernel kills for want of memory; and when it has ended, in whatever way, so has all that it
+started. Question and answer touch no disk by name: files without one carry what it says, and are cut
+where it says too much.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import structlog
+
+from services.contract.messages.base import Message
+from services.contract.messages.rank_stacks import STACKS_SIGNAL
+from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.host.memory_events import oom_kills
+from services.worker.agent.host.processes import kill_group, sweep
+from services.worker.agent.host.stacks import training_frames
+from services.worker.agent.ranks.template_link import Imported
+
+MOST_ANSWERED: Final = 16 << 20
+MOST_KEPT: Final = 64 << 20
+_CUT_EVERY_S: Final = 0.1
+_BLOCK: Final = 512
+_STARTS_WITHIN_S: Final = 300.0
+_STACKS_WITHIN_S: Final = 1.0
+_LEAVES_WITHIN_S: Final = 5.0
+_LOOK_EVERY_S: Final = 0.02
+_WORDS_KEPT: Final = 8_000
+_MOST_LOOKS: Final = 50
+_QUIET_LOOKS: Final = 2
+_LAST: Final = 19
+_FIRST_TO_DIE: Final = b"1000"
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the process ended.
+
+    Attributes:
+        answer: What it answered; empty where it did not.
+        code: Its exit code, or minus the signal that ended it; None: its time was over.
+        words: The end of what it wrote.
+        frames: Where its first thread was when its time was over or it crashed, innermost frame
+            first; empty where that is not known.
+        lacked_memory: Whether the kernel killed for want of memory meanwhile.
+    """
+
+    answer: bytes
+    code: int | None
+    words: str
+    frames: tuple[str, ...] = ()
+    lacked_memory: bool = False
+
+    @property
+    def how(self) -> str:
+        """In a few words for people."""
+        if self.code is None:
+            return "its time was over"
+        if self.code >= 0:
+            return f"its process left with code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-self.code).name}"
+        return f"its process was ended by signal {-self.code}"
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A program to ask, and what it may take.
+
+    Attributes:
+        module: The program.
+        name: Distinguishes its mark from those of others that the node runs at the time.
+        question: What it reads.
+        timeout_s: After which it is killed; it counts once the program has the question.
+        niceness: How much further than the agent it stands back for others.
+    """
+
+    module: str
+    name: str
+    question: Message
+    timeout_s: float
+    niceness: int = 0
+
+
+class Asker:
+    """Runs such programs for one life of an agent.
+
+    Args:
+        imported: The environment of ranks, with the mark of this life, and what else they know.
+        folder: On whose disk the nameless files are.
+    """
+
+    def __init__(self, imported: Imported, folder: Path) -> None:
+        self._environment = dict(imported.environment)
+        self._arguments = imported.ranks_arguments
+        self._folder = folder
+
+    async def ask(self, asking: Asking) -> Ended:
+        """Run the program to its end, or to that of its time.
+
+        Raises:
+            OSError: It could not be started, or takes too long to start.
+        """
+        mark = f"{self._environment[NODE_MARK]}/{asking.name}"
+        with (
+            tempfile.TemporaryFile(dir=self._folder) as answer,
+            tempfile.TemporaryFile(dir=self._folder) as words,
+        ):
+            kills = oom_kills()
+            code, frames = await self._run(asking, mark, answer, words)
+            await _sweep(mark)
+            last = _end(words)
+            return Ended(
+                answer=_beginning(answer),
+                code=code,
+                words=last,
+                frames=frames or training_frames(last),
+                lacked_memory=oom_kills() > kills,
+            )
+
+    async def _run(
+        self, asking: Asking, mark: str, answer: IO[bytes], words: IO[bytes]
+    ) -> tuple[int | None, tuple[str, ...]]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-P", "-m", asking.module),
+                    *self._arguments,
+                    *("--answer", str(answer.fileno()), "--agent", str(os.getpid())),
+                    env=self._environment | {NODE_MARK: mark},
+                    stdin=theirs.fileno(),
+                    stdout=words,
+                    stderr=words,
+                    pass_fds=(answer.fileno(),),
+                    start_new_session=True,
+                )
+            try:
+                _put_last(process.pid, asking.niceness)
+                await _hand_over(ours, asking.question)
+                async with _cut_meanwhile(answer, words):
+                    return await _ended(process, asking.timeout_s, words)
+            finally:
+                if process.returncode is None:
+                    await _end_all(process)
+
+
+async def _end_all(process: Process) -> None:
+    """End the process, which ends what it has left; where somebody keeps it from that, it alone."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        async with asyncio.timeout(_LEAVES_WITHIN_S):
+            await process.wait()
+    except TimeoutError:
+        _log.warning("a_program_did_not_leave", pid=process.pid)
+    finally:
+        if process.returncode is None:
+            kill_group(process.pid)
+            await process.wait()
+
+
+async def _hand_over(channel: socket.socket, question: Message) -> None:
+    """Tell the program the question, once it is ready to hear it.
+
+    Raises:
+        TimeoutError: It is not, for too long.
+    """
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)  # noqa: FBT003 the standard library's signature
+    try:
+        async with asyncio.timeout(_STARTS_WITHIN_S):
+            if await loop.sock_recv(channel, 1):
+                await loop.sock_sendall(channel, question.model_dump_json().encode())
+                channel.shutdown(socket.SHUT_WR)
+    except TimeoutError:
+        raise TimeoutError(f"it was not ready within {_STARTS_WITHIN_S:g} s") from None
+    except ConnectionError:  # its end, which is seen next, says more
+        return
+
+
+async def _ended(
+    process: Process, timeout_s: float, words: IO[bytes]
+) -> tuple[int | None, tuple[str, ...]]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await process.wait(), ()
+    except TimeoutError:
+        return None, await _frames(process, words)
+
+
+@contextlib.asynccontextmanager
+async def _cut_meanwhile(*files: IO[bytes]) -> AsyncIterator[None]:
+    """Within, the process cannot fill the disk by these files: what is in one too large is lost.
+
+    It goes on to write where it was, so that the end of its words stays: what is cut is a hole.
+    """
+    cutting = asyncio.create_task(_cut(files))
+    try:
+        yield
+    finally:
+        cutting.cancel()
+
+
+async def _cut(files: Iterable[IO[bytes]]) -> None:
+    while True:
+        await asyncio.sleep(_CUT_EVERY_S)
+        for file in files:
+            if os.fstat(file.fileno()).st_blocks * _BLOCK > MOST_KEPT:
+                os.ftruncate(file.fileno(), 0)
+
+
+def _put_last(pid: int, niceness: int) -> None:
+    """Where processors or memory are short, others go first."""
+    with contextlib.suppress(OSError):  # it may have ended already
+        inherited = os.getpriority(os.PRIO_PROCESS, pid)
+        os.setpriority(os.PRIO_PROCESS, pid, min(_LAST, inherited + niceness))
+        Path(f"/proc/{pid}/oom_score_adj").write_bytes(_FIRST_TO_DIE)
+
+
+async def _sweep(mark: str) -> None:
+    """End what the process left behind, wherever it went."""
+    quiet = 0
+    # One look is not enough: a process that calls exec has no environment for a moment.
+    for _ in range(_MOST_LOOKS):
+        quiet = 0 if await asyncio.to_thread(sweep, mark) else quiet + 1
+        if quiet == _QUIET_LOOKS:
+            return
+        await asyncio.sleep(_LOOK_EVERY_S)
+    _log.warning("left_by_a_program", mark=mark)
+
+
+async def _frames(process: Process, words: IO[bytes]) -> tuple[str, ...]:
+    """Where the process is: it writes its stacks behind its other words."""
+    before = os.fstat(words.fileno()).st_size
+    with contextlib.suppress(TimeoutError, ProcessLookupError):
+        process.send_signal(STACKS_SIGNAL)
+        async with asyncio.timeout(_STACKS_WITHIN_S):
+            while os.fstat(words.fileno()).st_size == before:  # noqa: ASYNC110 a file tells nobody
+                await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_LOOK_EVERY_S)
+    return training_frames(_end(words, after=before))
+
+
+def _beginning(file: IO[bytes]) -> bytes:
+    # The descriptor's place is the child's as well.
+    return os.pread(file.fileno(), MOST_ANSWERED, 0)
+
+
+def _end(file: IO[bytes], after: int = 0) -> str:
+    size = os.fstat(file.fileno()).st_size
+    start = max(after, size - _WORDS_KEPT)
+    text = os.pread(file.fileno(), size - start, start).decode(errors="replace")
+    # A line without its beginning may hold a part of a secret, which no mask would know.
+    return (text if start == after else text.partition("\n")[2]).strip()

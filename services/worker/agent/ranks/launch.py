@@ -1,0 +1,218 @@
+"""Starts this node's ranks of a gang: their seats, their pipes, the rendezvous socket."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from services.contract.jobs.plans import RankPlacement
+from services.contract.messages.base import Address
+from services.contract.messages.board import BoardReader
+from services.contract.messages.commands import LaunchGang
+from services.contract.messages.rank_pipe import RankSeat
+from services.contract.system.pipe_end import PipeEnd
+from services.worker.agent.host.folders import AttemptFolder
+from services.worker.agent.host.processes import kill_group
+from services.worker.agent.ranks.admission import Admission, NotAdmittedError
+from services.worker.agent.ranks.code_cache import CodeCache, NoCodeError
+from services.worker.agent.ranks.template_link import WarmGoneError
+from services.worker.agent.ranks.warm_keeper import WarmKeeper
+from services.worker.agent.ranks.warm_link import ForkRefusedError, WarmLink
+
+_LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 4096  # every rank of the gang connects at about the same moment
+
+
+class LaunchError(Exception):
+    """This node cannot start the gang as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens.
+
+    ``boards`` and ``pipes`` are open, and of whoever has the crew.
+    """
+
+    seats: Mapping[int, RankSeat]
+    store: Address | None
+    pids: dict[int, int]
+    pipes: Mapping[int, PipeEnd]
+    boards: Mapping[int, BoardReader]
+
+
+class Launcher:
+    """Forks gangs.
+
+    Args:
+        node_id: This node.
+        address: Where other nodes reach this one.
+        storage_root: Where ranks keep checkpoints.
+        warm: What forks.
+        admission: What jobs may have here.
+        codes: The code that was uploaded for jobs; whoever sees a gang to its end gives it back.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        address: str,
+        storage_root: Path,
+        warm: WarmKeeper,
+        admission: Admission,
+        codes: CodeCache,
+    ) -> None:
+        self._codes = codes
+        self._admission = admission
+        self._node_id = node_id
+        self._address = address
+        self._storage_root = storage_root
+        self._warm = warm
+
+    def give_code_back(self, digest: str | None) -> None:
+        """A gang whose ranks imported from it has ended."""
+        if digest is not None:
+            self._codes.give_back(digest)
+
+    async def launch(self, command: LaunchGang, folder: AttemptFolder) -> Crew:
+        """Fork all ranks that the plan places here, or none.
+
+        Raises:
+            LaunchError: The plan does not suit this node, or a fork failed.
+            OSError: A file or a socket could not be made.
+        """
+        placements = self._placements_here(command)
+        try:
+            secrets = self._admission.admit(command.spec)
+            code = await self._code_of(command)
+        except (NotAdmittedError, NoCodeError) as error:
+            raise LaunchError(str(error)) from error
+        granted = {"secrets": secrets, "code_folder": None if code is None else str(code)}
+        try:
+            return await self._launch(command, folder, placements, granted)
+        except BaseException:
+            self.give_code_back(command.spec.code)
+            raise
+
+    async def _code_of(self, command: LaunchGang) -> Path | None:
+        digest = command.spec.code
+        return None if digest is None else await self._codes.lend(digest, command.job_id)
+
+    async def _launch(
+        self,
+        command: LaunchGang,
+        folder: AttemptFolder,
+        placements: tuple[RankPlacement, ...],
+        granted: Mapping[str, object],
+    ) -> Crew:
+        try:
+            warm = await self._warm.ready()
+        except WarmGoneError as error:
+            raise LaunchError(f"no rank can be forked: {error}") from error
+        boards = folder.open(placements)
+        if boards is None:
+            raise LaunchError("an earlier agent of this node had launched the attempt")
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_launched:
+            for board in boards.values():
+                unless_launched.callback(board.close)
+            listening = None
+            store = command.store
+            if store is None:
+                listening = stack.enter_context(self._listen(command))
+                host, port = listening.getsockname()[:2]
+                store = Address(host=host, port=port)
+            seats = {
+                placement.rank: self._seat(
+                    command, placement, folder, store, len(placements)
+                ).model_copy(update=granted)
+                for placement in placements
+            }
+            crew = await _fork_all(warm, seats, boards, listening)
+            unless_launched.pop_all()
+            return crew if listening is None else replace(crew, store=store)
+
+    def _placements_here(self, command: LaunchGang) -> tuple[RankPlacement, ...]:
+        here = tuple(p for p in command.plan.ranks if p.node_id == self._node_id)
+        if not here:
+            raise LaunchError(f"the plan places no rank on node {self._node_id}")
+        if command.store is None and all(p.rank != 0 for p in here):
+            raise LaunchError(f"node {self._node_id} was not told where rank 0 listens")
+        return here
+
+    def _listen(self, command: LaunchGang) -> socket.socket:
+        """The socket of the store, which nobody outside can reach unless ranks are there."""
+        is_alone = {p.node_id for p in command.plan.ranks} == {self._node_id}
+        host = _LOOPBACK if is_alone else self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+
+    def _seat(
+        self,
+        command: LaunchGang,
+        placement: RankPlacement,
+        folder: AttemptFolder,
+        store: Address,
+        count: int,
+    ) -> RankSeat:
+        return RankSeat(
+            job_id=command.job_id,
+            fence=command.fence,
+            rank=placement.rank,
+            local_rank=placement.local_rank,
+            device=placement.device,
+            spec=command.spec,
+            plan=command.plan,
+            resume_from=command.resume_from,
+            storage_root=str(self._storage_root),
+            board_path=str(folder.board(placement.rank)),
+            log_folder=str(folder.path),
+            store_host=store.host,
+            store_port=store.port,
+            data_roots=tuple(map(str, self._admission.data_roots)),
+            threads=max(1, (psutil.cpu_count() or 1) // count),
+            hears_metrics=True,
+        )
+
+
+async def _fork_all(
+    warm: WarmLink,
+    seats: Mapping[int, RankSeat],
+    boards: Mapping[int, BoardReader],
+    listening: socket.socket | None,
+) -> Crew:
+    ours: dict[int, PipeEnd] = {}
+    theirs: dict[int, PipeEnd] = {}
+    with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as handed_over:
+            for rank in seats:
+                ours[rank], theirs[rank] = PipeEnd.pair()
+                closing.callback(ours[rank].close)
+                handed_over.callback(theirs[rank].close)
+            answers = await asyncio.gather(
+                *(
+                    warm.fork(seat, _descriptors(rank, theirs[rank], listening))
+                    for rank, seat in seats.items()
+                ),
+                return_exceptions=True,
+            )
+        forked = {r: pid for r, pid in zip(seats, answers, strict=True) if isinstance(pid, int)}
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            for pid in forked.values():
+                kill_group(pid)
+            if isinstance(failures[0], WarmGoneError | ForkRefusedError):
+                raise LaunchError(str(failures[0])) from failures[0]
+            raise failures[0]
+        closing.pop_all()
+    return Crew(seats=seats, store=None, pids=forked, pipes=ours, boards=boards)
+
+
+def _descriptors(rank: int, end: PipeEnd, listening: socket.socket | None) -> tuple[int, ...]:
+    if rank == 0 and listening is not None:
+        return (end.reading, end.writing, listening.fileno())
+    return (end.reading, end.writing)

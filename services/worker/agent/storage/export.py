@@ -1,0 +1,375 @@
+"""Puts the model of a committed checkpoint together: whole tensors, in the safetensors format.
+
+``python -m services.worker.agent.storage.export --root R --job J --checkpoint C`` is a process of its own,
+so that what it copies does not hold up the agent. It needs neither torch nor the job's code: shard
+files say which box of which tensor each of their arrays is. They are verified before they are read.
+
+It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, and beside it the files that the
+model brought, such as ``config.json``: of a model of ``transformers`` that makes a folder which
+``from_pretrained`` loads. A model that is larger than one file
+should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Averages of
+the weights, where the job kept some, are written in the same way to ``ema.safetensors``, each under the
+name of its parameter. Its last line on stdout is the outcome as JSON.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.system.durable import make_folders, open_plain, sync_folder
+from services.contract.system.own_process import set_up_process
+from services.worker.agent.host.removal import remove_what_can_be
+
+FILE_BYTES: Final = 5_000_000_000
+_MODEL: Final = "model"
+_AVERAGES: Final = "ema"
+_FILE: Final = "file."
+# A rank named it: nothing that leads elsewhere, or takes the place of what is written here.
+_PLAIN_NAME: Final = re.compile(
+    r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
+)
+_MOST_FILES: Final = 32
+_MOST_HEADER: Final = 100_000_000
+_MOST_RUNS: Final = 1 << 28
+_ITEM_BYTES: Final = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+_ABOUT: Final = "meshloom"
+_ALIGNMENT: Final = 8
+_PIECE_BYTES: Final = 1 << 24
+
+
+class ExportOutcome(BaseModel):
+    """What came of it: the files and their bytes, or why there are none.
+
+    ``corrupt_file``: below the job's folder, what is not what was committed.
+    """
+
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+    reason: str | None = None
+    corrupt_file: str | None = None
+
+
+class IncompleteError(Exception):
+    """The shards do not hold the whole of a tensor, or not in this version's format."""
+
+
+class DifferentError(Exception):
+    """A shard is not what was committed; the arguments are its file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, as it lies in a shard: row by row, without gaps."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    content: memoryview
+
+
+@dataclass
+class Whole:
+    """A tensor and the pieces that tile it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> ExportOutcome:
+    """Exports a checkpoint; an earlier export of it is replaced once this one is whole.
+
+    Raises:
+        ChainError: It is not committed.
+        DifferentError: A shard is not what was committed.
+        IncompleteError: The shards do not make whole tensors.
+        OSError: The storage refuses.
+    """
+    chain = CommitChain(root, job_id)
+    manifest = chain.find(checkpoint_id)
+    folder = root / job_id / "exports" / checkpoint_id
+    partial = folder.with_name(f".{checkpoint_id}.partial")
+    remove_what_can_be(partial)
+    make_folders(partial, root)
+    try:
+        with ExitStack() as stack:
+            kinds, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
+            written = [_write(partial, kind, kinds[kind], file_bytes) for kind in kinds]
+            names = (*itertools.chain(*written), *_write_beside(partial, beside))
+        sync_folder(partial)
+        remove_what_can_be(folder)
+        partial.replace(folder)
+        sync_folder(folder.parent)
+    finally:
+        remove_what_can_be(partial)
+    size = sum((folder / name).stat().st_size for name in names)
+    return ExportOutcome(files=names, bytes=size)
+
+
+def runs(whole: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Iterator[int]:
+    """Where, in elements, the rows of a box begin in its tensor, in the box's own order.
+
+    The rows are the longest stretches that lie without gaps in both: ``run_length`` elements each.
+    """
+    axis = _split_axis(whole, shape)
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    # Counted, as itertools.product would hold all numbers of each dim.
+    for number in range(math.prod(shape[:axis])):
+        start, left = base, number
+        for dim in reversed(range(axis)):
+            left, place = divmod(left, shape[dim])
+            start += place * strides[dim]
+        yield start
+
+
+def run_length(whole: Sequence[int], shape: Sequence[int]) -> int:
+    """How many elements of a box lie without gaps in its tensor."""
+    return math.prod(shape[_split_axis(whole, shape) :])
+
+
+def _split_axis(whole: Sequence[int], shape: Sequence[int]) -> int:
+    axis = len(whole) - 1
+    while axis > 0 and shape[axis] == whole[axis]:
+        axis -= 1
+    return max(axis, 0)
+
+
+def _contents(
+    folder: Path, manifest: Manifest, stack: ExitStack
+) -> tuple[dict[str, dict[str, Whole]], dict[str, memoryview]]:
+    """Tensors of the model, and averages of them if there are any, and the files that belong beside."""
+    kinds: dict[str, dict[str, Whole]] = {_MODEL: {}, _AVERAGES: {}}
+    beside: dict[str, memoryview] = {}
+    for shard in manifest.shards:
+        content = _verified(folder, shard, stack)
+        header_bytes = int.from_bytes(content[:8], "little")
+        header, about = _said(shard.name, content, header_bytes)
+        for name, entry in header.items():
+            if name.startswith(_FILE) and len(beside) < _MOST_FILES:
+                start, end = (8 + header_bytes + place for place in entry["data_offsets"])
+                beside[name.removeprefix(_FILE)] = content[start:end]
+        for name, box in about["boxes"].items():
+            kind, _, fqn = name.partition(".")
+            if kind in kinds:
+                start, end = (8 + header_bytes + place for place in header[name]["data_offsets"])
+                piece = Piece(tuple(box["offsets"]), tuple(box["shape"]), content[start:end])
+                whole = Whole(header[name]["dtype"], tuple(box["global_shape"]), [])
+                _check_box(f"{shard.name}: {name}", whole, piece)
+                _add(kinds[kind], fqn, whole, piece)
+    for name, tensor in itertools.chain(*(tensors.items() for tensors in kinds.values())):
+        held = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        if held != math.prod(tensor.shape):
+            raise IncompleteError(f"{name}: the shards hold {held} of {math.prod(tensor.shape)}")
+    if not kinds[_MODEL]:
+        raise IncompleteError("the shards hold no tensor of a model")
+    return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
+
+
+def _said(
+    shard: str, content: memoryview, header_bytes: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a shard says of its arrays, and of the boxes that they are."""
+    if header_bytes > _MOST_HEADER:
+        raise IncompleteError(f"{shard} has a header of {header_bytes} bytes")
+    header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
+    about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
+    if not isinstance(about, dict) or about.get("version") != 1:
+        raise IncompleteError(f"{shard} was not written by version 1 of this format")
+    return header, about
+
+
+def _add(tensors: dict[str, Whole], name: str, whole: Whole, piece: Piece) -> None:
+    known = tensors.setdefault(name, whole)
+    if (known.dtype, known.shape) != (whole.dtype, whole.shape):
+        raise IncompleteError(f"{name}: the shards name different dtypes or shapes of it")
+    known.pieces.append(piece)
+
+
+def _check_box(where: str, whole: Whole, piece: Piece) -> None:
+    """Refuse a box that no rank of ours writes: ranks run the user's code.
+
+    Raises:
+        IncompleteError: It does not lie within its tensor, has not its content, or so many rows that
+            they are not written in any time.
+    """
+    numbers = [*whole.shape, *piece.offsets, *piece.shape]
+    lies_within = (
+        all(type(number) is int for number in numbers)
+        and len(whole.shape) == len(piece.shape) == len(piece.offsets)
+        and all(
+            0 <= offset <= extent - size <= extent
+            for extent, offset, size in zip(whole.shape, piece.offsets, piece.shape, strict=True)
+        )
+    )
+    item_bytes = _ITEM_BYTES.get(whole.dtype)
+    if not lies_within or item_bytes is None:
+        raise IncompleteError(f"{where} is no box of a tensor of {whole.dtype} {whole.shape}")
+    if len(piece.content) != math.prod(piece.shape) * item_bytes:
+        raise IncompleteError(f"{where} has {len(piece.content)} bytes for a box {piece.shape}")
+    if math.prod(piece.shape[: _split_axis(whole.shape, piece.shape)]) > _MOST_RUNS:
+        raise IncompleteError(f"{where} has more than {_MOST_RUNS} rows")
+
+
+def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, ...]:
+    names = tuple(sorted(name for name in beside if _PLAIN_NAME.fullmatch(name)))
+    for name in names:
+        with (folder / name).open("xb") as file:
+            file.write(beside[name])
+            file.flush()
+            os.fsync(file.fileno())
+    return names
+
+
+def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
+    name = f"shards/{folder.name}/{shard.name}"
+    try:
+        # Not by its name alone: a rank may have put a pipe there, which is waited for for ever.
+        file = stack.enter_context(os.fdopen(open_plain(folder / shard.name), "rb"))
+    except FileNotFoundError:
+        raise DifferentError(name, "the file is missing") from None
+    if os.fstat(file.fileno()).st_size != shard.bytes:
+        raise DifferentError(name, f"it does not have the {shard.bytes} bytes of the manifest")
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(mapped)
+    digest = hashlib.sha256()
+    for start in range(0, len(view), _PIECE_BYTES):
+        digest.update(view[start : start + _PIECE_BYTES])
+    if digest.hexdigest() != shard.sha256:
+        raise DifferentError(
+            name, f"its sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}"
+        )
+    return view
+
+
+def _write(
+    folder: Path, stem: str, tensors: Mapping[str, Whole], file_bytes: int
+) -> tuple[str, ...]:
+    groups = list(_grouped(tensors, file_bytes))
+    if len(groups) == 1:
+        _write_file(folder / f"{stem}.safetensors", groups[0], tensors)
+        return (f"{stem}.safetensors",)
+    count = len(groups)
+    names = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for name, group in zip(names, groups, strict=True):
+        _write_file(folder / name, group, tensors)
+    index = {
+        "metadata": {"total_size": sum(tensor.total_bytes for tensor in tensors.values())},
+        "weight_map": {
+            tensor: name for name, group in zip(names, groups, strict=True) for tensor in group
+        },
+    }
+    path = folder / f"{stem}.safetensors.index.json"
+    with path.open("xb") as file:
+        file.write(json.dumps(index, indent=1, sort_keys=True).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return (*names, path.name)
+
+
+def _grouped(tensors: Mapping[str, Whole], file_bytes: int) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in sorted(tensors):
+        if group and size + tensors[name].total_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensors[name].total_bytes
+    yield group
+
+
+def _write_file(path: Path, names: Iterable[str], tensors: Mapping[str, Whole]) -> None:
+    # Widest elements first: so every tensor is aligned, as the format asks of writers.
+    ordered = sorted(names, key=lambda name: (-tensors[name].item_bytes, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, int] = {}
+    offset = 0
+    for name in ordered:
+        tensor = tensors[name]
+        places[name] = offset
+        offset += tensor.total_bytes
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [places[name], offset],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("xb", buffering=0) as file:
+        descriptor = file.fileno()
+        _put(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        for name in ordered:
+            _put_tensor(descriptor, tensors[name], 8 + len(text) + places[name])
+        os.fsync(descriptor)
+
+
+def _put_tensor(descriptor: int, tensor: Whole, start: int) -> None:
+    item = tensor.item_bytes
+    for piece in tensor.pieces:
+        length = run_length(tensor.shape, piece.shape) * item
+        taken = 0
+        for place in runs(tensor.shape, piece.offsets, piece.shape):
+            _put(descriptor, piece.content[taken : taken + length], start + place * item)
+            taken += length
+
+
+def _put(descriptor: int, content: memoryview, place: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content[:_PIECE_BYTES], place)
+        content, place = content[written:], place + written
+
+
+def main() -> None:
+    """Export as the command line says; code 0 with the files, else 1."""
+    set_up_process()
+    parser = argparse.ArgumentParser(prog="python -m services.worker.agent.storage.export")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--file-bytes", type=int, default=FILE_BYTES, help="most of one file")
+    wanted = parser.parse_args()
+    try:
+        outcome = export(wanted.root, wanted.job, wanted.checkpoint, wanted.file_bytes)
+    except DifferentError as error:
+        name, reason = error.args
+        outcome = ExportOutcome(reason=reason, corrupt_file=name)
+    except (ChainError, IncompleteError, OSError, ValueError, KeyError) as error:
+        outcome = ExportOutcome(reason=f"{type(error).__name__}: {error}")
+    sys.stdout.write(outcome.model_dump_json() + "\n")
+    sys.stdout.flush()
+    # Maps of shards are still exported as views: the process ends without unwinding them.
+    os._exit(0 if outcome.reason is None else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""What an agent sees of a gang from outside: its boards and its output, for the next beats."""
+
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+import structlog
+
+from services.contract.messages.board import BoardError, BoardReader, BoardSnapshot, BoardStep
+from services.contract.messages.findings import RankFinding
+from services.contract.messages.rank_pipe import RankMetrics, RankReady
+from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
+from services.contract.redis.redis_keys import STEPS_KEPT
+from services.contract.system.mask import Mask
+from services.contract.words.bounds import METRIC_NAMES_KEPT
+from services.contract.words.states import RankPhase
+from services.worker.agent.host.folders import AttemptFolder
+from services.worker.agent.host.processes import process_state
+from services.worker.agent.host.stacks import Stacks
+from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter
+from services.worker.agent.telemetry.hang import Mark
+from services.worker.agent.telemetry.log_tail import LogTail
+
+STEPS_PER_BEAT: Final = 2_000
+LINES_PER_BEAT: Final = 1_000
+METRICS_PER_BEAT: Final = 500
+_METRICS_HELD: Final = 10_000
+_NAMES_COUNTED: Final = 1_024
+_LINES_PER_READ: Final = 250
+_STEPS_FOR_MEDIAN: Final = 32
+_NS: Final = 1_000_000_000
+_STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
+_log = structlog.get_logger()
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LastPhase:
+    """What a rank's board showed last."""
+
+    step: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a beat appends for one gang, each record once."""
+
+    job_id: str
+    fence: int
+    steps: tuple[StepRecord, ...]
+    logs: tuple[LogLine, ...]
+    metrics: tuple[MetricRecord, ...] = ()
+
+
+class GangTelemetry:
+    """Boards and logs of the ranks of one attempt on this node.
+
+    Args:
+        crew: The ranks; their boards are owned from now on.
+        node_id: This node.
+        folder: Where their files lie.
+
+    Attributes:
+        faults: By rank, what a board held or became that no rank of ours makes of it, in words
+            that follow "rank 1 …". Such a board is not looked at again.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        node_id: str,
+        folder: AttemptFolder,
+    ) -> None:
+        self.faults: dict[int, str] = {}
+        self._seats = seats = crew.seats
+        self._pids = crew.pids
+        self._node_id = node_id
+        self._readers = dict(crew.boards)
+        self._tails = {
+            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
+            for rank, seat in seats.items()
+            for stream in _STREAMS
+        }
+        self._seen: dict[int, BoardSnapshot] = {}
+        self._started: set[int] = set()
+        # While Redis is away they wait here: more than Redis would keep are of no use.
+        self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._metrics: deque[MetricRecord] = deque(maxlen=_METRICS_HELD)
+        self._metric_names: dict[str, None] = {}
+        self._last_step: int | None = None
+        self._has_gaps = False
+        self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
+        self._meter = ArrivalMeter(tuple(seats))
+
+    def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
+        """Take in new steps and arrivals; answer the first step of each rank that just made one.
+
+        To be called often: a ring holds the last 256 steps, and the last 192 arrivals of a group.
+
+        Args:
+            ready: By rank, what names the groups of its board.
+        """
+        for tail in self._tails.values():
+            tail.cut_back()
+        begun = self.begun()
+        self._watch_steps()
+        self._watch_arrivals(ready)
+        return begun
+
+    def begun(self) -> dict[int, int]:
+        """The first step of each rank that just made one. Cheap: to be asked at any message."""
+        begun = {}
+        for rank in self._seats:
+            if rank not in self._started:
+                steps = self._ask(rank, lambda board: board.steps_after(0)) or []
+                if steps:
+                    begun[rank] = steps[0].step
+                    self._started.add(rank)
+        return begun
+
+    def take_metrics(self, rank: int, told: RankMetrics) -> None:
+        """Take in what the user's code measured; rank 0 speaks for the job.
+
+        Of an attempt the first 64 names are kept.
+        """
+        if rank != 0:
+            return
+        for point in told.points:
+            for name in point.values:
+                if len(self._metric_names) < _NAMES_COUNTED:
+                    self._metric_names.setdefault(name)
+            kept = set(itertools.islice(self._metric_names, METRIC_NAMES_KEPT))
+            record = MetricRecord(
+                step=point.step,
+                fence=self._seats[0].fence,
+                values={name: value for name, value in point.values.items() if name in kept},
+                left_out=told.left_out + len(self._metric_names) - len(kept),
+            )
+            self._metrics.append(record)
+
+    def samples(self, ready: Mapping[int, RankReady | None]) -> list[RankSample]:
+        """Where each rank stands now."""
+        return [self._sample(rank, ready[rank]) for rank in self._seats]
+
+    def take(self, *, last: bool) -> Records:
+        """The records for the next beat; each is handed out once.
+
+        ``last`` says that no rank writes any more.
+        """
+        any_seat = next(iter(self._seats.values()))
+        count = min(len(self._steps), STEPS_PER_BEAT)
+        steps = tuple(self._steps.popleft() for _ in range(count))
+        count = min(len(self._metrics), METRICS_PER_BEAT)
+        metrics = tuple(self._metrics.popleft() for _ in range(count))
+        logs = self._read_logs(last=last)
+        return Records(any_seat.job_id, any_seat.fence, steps, logs, metrics)
+
+    def drained(self) -> bool:
+        """Whether there is nothing left to take."""
+        return not (self._steps or self._metrics) and all(
+            tail.at_end() for tail in self._tails.values()
+        )
+
+    def last_seen(self) -> dict[int, LastPhase]:
+        """What each board shows; a rank that died before it made one was only spawned."""
+        seen = {}
+        for rank in self._seats:
+            snapshot = self._snapshot(rank)
+            seen[rank] = LastPhase(step=snapshot.step, phase=snapshot.phase.name)
+        return seen
+
+    def marks(self) -> dict[int, Mark]:
+        """What moves on each board while its rank makes progress."""
+        return {rank: mark_of(self._snapshot(rank)) for rank in list(self._readers)}
+
+    def usual_step_s(self) -> float | None:
+        """The median time between the last steps told in this attempt; None before the first."""
+        return statistics.median(self._step_times) if self._step_times else None
+
+    def find(
+        self,
+        rank: int,
+        ready: RankReady | None,
+        stacks: Stacks | None,
+    ) -> RankFinding:
+        """What is to be seen of a rank now."""
+        sample = self._sample(rank, ready)
+        pulse_ns = self._ask(rank, BoardReader.pulse_ns)
+        return RankFinding(
+            rank=rank,
+            pid=sample.pid,
+            phase=sample.phase,
+            unit=sample.unit,
+            step=sample.step,
+            process=process_state(sample.pid),
+            still_s=sample.beat_age_s,
+            pulse_age_s=None if pulse_ns is None else _age_s(pulse_ns),
+            issued=sample.issued,
+            completed=sample.completed,
+            frames=stacks.frames if stacks is not None else (),
+            stacks=stacks.text if stacks is not None else None,
+        )
+
+    def end(self) -> None:
+        """All ranks are dead: what others write to their logs from now on is not read."""
+        for tail in self._tails.values():
+            tail.end()
+
+    def close(self) -> None:
+        """Close the boards."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _watch_steps(self) -> None:
+        # The figures of a step are the same on all ranks: rank 0 speaks for the job.
+        if 0 not in self._seats:
+            return
+        for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
+            # A script may report every tenth step: then that is how often its board moves.
+            apart = 1 if self._last_step is None else entry.step - self._last_step
+            is_gap = apart > 1 and self._seats[0].spec.entrypoint is None
+            if is_gap and not self._has_gaps:  # once: a rank can write any numbers, at any rate
+                self._has_gaps = True
+                _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
+            self._last_step = entry.step
+            if math.isfinite(entry.step_time_s):
+                self._step_times.append(entry.step_time_s * apart)
+            self._steps.append(step_record(entry, self._seats[0].fence))
+
+    def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
+        arrivals: dict[int, dict[ArrivalKey, int]] = {}
+        for rank in list(self._readers):
+            groups = ready[rank]
+            if groups is not None:
+                arrivals[rank] = {
+                    (name, number): moment
+                    for place, name in enumerate(groups.groups)
+                    for number, moment in (self._ask(rank, _arrivals_at(place)) or {}).items()
+                }
+        self._meter.take(arrivals, self.usual_step_s())
+
+    def _read_logs(self, *, last: bool) -> tuple[LogLine, ...]:
+        lines: list[LogLine] = []
+        # In turns, so that one rank's flood does not silence the others.
+        reading = deque(self._tails)
+        while reading and len(lines) < LINES_PER_BEAT:
+            rank, stream = key = reading.popleft()
+            budget = min(_LINES_PER_READ, LINES_PER_BEAT - len(lines))
+            tailed = self._tails[key].read(budget, last=last)
+            now = time.time_ns() // 1_000_000
+            lines += [
+                LogLine(
+                    rank=rank,
+                    fence=self._seats[rank].fence,
+                    stream=stream,
+                    level=line.level,
+                    time_ms=now,
+                    text=line.text,
+                )
+                for line in tailed
+            ]
+            if len(tailed) == budget:
+                reading.append(key)
+        return tuple(lines)
+
+    def _ask(self, rank: int, question: Callable[[BoardReader], _T]) -> _T | None:
+        """What the board of a rank answers; None without one, or where it is broken."""
+        reader = self._readers.get(rank)
+        if reader is None:
+            return None
+        try:
+            return question(reader)
+        except BoardError as error:
+            self.faults[rank] = str(error)
+            self._readers.pop(rank).close()
+            return None
+
+    def _snapshot(self, rank: int) -> BoardSnapshot:
+        read = self._ask(rank, BoardReader.read)
+        # A fast writer can tear both snapshots under one look: what was seen before still holds.
+        if read is not None:
+            self._seen[rank] = read
+        return self._seen.get(rank) or BoardSnapshot(fence=self._seats[rank].fence)
+
+    def _sample(self, rank: int, ready: RankReady | None) -> RankSample:
+        seat, board = self._seats[rank], self._snapshot(rank)
+        units = ready.units if ready is not None else ()
+        groups = ready.groups if ready is not None else ()
+        lateness = self._meter.of(rank)
+        newest = self._ask(rank, lambda reader: reader.step(max(board.step, 0)))
+        return RankSample(
+            rank=rank,
+            local_rank=seat.local_rank,
+            fence=seat.fence,
+            node_id=self._node_id,
+            device=seat.device,
+            pid=self._pids[rank],
+            phase=RankPhase(board.phase).name,
+            unit=next(itertools.islice(units, board.unit_index, None), None)
+            if board.unit_index is not None
+            else None,
+            step=max(board.step, 0),
+            loss=_finite(board.loss),
+            tokens_per_s=_finite(board.tokens_per_s),
+            step_time_s=_finite(board.step_time_s),
+            data_wait_s=None if newest is None else _finite(newest.data_wait_s),
+            memory_bytes=max(board.memory_bytes, 0),
+            peak_bytes=max(board.peak_bytes, 0) or None,
+            issued=dict(zip(groups, board.issued, strict=False)),
+            completed=dict(zip(groups, board.completed, strict=False)),
+            beat_age_s=_age_s(board.stored_ns) if board.stored_ns else 0.0,
+            arrival_lag_s=lateness.lag_s if lateness is not None else None,
+            straggler_score=lateness.score if lateness is not None else None,
+        )
+
+
+def step_record(entry: BoardStep, fence: int) -> StepRecord:
+    """A finished step as the controller reads it."""
+    return StepRecord(
+        step=entry.step,
+        fence=fence,
+        loss=_finite(entry.loss),
+        grad_norm=_finite(entry.grad_norm),
+        learning_rate=_finite(entry.learning_rate),
+        tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
+        step_time_s=_finite(entry.step_time_s) or 0.0,
+        data_wait_s=_finite(entry.data_wait_s),
+        of=entry.of or None,
+    )
+
+
+def _arrivals_at(place: int) -> Callable[[BoardReader], dict[int, int]]:
+    return lambda board: board.arrivals(place)
+
+
+def mark_of(board: BoardSnapshot) -> Mark:
+    """What of a snapshot moves with the training."""
+    return Mark(
+        step=board.step,
+        phase=board.phase,
+        issued=tuple(board.issued),
+        completed=tuple(board.completed),
+        unit_index=board.unit_index,
+    )
+
+
+def _age_s(moment_ns: int) -> float:
+    return max(time.monotonic_ns() - moment_ns, 0) / _NS
+
+
+def _finite(figure: float) -> float | None:
+    return figure if math.isfinite(figure) else None

@@ -1,0 +1,188 @@
+"""Follows one file that a rank writes and turns what is new into log lines.
+
+The file is the buffer: what is not asked for stays there and is read later. Only when it runs
+far ahead is the middle passed over, with a line that says so. A file that has grown to
+``FILE_BYTES`` is begun anew, with such a line, and its last part is kept beside it.
+"""
+
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import BinaryIO, Final, Literal, NamedTuple
+
+from services.contract.system.durable import open_plain
+from services.contract.system.mask import NOTHING_MASKED, Mask
+
+Level = Literal["debug", "info", "warning", "error"]
+
+LINE_CHARACTERS: Final = 4_000
+BACKLOG_BYTES: Final = 1 << 20
+FILE_BYTES: Final = 64 << 20
+"""What a rank writes to one stream is cut back to nothing once it is longer than this."""
+PREVIOUS_BYTES: Final = 16 << 20
+"""So much of it is kept in the file of the same name that ends in ``.1``."""
+KEPT_EVERY_S: Final = 10.0
+"""It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
+_KEPT_BYTES: Final = 1 << 18
+_CHUNK_BYTES: Final = 1 << 18
+_PARTIAL_BYTES: Final = 1 << 16
+_COUNTED_BYTES: Final = 64 << 20
+_CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
+_LEVELS: Final[tuple[tuple[Level, re.Pattern[str]], ...]] = (
+    ("error", re.compile(r"^Traceback \(most recent call last\):|^[\w.]+(Error|Exception)(:|$)")),
+    ("error", re.compile(r"^.{0,40}\b(ERROR|CRITICAL|FATAL)\b|^Fatal Python error:")),
+    ("warning", re.compile(r"^.{0,40}\b(WARNING|WARN)\b|^.{0,200}\b[A-Z]\w*Warning: ")),
+    ("debug", re.compile(r"^.{0,40}\bDEBUG\b")),
+)
+
+
+class TailedLine(NamedTuple):
+    """A line and how serious it looks."""
+
+    level: Level
+    text: str
+
+
+class LogTail:
+    """A place in a growing file.
+
+    Args:
+        path: The file; it need not exist yet.
+        mask: Takes secrets out of the lines: native code writes past the mask that ranks have.
+    """
+
+    def __init__(self, path: Path, mask: Mask = NOTHING_MASKED) -> None:
+        self._path = path
+        self._mask = mask
+        self._offset = 0
+        self._inside_cut_line = False
+        self._unreadable = False
+        self._end: int | None = None
+        self._kept_at: float | None = None
+
+    def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
+        """At most ``limit`` of the lines that were not read before.
+
+        A line without its end is held back until it has one or is too long, except where
+        ``last`` says that nobody writes any more.
+        """
+        try:
+            size = self._size()
+            if size < self._offset:  # somebody cut the file: what it holds now is new
+                self._offset = 0
+            if size == self._offset or limit <= 0:
+                return []
+            with open(open_plain(self._path), "rb") as file:  # noqa: PTH123 a descriptor
+                lines = []
+                if size - self._offset > BACKLOG_BYTES:
+                    dropped = self._pass_over(file, size - _KEPT_BYTES)
+                    lines.append(TailedLine("warning", dropped))
+                file.seek(self._offset)
+                chunk = file.read(min(_CHUNK_BYTES, size - self._offset))
+        except FileNotFoundError:
+            return []
+        except OSError:  # a fault of the disk must not hold up the end of a gang
+            self._unreadable = True
+            return []
+        self._unreadable = False
+        last = last and self._offset + len(chunk) >= size
+        return lines + self._lines(chunk, limit - len(lines), last=last)
+
+    def cut_back(self) -> None:
+        """Begin the file anew if it is too long; to be called often, whoever reads or not.
+
+        The rank goes on to append to the same file. What it writes while this is done, within
+        some milliseconds, may be lost; what was not read yet, up to ``BACKLOG_BYTES``, is not.
+        """
+        try:
+            if self._path.stat().st_size <= FILE_BYTES:
+                return
+            # A link in its place was made by the rank: it is not followed, nor is a pipe waited for.
+            flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._path, flags)
+            with os.fdopen(descriptor, "r+b", buffering=0) as file:
+                size = os.fstat(descriptor).st_size
+                unread = min(max(size - self._offset, 0), BACKLOG_BYTES)
+                now = time.monotonic()
+                is_kept = self._kept_at is None or now >= self._kept_at + KEPT_EVERY_S
+                wanted = max(unread, PREVIOUS_BYTES) if is_kept else unread
+                file.seek(max(size - wanted, 0))
+                last = file.read(wanted)
+                words = f"… {size} bytes until here"
+                if is_kept:
+                    self._kept_at = now
+                    words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
+                os.ftruncate(descriptor, 0)
+                file.write(f"{words}\n".encode() + last[len(last) - unread :])
+        except OSError:
+            return  # it is not there yet, or the next call tries again
+        self._offset = 0
+        self._inside_cut_line = False
+
+    def _keep(self, last: bytes) -> str:
+        """Put what a file held last beside it; answers under which name."""
+        previous = self._path.with_name(f"{self._path.name}.1")
+        previous.unlink(missing_ok=True)
+        with previous.open("xb") as kept:  # a pipe that a rank puts there is not waited for
+            kept.write(last)
+        return previous.name
+
+    def at_end(self) -> bool:
+        """Whether everything that is in the file now was read, or cannot be."""
+        try:
+            return self._unreadable or self._size() <= self._offset
+        except OSError:
+            return True
+
+    def end(self) -> None:
+        """Read nothing that is written from now on: what a rank left behind may write for ever."""
+        self._end = 0
+        with contextlib.suppress(OSError):
+            self._end = self._path.stat().st_size
+
+    def _size(self) -> int:
+        size = self._path.stat().st_size
+        return size if self._end is None else min(size, self._end)
+
+    def _lines(self, chunk: bytes, limit: int, *, last: bool) -> list[TailedLine]:
+        lines: list[TailedLine] = []
+        start = 0
+        while len(lines) < limit and start < len(chunk):
+            end = chunk.find(b"\n", start)
+            if end < 0 and not last and len(chunk) - start < _PARTIAL_BYTES:
+                break
+            stop = end if end >= 0 else len(chunk)
+            if not self._inside_cut_line:
+                lines.append(_tailed(chunk[start:stop], self._mask))
+            self._inside_cut_line = end < 0
+            start = stop + 1 if end >= 0 else stop
+        self._offset += start
+        return lines
+
+    def _pass_over(self, file: BinaryIO, target: int) -> str:
+        skipped = target - self._offset
+        file.seek(self._offset if skipped <= _COUNTED_BYTES else target)
+        count = 0
+        while (left := target - file.tell()) > 0:
+            count += file.read(min(left, _CHUNK_BYTES)).count(b"\n")
+        count += file.readline(_PARTIAL_BYTES).count(b"\n")
+        self._offset = file.tell()
+        what = f"{count} lines" if skipped <= _COUNTED_BYTES else f"{skipped} bytes"
+        return f"… {what} dropped here: the rank writes faster than its log is followed"
+
+
+def _tailed(line: bytes, mask: Mask) -> TailedLine:
+    # What a terminal would show: a progress bar overwrites its own line.
+    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    text = mask.text(_CONTROL.sub("", text))
+    if len(text) > LINE_CHARACTERS:
+        cut = len(text) - LINE_CHARACTERS
+        text = f"{text[:LINE_CHARACTERS]} … ({cut} characters cut)"
+    return TailedLine(level_of(text), text)
+
+
+def level_of(text: str) -> Level:
+    """How serious a line looks; ``info`` unless it says otherwise near its beginning."""
+    return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")

@@ -1,0 +1,177 @@
+"""Nobody keeps the event loop, or everybody's turn, for themselves."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from services.contract.api.access import Scope as TokenScope
+from services.contract.system.long_work import in_turns
+from services.contract.words.states import JobState
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
+from services.controller.api.concurrency import Shares, Turns
+from services.controller.api.monitoring import Monitor
+from services.controller.domain.access.token import Principal
+from services.controller.ports.jobs import JobStore, Stored
+from tests.controller.histories import NOW, new_job
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_turns_go_from_subject_to_subject() -> None:
+    turns, done = Turns(), list[str]()
+
+    async def work(subject: str) -> None:
+        async with turns.of(subject):
+            await asyncio.sleep(0)
+            done.append(subject)
+
+    async with asyncio.TaskGroup() as group:
+        for subject in ["max"] * 50 + ["mia", "moe"]:
+            group.create_task(work(subject))
+    assert len(done) == 52
+    assert {"mia", "moe"} <= set(done[:4]), "they waited for one of the others' turns at most"
+
+
+async def test_a_turn_whose_request_goes_away_is_the_next_ones() -> None:
+    turns = Turns()
+    async with turns.of("max"):
+        waiting = asyncio.create_task(_enter(turns, "max"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await _enter(turns, "max")
+
+
+async def _enter(turns: Turns, subject: str) -> None:
+    async with turns.of(subject):
+        pass
+
+
+class Crowd:
+    """An application that counts how many requests of a subject it works on at a time."""
+
+    def __init__(self) -> None:
+        self.present: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        name = scope["state"]["principal"].subject
+        self.present[name] = self.present.get(name, 0) + 1
+        self.most[name] = max(self.most.get(name, 0), self.present[name])
+        await asyncio.sleep(0)
+        self.present[name] -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/stream":
+            self.begun.set()
+            await self.may_end.wait()
+        await send({"type": "http.response.body"})
+
+
+async def test_a_subjects_requests_are_worked_on_a_few_at_a_time_and_streams_count_no_longer() -> (
+    None
+):
+    crowd = Crowd()
+    shares = Shares(crowd)
+
+    async def ask(subject: str, path: str = "/v1/jobs") -> None:
+        asks = Principal(subject=subject, scope=TokenScope.VIEWER)
+        scope = {"type": "http", "method": "GET", "path": path, "state": {"principal": asks}}
+        await shares(scope, _nothing, _nowhere)
+
+    async with asyncio.TaskGroup() as group:
+        streams = [group.create_task(ask("max", "/stream")) for _ in range(20)]
+        await crowd.begun.wait()
+        asked = [group.create_task(ask(name)) for name in ["max"] * 60 + ["mia"] * 3]
+        await asyncio.wait(asked)
+        assert not any(stream.done() for stream in streams)
+        crowd.may_end.set()
+    assert crowd.most == {"max": 8, "mia": 3}
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def _nowhere(_: Message) -> None: ...
+
+
+async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(100))
+    monkeypatch.setattr("services.contract.system.long_work.time.monotonic", lambda: next(moments))
+    rounds, seen = 0, list[int]()
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while len(seen) < 5:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    going = asyncio.create_task(go_round())
+    async for _ in in_turns(range(5)):
+        seen.append(rounds)
+    await going
+    assert seen == sorted(set(seen))
+
+
+class Slow:
+    """Jobs that take long to count."""
+
+    def __init__(self, jobs: JobStore, clock: list[float], took_s: float) -> None:
+        self._jobs, self._clock, self._took_s = jobs, clock, took_s
+        self.counted = 0
+
+    async def counts(self) -> dict[JobState, int]:
+        self.counted += 1
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self._clock[0] += self._took_s
+        return await self._jobs.counts()
+
+    async def active(self) -> Sequence[Stored]:
+        return await self._jobs.active()
+
+
+@pytest.mark.parametrize(("took_s", "counted"), [(0.001, 3), (1.0, 2)])
+async def test_anybody_may_ask_for_figures_and_jobs_are_counted_seldom(
+    took_s: float, counted: int
+) -> None:
+    clock = [0.0]
+    ports = memory_ports(MemoryServer(lambda: NOW, epoch=1))
+    slow: Any = Slow(ports.jobs, clock, took_s)
+    ports = dataclasses.replace(ports, jobs=slow)
+    monitor = Monitor(now=lambda: clock[0])
+    # Those that came at one moment share one count.
+    texts = await asyncio.gather(*(monitor.exposition(ports) for _ in range(20)))
+    assert all(b"meshloom_jobs" in text for text in texts)
+    for pause_s in (5.0, 30.0):
+        clock[0] += pause_s
+        await monitor.exposition(ports)
+    assert slow.counted == counted
+
+
+def test_what_was_read_is_known_until_it_changes_and_no_more_than_so_much() -> None:
+    job = new_job()
+    rows = [
+        Row(name, job.model_copy(update={"id": name}).model_dump_json(), "1", {})
+        for name in (f"job_{number:026}" for number in range(3))
+    ]
+    size = len(str(rows[0].doc))
+    known = KnownRows(2 * size + 10)
+    first = read_row(rows[0])
+    known.put(rows[0], first)
+    assert known.get(rows[0]) is first
+    assert known.get(rows[0]._replace(version="2")) is None
+    assert known.get(rows[0]._replace(checkpoints={"a": "b"})) is None
+    for row in rows[1:]:
+        known.put(row, read_row(row))
+    assert [known.get(row) is not None for row in rows] == [False, True, True]
+    known.forget(rows[1].job_id)
+    assert known.get(rows[1]) is None
