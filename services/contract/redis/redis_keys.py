@@ -8,7 +8,7 @@
 | ``ml:jobs:owner:<owner>`` | zset: the same of an owner's jobs | with its jobs |
 | ``ml:jobs:label:<key>``, ``ml:jobs:label:<key>=<value>`` | zset: the same of jobs with that label | with its jobs |
 | ``ml:jobs:index`` | string: the format of these indexes, once they hold all jobs | permanent |
-| ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
+| ``ml:job:<id>`` | hash: ``doc``, without its ``spec``, ``plan`` and ``attempts`` once a leader wrote it, which are beside it; ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 8, once storage has them |
 | ``ml:job:<id>:events:older`` | stream: the same, of storage | TTL 15 min, when somebody asked |
 | ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end (15 min, once storage has its records), trimmed |

@@ -91,6 +91,7 @@ COMMIT: Final = (
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
 local created, summary, listed = take(), take(), take()
+local split_mark, parts = take(), take_list()
 local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
@@ -107,6 +108,11 @@ local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
 if not known[1] then return {'gone', '0'} end
 if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
+-- Parts that did not change are not in the script: they must be there.
+if string.sub(redis.call('HGET', KEYS[1], 'doc') or '', 1, #split_mark) ~= split_mark then
+  return {'whole', '0'}
+end
+for i = 1, #parts, 2 do redis.call('HSET', KEYS[1], parts[i], parts[i + 1]) end
 local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
 redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state, 'summary', summary)
 relist(KEYS[1], id, created, listed)
