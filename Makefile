@@ -72,6 +72,7 @@ format: $(TESTABLE) ## Put the code into its style
 
 dashboard: ## Rebuild the dashboard's bundle (needs Node)
 	npm --prefix services/controller/dashboard ci --no-audit --no-fund
+	npm --prefix services/controller/dashboard run types
 	npm --prefix services/controller/dashboard run build
 
 clean: ## Remove what this Makefile made, the jobs' checkpoints included

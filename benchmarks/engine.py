@@ -1,12 +1,16 @@
 """How long a step takes with each engine, side by side in one run.
 
-    python -m benchmarks.engine [--ranks 2] [--rounds 15] [--shapes tiny ...] [--optimizer default]
+    python -m benchmarks.engine [--ranks 2] [--rounds 15] [--shapes tiny ...] [--optimizer default] [--hosts 2]
 
 The ranks train one model by each way in turns, a step at a time, with AdamW: without any communication (each
 rank alone: the limit), DDP, PyTorch's FSDP2, and `fsdp_core` over the process group and in shared memory.
 Printed are median milliseconds of rank 0, and how many times as fast as FSDP2 each way was: the median
 over rounds of the two steps of a round, and the range in which half of the rounds lie. The losses of all
 sharded ways are compared; on two ranks they are equal.
+
+With `--hosts` the ranks are divided into so many parts that share no memory with each other, and another way
+exchanges through memory within a part and by gloo between them; both are on this machine, so that the
+network between hosts is as fast as its loopback.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -145,6 +149,15 @@ def _dtypes(shape: Shape) -> tuple[torch.dtype | None, torch.dtype | None]:
     return (torch.bfloat16, torch.float32) if shape.is_bf16 else (None, None)
 
 
+def _on_hosts(hosts: int, shape: Shape, mesh: DeviceMesh) -> nn.Module:
+    # What a group's hosts are is found out once: not of the one that the other ways share.
+    everyone = dist.new_group()
+    assert everyone is not None  # noqa: S101 - of all ranks
+    part = str(mesh.get_rank() * hosts // mesh.size())
+    policy = fsdp_core.SharedMemoryPolicy(part_of_host=part)
+    return _ours(shape, DeviceMesh.from_group(everyone, "cpu"), policy)
+
+
 WAYS: dict[str, Way] = {
     "no communication": _alone,
     "DDP": _ddp,
@@ -189,17 +202,20 @@ class Training:
 
 
 def measure(
-    shape: Shape, mesh: DeviceMesh, rounds: int, *, is_fused: bool = True
+    shape: Shape, mesh: DeviceMesh, rounds: int, *, is_fused: bool = True, hosts: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of each step by each way, in turns.
 
     Raises:
         AssertionError: On two ranks, a sharded way had other losses than FSDP2.
     """
+    ways: dict[str, Way] = dict(WAYS)
+    if hosts > 1:
+        ways[f"ours, {hosts} hosts"] = partial(_on_hosts, hosts)
     trainings = {
-        name: Training.by(way, shape, mesh, is_fused=is_fused) for name, way in WAYS.items()
+        name: Training.by(way, shape, mesh, is_fused=is_fused) for name, way in ways.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(_WARM_UP + rounds):
         losses = {}
         for name, training in trainings.items():
@@ -222,16 +238,15 @@ def _table(name: str, seconds: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def _rank(
-    rank: int, world: int, port: int, shapes: Sequence[str], rounds: int, optimizer: str
-) -> None:
+def _rank(rank: int, world: int, port: int, chosen: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     speed_ups: dict[str, list[float]] = {}
-    for name in shapes:
-        seconds = measure(SHAPES[name], mesh, rounds, is_fused=optimizer == "fused")
+    is_fused = chosen.optimizer == "fused"
+    for name in chosen.shapes:
+        seconds = measure(SHAPES[name], mesh, chosen.rounds, is_fused=is_fused, hosts=chosen.hosts)
         if rank == 0:
             sys.stdout.write(_table(name, seconds) + "\n")
             sys.stdout.flush()
@@ -261,11 +276,14 @@ def main() -> None:
         default="fused",
         help="AdamW as one kernel, or parameter by parameter as it is without further options",
     )
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="parts of the machine to count as hosts"
+    )
     chosen = parser.parse_args()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(  # type: ignore[no-untyped-call]  # PyTorch's
         _rank,
-        (chosen.ranks, store.port, chosen.shapes, chosen.rounds, chosen.optimizer),
+        (chosen.ranks, store.port, chosen),
         nprocs=chosen.ranks,
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core import torch_private
+from fsdp_core.plan import fakes
 from fsdp_core.plan.apply import apply_plan
 from fsdp_core.plan.live_storage import LiveStorage
 from fsdp_core.plan.model import MeshPlan, ShardingPlan
@@ -51,11 +51,11 @@ def step_of_one(
     def note(operator: str, _: torch.Tensor) -> None:
         launched[operator] += 1
 
-    with torch_private.fake_ranks(plan.mesh.ranks):
+    with fakes.fake_ranks(plan.mesh.ranks):
         with torch.device("meta"):
             model = make()
         apply_plan(model, plan, _mesh(plan.mesh))
-        with torch_private.without_memory(), LiveStorage(also=note, of_fakes=True) as live:
+        with fakes.without_memory(), LiveStorage(also=note, of_fakes=True) as live:
             model.to_empty(device="cpu")
             counting = Counting()
             observe(model, counting)

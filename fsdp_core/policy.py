@@ -51,20 +51,26 @@ class SharedMemoryPolicy:
     """Ranks of one host exchange CPU tensors through memory that they share, not by sockets.
 
     Ranks that cannot share memory use their process group, and log that once. So do groups with
-    tensor subclasses, `Owned` parameters or a smaller mesh for what these need.
+    tensor subclasses, `Owned` parameters or a smaller mesh for what these need. Where a group lies on
+    several hosts, with equally many ranks on each, side by side, those of a host exchange through
+    memory, and by a process group between hosts.
 
-    Sums of three and more ranks are made in the order of ranks, so they differ in the last bit from
-    gloo's.
+    Sums of three and more ranks are made in the order of ranks, on several hosts first within each,
+    so they differ in the last bit from gloo's.
 
     Attributes:
         share_storage: Whether all ranks of the host compute with one copy of the parameters: a gather
             then copies nothing, and waits only. It holds for parameters that are sharded on dim 0 and
             computed with in their own dtype; others are copied. Slices may be written by
             `torch.optim.Optimizer.step` and `load_state_dict`, which wait until no rank computes
-            with them any more; who writes them otherwise must wait for all ranks first.
+            with them any more; who writes them otherwise must wait for all ranks first. On several
+            hosts it changes nothing.
+        part_of_host: Ranks of one host that give different words count as of different hosts, as
+            those of its NUMA nodes may.
     """
 
     share_storage: bool = False
+    part_of_host: str = ""
 
 
 @dataclass(frozen=True)

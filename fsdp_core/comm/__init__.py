@@ -11,6 +11,7 @@ from fsdp_core.comm.collectives import (
 )
 from fsdp_core.comm.context import CommContext, InFlightReduction
 from fsdp_core.comm.desync import keep_step
+from fsdp_core.comm.hostwise import HostwiseCollectives
 from fsdp_core.comm.mesh_info import (
     Axis,
     DataParallelMeshInfo,
@@ -26,10 +27,11 @@ from fsdp_core.comm.quantized_reduce import QuantizedReduceScatter
 from fsdp_core.comm.reduction import Reduction
 from fsdp_core.comm.shared_memory import (
     Counters,
+    HostAxes,
     OutBox,
     SharedMemoryAxis,
     elements_of,
-    shared_memory_of,
+    host_axes_of,
 )
 from fsdp_core.comm.strategies import (
     AllGather,
@@ -69,7 +71,9 @@ __all__ = [
     "FSDPMeshInfo",
     "GroupCollectives",
     "HSDPMeshInfo",
+    "HostAxes",
     "HostStreams",
+    "HostwiseCollectives",
     "InFlightReduction",
     "LoopbackCollectives",
     "OutBox",
@@ -87,10 +91,10 @@ __all__ = [
     "Ticket",
     "collectives_on",
     "elements_of",
+    "host_axes_of",
     "keep_step",
     "mesh_info_of",
     "post_forward_mesh_info",
     "resolve_placement",
-    "shared_memory_of",
     "streams_for",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_core.comm import Stream, collectives_on, shared_memory_of
+from fsdp_core.comm import HostwiseCollectives, Stream, collectives_on, host_axes_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.options import GroupOptions
 from fsdp_core.param.gather import Gathered, PendingGather
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         DataParallelMeshInfo,
         Event,
         FSDPMeshInfo,
-        SharedMemoryAxis,
+        HostAxes,
     )
     from fsdp_core.param.fsdp_param import FSDPParam
     from fsdp_core.policy import SharedMemoryPolicy
@@ -81,10 +81,17 @@ class FSDPParamGroup:
         self._gather: PendingGather | SharedGather | None = None
         self._shared_slices: SharedSlices | None = None
         self._shared_reducer: SharedReducer | None = None
-        if shared_memory is not None and (axis := self._find_shared_axis()) is not None:
-            self._shared_reducer = SharedReducer(axis)
-            if not owned and all(param.is_plain for param in params):
-                self._shared_slices = SharedSlices(params, axis, shared_memory, self._end_use)
+        self._hostwise: HostwiseCollectives | None = None
+        if shared_memory is not None and (axes := self._find_host_axes(shared_memory)) is not None:
+            group = info.shard.group
+            if axes.across is not None and group is not None:
+                self._hostwise = HostwiseCollectives(info.shard.name, group, axes)
+            else:
+                self._shared_reducer = SharedReducer(axes.within)
+                if not owned and all(param.is_plain for param in params):
+                    self._shared_slices = SharedSlices(
+                        params, axes.within, shared_memory, self._end_use
+                    )
         self._plan: GroupPlan | None = None
         self._partial = PartialReduce()
         self._route: ReduceRoute | None = None
@@ -155,6 +162,8 @@ class FSDPParamGroup:
         known_mesh, known_strategy, axis = self._known_axis
         if axis is None or mesh is not known_mesh or strategy is not known_strategy:
             axis = collectives_on(mesh.shard, all_gather=strategy)
+            if self._hostwise is not None and strategy is None:
+                axis = self._hostwise
             self._known_axis = mesh, strategy, axis
         return axis
 
@@ -339,14 +348,17 @@ class FSDPParamGroup:
 
     def _new_route(self, label: str) -> ReduceRoute:
         custom, group = self.options.reduce_scatter, self.options.reduce_group
+        is_ours = custom is None and group is None
         return ReduceRoute(
             label=label,
             options=replace(self.options),  # setters do not change what is in flight
-            shards=collectives_on(self.info.shard, reduce_scatter=custom, reduce_group=group),
+            shards=self._hostwise
+            if is_ours and self._hostwise is not None
+            else collectives_on(self.info.shard, reduce_scatter=custom, reduce_group=group),
             replicas=collectives_on(self.info.replicate),
             device=self.info.device,
             partial=self._partial,
-            shared=self._shared_reducer if custom is None and group is None else None,
+            shared=self._shared_reducer if is_ours else None,
         )
 
     @property
@@ -356,10 +368,10 @@ class FSDPParamGroup:
         # A slice may have been given the methods of an extension, or another class, since.
         return self._shared_slices if all(p.is_plain for p in self.params) else None
 
-    def _find_shared_axis(self) -> SharedMemoryAxis | None:
+    def _find_host_axes(self, policy: SharedMemoryPolicy) -> HostAxes | None:
         if self.info.device.type != "cpu" or self._post_forward is not None:
             return None
-        return shared_memory_of(self.info.shard.group)
+        return host_axes_of(self.info.shard.group, policy.part_of_host)
 
     @property
     def _label(self) -> str:

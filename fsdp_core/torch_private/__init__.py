@@ -20,12 +20,14 @@ from fsdp_core.torch_private.dtensors import (
     waited,
 )
 from fsdp_core.torch_private.groups import (
+    Gloo,
     allocator_of,
     default_store,
     group_device_types,
     meet_in_memory,
     scaled_sum,
     set_symmetric_backend,
+    store_within,
     symmetric_pool,
     uncounted_all_reduce,
 )
@@ -81,6 +83,7 @@ from fsdp_core.torch_private.tensors import (
 
 __all__ = [
     "MOVES",
+    "Gloo",
     "OpOverload",
     "Spec",
     "allocator_of",
@@ -131,6 +134,7 @@ __all__ = [
     "shards_dim",
     "shift_version",
     "spec_of",
+    "store_within",
     "strided_shard",
     "swap",
     "symmetric_pool",

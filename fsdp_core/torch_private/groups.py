@@ -59,6 +59,34 @@ def uncounted_all_reduce(
     return cast("dist.Work", backend.allreduce([tensor], op))
 
 
+def store_within(prefix: str, store: Store) -> Store:
+    """The part of `store` whose keys begin with `prefix`; PyTorch does not list the class."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # as the docstring says
+
+
+class Gloo:
+    """A connection of some ranks by gloo that is no process group: nobody else can see or count it.
+
+    Process groups of some ranks can only be made by all ranks, or get names by how many each has made.
+
+    Args:
+        store: Through which they meet.
+        rank: Of this process among them.
+        size: How many they are.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._backend = cast("Any", dist.ProcessGroupGloo)(store, rank, size)
+
+    def all_gather(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work:
+        """Starts to fill `output`, 1D, with all contributions in the order of ranks."""
+        return cast("dist.Work", self._backend._allgather_base(output, contribution))
+
+    def reduce_scatter(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work:
+        """Starts to add all contributions, 1D; `output` gets this rank's part of the sum."""
+        return cast("dist.Work", self._backend._reduce_scatter_base(output, contribution))
+
+
 def set_symmetric_backend(name: str) -> None:
     """Chooses who allocates symmetric memory; PyTorch has no public module for it yet."""
     _symmetric_memory().set_backend(name)

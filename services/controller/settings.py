@@ -27,7 +27,7 @@ class Settings(BaseSettings):
 
     Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
     than this machine can reach wants a token from them, of at least 128 bits. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis. ``max_connections`` bounds all clients together: beyond it the
+    logs and events at a time, for each holds a connection to Redis. One owner may have ``max_unfinished_jobs`` that have not ended. ``max_connections`` bounds all clients together: beyond it the
     oldest whose request has not come yet is closed. A request has ``request_timeout_s`` to come whole,
     and its answer as long to be read. ``allowed_hosts`` are the names
     (separated by commas) under which the controller is served beside those of loopback. Every
@@ -61,6 +61,7 @@ class Settings(BaseSettings):
     max_code_store_mib: int = Field(default=DEFAULT_CODE_STORE_MIB, ge=1, le=1 << 20)
     grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
     max_streams: int = Field(default=64, ge=1, le=10_000)
+    max_unfinished_jobs: int = Field(default=2_000, ge=1, le=1_000_000)
     max_connections: int = Field(default=512, ge=8, le=100_000)
     request_timeout_s: float = Field(default=30.0, gt=0, le=3_600)
     plan_wait_s: float = Field(default=5, ge=0, le=60)

@@ -15,14 +15,14 @@ from services.contract.messages.rank_pipe import RankSeat
 from services.contract.messages.warm_channel import RankForked, RankReaped
 from services.contract.system.pipe_end import PipeEnd
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
-from services.worker.agent.node_commands import Answers
+from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks.launch import Crew, Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import NODE, launch
 
 
-class NoAnswers:
+class NoNodeCommands:
     def give_way(self) -> None:
         """Nothing is measured here."""
 
@@ -95,7 +95,7 @@ def test_a_rank_is_not_dead_because_one_that_was_forked_for_nothing_had_its_numb
             NODE,
             NodeFolder(tmp_path, NODE, tmp_path),
             Storage(tmp_path / "checkpoints", NODE),
-            cast("Answers", NoAnswers()),
+            cast("NodeCommands", NoNodeCommands()),
             cast("Launcher", launcher),
             told.append,
         )

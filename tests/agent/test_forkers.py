@@ -18,7 +18,7 @@ from services.contract.messages.facts import Fact, GangLaunched, LaunchRefused
 from services.contract.messages.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.node_commands import Answers
+from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks import template_link, warm_keeper
 from services.worker.agent.ranks.admission import Admission
 from services.worker.agent.ranks.code_cache import CodeCache
@@ -28,7 +28,7 @@ from services.worker.agent.ranks.warm_keeper import WarmKeeper
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import FOREVER, JOB, NODE, PROGRAMS, is_gone, launch
-from tests.agent.test_forked_for_nothing import NoAnswers
+from tests.agent.test_forked_for_nothing import NoNodeCommands
 from tests.disk import Disk, small_disk
 from tests.waiting import until
 
@@ -210,8 +210,8 @@ def test_a_launch_for_whose_boards_others_left_no_room_is_refused_for_that_and_t
             told: list[Fact] = []
             node = NodeFolder(tmp_path, NODE, shared.path)
             storage = Storage(tmp_path / "checkpoints", NODE)
-            answers = cast("Answers", NoAnswers())
-            supervisor = Supervisor(NODE, node, storage, answers, made.launcher, told.append)
+            node_commands = cast("NodeCommands", NoNodeCommands())
+            supervisor = Supervisor(NODE, node, storage, node_commands, made.launcher, told.append)
             shared.fill()
             await supervisor.handle(launch(1, ranks=1))
             shared.free()

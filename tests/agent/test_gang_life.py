@@ -239,3 +239,27 @@ def test_a_plan_that_this_node_cannot_begin_is_refused(
     plan = command.plan.model_copy(update={"ranks": seats})
     controller.send(command.model_copy(update={"plan": plan}))
     assert words in controller.fact(LaunchRefused).reason
+
+
+@pytest.mark.parametrize(("then", "state"), [("stop", "T"), ("stop for its parent", "t")])
+def test_a_rank_that_is_stopped_is_named_though_the_other_makes_progress(
+    agent: AgentProcess, controller: Controller, then: str, state: str
+) -> None:
+    command = launch(1, 2, FOREVER, pause_s=0.01, then=then)
+    faults = command.spec.faults.model_copy(update={"hang_timeout_s": 2.0})
+    controller.send(
+        command.model_copy(update={"spec": command.spec.model_copy(update={"faults": faults})})
+    )
+    end = ended(controller)
+    assert end.hang is not None
+    assert {each.rank: each.process == state for each in end.hang.ranks} == {0: False, 1: True}
+    assert end.hang.still_s > end.hang.allowed_s == 2.0
+    assert agent.process.poll() is None
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_error_whose_text_is_no_unicode_is_told(controller: Controller) -> None:
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01, then="raise what is no text"))
+    first = min(ended(controller).exits, key=lambda each: each.order)
+    assert first.error == "ValueError: no samples in a\\udc80b"
+    assert "_raises_what_is_no_text" in (first.traceback or "")

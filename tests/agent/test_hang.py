@@ -27,7 +27,13 @@ from services.worker.agent.gangs.decisions import (
     Ticked,
     decide,
 )
-from services.worker.agent.telemetry.hang import SLOW_PHASE_S, Mark, Progress, look
+from services.worker.agent.telemetry.hang import (
+    SLOW_PHASE_S,
+    STOPPED_ALLOWED_S,
+    Mark,
+    Progress,
+    look,
+)
 from tests.agent.conftest import JOB, NODE
 
 TICK_S = 0.1
@@ -104,6 +110,37 @@ def test_one_rank_that_moves_speaks_for_all() -> None:
         state, effects = decide(state, event, tick * TICK_S)
         seen += effects
     assert seen == []
+
+
+@pytest.mark.parametrize(("asked_s", "allowed_s"), [(None, STOPPED_ALLOWED_S), (7.0, 7.0)])
+def test_a_stopped_rank_of_a_script_that_reports_nothing_is_noticed(
+    asked_s: float | None, allowed_s: float
+) -> None:
+    state = replace(gang(stepped=False, asked_s=asked_s), is_script=True)
+    moving = [LookedAt({0: mark(n), 1: mark(4)}, None) for n in range(2)]
+    for stops, expected in ((False, False), (True, True)):
+        found = None
+        now = 0.0
+        while found is None and now < allowed_s + 1:
+            number = round(now / TICK_S)
+            stopped = frozenset({1} if stops else {1} if number % 50 else ())
+            event = replace(moving[number % 2], stopped=stopped)
+            state, effects = decide(state, event, now)
+            found = next((each for each in effects if isinstance(each, LookInto)), None)
+            now += TICK_S
+        assert (found is not None) is expected
+        state = replace(state, progress=Progress())
+    assert found is not None
+    assert allowed_s < found.stall.still_s < allowed_s + 0.3
+    assert found.stall.allowed_s == allowed_s
+
+
+def test_a_break_of_the_agent_is_not_held_against_a_stopped_rank() -> None:
+    state = replace(gang(stepped=False), is_script=True)
+    stopped = LookedAt({0: mark(5), 1: mark(4)}, None, frozenset({1}))
+    for now in (0.0, 0.1, 500.0, 500.1):
+        state, effects = decide(state, stopped, now)
+        assert effects == ()
 
 
 def test_a_break_of_the_agent_itself_is_not_held_against_the_ranks() -> None:

@@ -2,16 +2,25 @@
 
 import os
 import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from services.contract.messages.facts import GangEnded, GangProgressed
+from services.contract.words.states import FailureClass
+from services.controller.domain.decisions.diagnose import classify
+from services.controller.domain.job.attempt import Attempt, Failure
 from services.worker.agent.gangs.decisions import GangState, RankState
-from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
+from services.worker.rank.process.host_memory import ThreadRefusals
 from tests.agent.conftest import (
     FOREVER,
     JOB,
+    NODE,
     AgentProcess,
     Controller,
     ended,
@@ -42,6 +51,67 @@ def test_a_rank_beyond_its_limit_ends_with_the_limit_and_what_to_do_and_the_node
     assert dies_at(agent.warm().pid) == dies_at(agent.process.pid)
     assert not [fact for fact in controller.all_of(GangEnded) if fact.fence == 2]
     assert agent.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("then", "words", "kind"),
+    [
+        ("abort for memory", "ended by SIGABRT: it was refused memory", None),
+        (
+            "lose a thread",
+            "RuntimeError: nothing came of it; it was refused memory: MemoryError",
+            (),
+        ),
+        ("hide a refusal", "RuntimeError: no batch; it was refused memory: MemoryError", ()),
+    ],
+)
+def test_a_refusal_that_is_not_the_last_error_of_its_rank_is_told_as_want_of_memory(
+    agent: AgentProcess, controller: Controller, then: str, words: str, kind: tuple[()] | None
+) -> None:
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01, then=then))
+    first, *_ = sorted(ended(controller).exits, key=lambda exit_: exit_.order)
+    assert first.rank == 1
+    assert (first.error or "").startswith(words), first
+    assert kind is None or "builtins.MemoryError" in first.error_types
+    failure = Failure(
+        rank=1,
+        node_id=NODE,
+        signal=first.signal,
+        error=first.error,
+        error_types=first.error_types,
+        traceback=first.traceback,
+    )
+    attempt = Attempt(fence=1, world_size=2, incarnations={NODE: "life"}, started_ms=1)
+    assert classify(attempt, failure) is FailureClass.OUT_OF_MEMORY
+    assert agent.process.poll() is None
+
+
+def test_words_in_a_log_explain_an_abort_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("std::bad_alloc\n")
+    aborted = RankState(0, os.getpid(), signal=int(signal.SIGABRT))
+    assert aborted_for_memory(aborted, log)
+    assert not aborted_for_memory(replace(aborted, signal=int(signal.SIGSEGV)), log)
+    log.write_text("assertion failed\n")
+    assert not aborted_for_memory(aborted, log)
+    log.unlink()
+    os.mkfifo(log)
+    assert not aborted_for_memory(aborted, log)
+
+
+def test_a_thread_that_was_refused_memory_long_before_explains_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    at = [3]
+    refusals = ThreadRefusals(lambda: at[0])
+    refusals.watch()
+    for target, known in ((lambda: int("no"), False), (lambda: bytearray(1 << 45), True)):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+        assert (refusals.before(4) is not None) is known
+    assert refusals.before(5) is None
 
 
 def dies_at(pid: int) -> int:

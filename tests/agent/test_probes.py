@@ -32,7 +32,7 @@ from services.contract.system.mask import Mask
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.probes.prober import NICENESS, _read
-from services.worker.agent.probes.programs import Asker, Ended, _end
+from services.worker.agent.probes.programs import ProgramEnd, ProgramRunner, _end
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.ranks.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
@@ -212,12 +212,62 @@ def test_a_profile_with_which_nobody_could_plan_is_refused_with_the_reason(
     assert words in failure.reason
 
 
+LINE: Final = {"base": 0, "slope": 1}
+
+
+def a_trace(lines: list[dict[str, int]], grads: list[int]) -> dict[str, object]:
+    segment = {"begins": "start", "module": "", "peak": {"lines": lines}, "change": LINE}
+    return {"conditions": {}, "segments": [segment | {"grads": grads}], "tp_bytes": LINE}
+
+
+def a_unit() -> dict[str, object]:
+    peak = {"lines": [LINE]}
+    amounts = {"saved": LINE, "forward_peak": peak, "backward_peak": peak, "outputs": LINE}
+    return {"module": "a", "kind": "block", "flops": LINE, **amounts}
+
+
+def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, object]:
+    trained = {"is_floating": True, "requires_grad": True, "also": also}
+    return {"name": "a", "shape": shape or [1], "dtype": "float32", "itemsize": 4, **trained}
+
+
 @pytest.mark.parametrize(
     ("changes", "modules", "words"),
     [
         ('{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}', 0, "no measure of a model"),
         (f'{{"granularity": 1{"0" * 400}}}', 0, "characters cut"),
         ("{}", 70_000, "modules, more than the 65536"),
+        (
+            json.dumps({"flops": {"base": 0, "slope": 0, "table": [[n, n] for n in range(65)]}}),
+            0,
+            "65 numbers or names at /profile/flops/table, more than the 64",
+        ),
+        (
+            json.dumps({"traces": [a_trace([LINE] * 257, [0])]}),
+            0,
+            "257 numbers or names at /profile/traces/0/segments/0/peak/lines",
+        ),
+        (
+            json.dumps({"traces": [a_trace([LINE], [0] * 85)]}),
+            0,
+            "that 85 gradients are made of 21",
+        ),
+        (json.dumps({"units": [a_unit()] * 1_025}), 0, "1025 units, more than the 1024"),
+        (
+            json.dumps({"parameters": [a_parameter(["a" + ".a" * 999] * 600)]}),
+            0,
+            "have 600001 parts, more than the 524288",
+        ),
+        (
+            json.dumps({"parameters": [a_parameter(["a"] * 1_025)]}),
+            0,
+            "parameters/0/also, more than",
+        ),
+        (
+            json.dumps({"parameters": [a_parameter([], [1] * 65)]}),
+            0,
+            "parameters/0/shape, more than",
+        ),
     ],
 )
 def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, words: str) -> None:
@@ -236,9 +286,9 @@ def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
 
 
 def test_how_a_process_ended_is_told_in_words() -> None:
-    assert Ended(b"", 7, "").how == "its process left with code 7"
-    assert Ended(b"", -9, "").how == "its process was ended by SIGKILL"
-    assert Ended(b"", -250, "").how == "its process was ended by signal 250"
+    assert ProgramEnd(b"", 7, "").how == "its process left with code 7"
+    assert ProgramEnd(b"", -9, "").how == "its process was ended by SIGKILL"
+    assert ProgramEnd(b"", -250, "").how == "its process was ended by signal 250"
 
 
 def test_an_exception_is_told_in_its_own_words_without_the_secrets_in_them(node: Node) -> None:
@@ -306,7 +356,7 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
             NODE,
             "a",
             inventory,
-            Asker(Imported({}, "", (), 0.0), tmp_path),
+            ProgramRunner(Imported({}, "", (), 0.0), tmp_path),
             asyncio.Event().wait,
         )
 

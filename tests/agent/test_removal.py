@@ -65,7 +65,7 @@ def test_folders_that_nobody_may_list_or_write_in_go_for_their_owner() -> None:
             [
                 sys.executable,
                 "-c",
-                f"from services.worker.agent import removal; {program}",
+                f"from services.worker.agent.host import removal; {program}",
                 f"{folder}/x",
             ],
             capture_output=True,

@@ -1,11 +1,12 @@
 """An agent's rounds through storage, with a real Redis that knows some jobs and not others."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import redis
+from redis.asyncio import Redis as AsyncRedis
 
 from services.contract.jobs.traces import draft as unfinished_trace
 from services.contract.jobs.traces import raw_draft, trace_file
@@ -57,12 +58,19 @@ class Rounds:
         (folder / "rank-0.bin").write_bytes(b"x")
         return folder
 
+    def agent(
+        self, client: AsyncRedis, node_id: str = NODE, tell: Callable[[Fact], None] | None = None
+    ) -> StorageRounds:
+        """A life of an agent that runs nothing."""
+        holdings = Holdings(node_id, self.storage, self.folder, dict)
+        return StorageRounds(client, holdings, tell or self.told.append, grace_s=0.0)
+
     def go(self, gangs: Gangs | None = None, *, grace_s: float = 0.0, times: int = 1) -> bool:
         """Whether the last round is soon followed by another one."""
 
         async def rounds() -> bool:
             async with writing_client(self._url) as client:
-                holdings = Holdings(self.storage, self.folder, lambda: gangs or {})
+                holdings = Holdings(NODE, self.storage, self.folder, lambda: gangs or {})
                 agent = StorageRounds(client, holdings, self.told.append, grace_s=grace_s)
                 return [await agent.go() for _ in range(times)][-1]
 
@@ -178,3 +186,75 @@ def test_files_of_old_attempts_are_pruned_and_those_of_deleted_jobs(
     rounds.go()
     assert {f for f in fences if rounds.folder.attempt(JOB, f).path.exists()} == {2}
     rounds.folder.remove_boards()
+
+
+def test_only_the_first_round_goes_through_jobs_that_had_no_ranks_here_while_none_is_lost(
+    rounds: Rounds, redis_url: str, client: "redis.Redis"
+) -> None:
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    overtaken = rounds.folder_of(7, 1)
+
+    async def three_rounds() -> None:
+        async with writing_client(redis_url) as connection:
+            agent = rounds.agent(connection)
+            await agent.go()
+            assert not overtaken.exists()
+            rounds.folder_of(7, 1)
+            client.delete(redis_keys.job(JOB))
+            await agent.go()
+            assert rounds.told == []
+            assert overtaken.exists()
+            # Once ranks of it were launched here it is among those to look after.
+            rounds.folder.attempt(JOB, 2).path.mkdir(parents=True)
+            await agent.go()
+            assert [type(fact) for fact in rounds.told] == [JobFound]
+            assert not overtaken.exists()
+
+    asyncio.run(three_rounds())
+
+
+def test_all_jobs_are_gone_through_when_redis_may_have_lost_some_and_until_none_is_lost(
+    rounds: Rounds, redis_url: str, client: "redis.Redis"
+) -> None:
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    asked, heard = asyncio.Event(), asyncio.Event()
+
+    def tell(fact: Fact) -> None:
+        rounds.told.append(fact)
+        heard.set()
+
+    async def asked_round() -> None:
+        async with writing_client(redis_url) as connection:
+            agent = rounds.agent(connection, tell=tell)
+            await agent.go()
+            client.delete(redis_keys.job(JOB))
+            asked.set()
+            running = asyncio.create_task(agent.run(asked))
+            async with asyncio.timeout(60):
+                await heard.wait()
+            running.cancel()
+            await asyncio.wait([running])
+            await agent.go()
+            assert [type(fact) for fact in rounds.told] == [JobFound, JobFound]
+            client.hset(redis_keys.job(JOB), "state", "RUNNING")
+            await agent.go()
+            client.delete(redis_keys.job(JOB))
+            await agent.go()
+            assert len(rounds.told) == 2
+
+    asyncio.run(asked_round())
+
+
+def test_a_lost_job_of_other_nodes_is_left_to_them_for_some_seconds(
+    rounds: Rounds, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go_elsewhere() -> None:
+        async with writing_client(redis_url) as connection:
+            agent = rounds.agent(connection, "another-node")
+            await agent.go()
+            assert rounds.told == []
+            monkeypatch.setattr("services.worker.agent.storage.rounds.OTHERS_AFTER_S", 0.0)
+            await agent.go()
+            assert [type(fact) for fact in rounds.told] == [JobFound]
+
+    asyncio.run(go_elsewhere())

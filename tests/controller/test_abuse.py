@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 import hypothesis
 import pytest
+from httpx import Response
 from hypothesis import strategies
 from redis import Redis
 from starlette.types import Message, Receive, Scope, Send
@@ -65,6 +66,33 @@ def test_the_same_key_of_two_subjects_makes_a_job_for_each(controller: Controlle
         clone = controller.client.post(path, json=body, headers=headers)
         assert (clone.status_code, clone.json()["owner"]) == (202, subject)
     assert made["sue"] != made["sam"]
+
+
+# --- how many jobs ------------------------------------------------------------------------------
+
+
+def test_nobody_has_more_unfinished_jobs_than_the_bound_and_others_still_have_theirs(
+    redis_server: EmbeddedRedis,
+) -> None:
+    redis_server.flush()
+    with started(redis_server.url, token=BOOTSTRAP, max_unfinished_jobs="3") as controller:
+        sue, sam = (bearer(controller, name) for name in ("sue", "sam"))
+
+        def submit(headers: dict[str, str], path: str = "/v1/jobs") -> Response:
+            body = job_body() if path == "/v1/jobs" else {}
+            return controller.client.post(path, json=body, headers=headers)
+
+        jobs = [submit(sue).json()["id"] for _ in range(3)]
+        paused = controller.client.post(f"/v1/jobs/{jobs[0]}/pause", headers=sue)
+        assert paused.status_code == 202, paused.text
+        for path in ("/v1/jobs", f"/v1/jobs/{jobs[0]}/clone"):
+            refused = submit(sue, path)
+            assert (refused.status_code, refused.json()["code"]) == (409, "too_many_jobs")
+            assert "sue has 3 jobs that have not ended" in refused.json()["detail"]
+        assert submit(sam).status_code == 201
+        assert submit(sue | {"Idempotency-Key": "a"}).status_code == 409
+        controller.client.post(f"/v1/jobs/{jobs[1]}/cancel", headers=sue)
+        until(lambda: submit(sue).status_code == 201)
 
 
 # --- bodies -------------------------------------------------------------------------------------

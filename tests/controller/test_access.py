@@ -11,6 +11,7 @@ from httpx2 import Response
 from services.contract.api.access import Scope
 from services.contract.jobs.entry_points import EntryPoints
 from services.contract.redis import redis_keys as keys
+from services.controller.api import rates
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped
@@ -274,23 +275,45 @@ def test_a_clock_that_goes_back_fills_no_bucket() -> None:
     assert waits == [1000, 500, 0]
 
 
-def test_each_token_has_its_own_rate_over_all_controllers(redis_url: str) -> None:
+def test_each_token_has_its_own_rate_at_each_controller(redis_url: str) -> None:
     slow = AccessPolicy(token=BOOTSTRAP, rate=Rate(per_s=0.001, burst=3))
     with (
         open_house(redis_url, slow, leads=False) as one,
         open_house(redis_url, slow, leads=False) as two,
     ):
-        alice = make(one, "viewer", "alice")
-        statuses = [
-            house.client.get("/v1/jobs", headers=alice).status_code for house in (one, two, one)
-        ]
-        assert statuses == [200, 200, 200]
+        alice, bob = make(one, "viewer", "alice"), make(one, "viewer", "bob")
         for house in (one, two):
-            answer = house.client.get("/v1/jobs", headers=alice)
-            assert refusal(answer) == (429, "rate_limited")
-            assert 990 <= int(answer.headers["retry-after"]) <= 1000
+            answers = [house.client.get("/v1/jobs", headers=alice) for _ in range(4)]
+            assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+            assert refusal(answers[3]) == (429, "rate_limited")
+            assert 990 <= int(answers[3].headers["retry-after"]) <= 1000
+        assert one.client.get("/v1/jobs", headers=bob).status_code == 200
         assert one.client.get("/v1/jobs", headers=bearer(BOOTSTRAP)).status_code == 200
         assert one.client.get("/healthz").status_code == 200
+
+
+def test_a_request_within_its_rate_writes_nothing_to_redis(guarded: House) -> None:
+    alice = make(guarded, "viewer")
+    before = guarded.redis.info("commandstats")
+    assert guarded.client.get("/v1/capacity", headers=alice).status_code == 200
+    after = guarded.redis.info("commandstats")
+    writes = ("cmdstat_hset", "cmdstat_set", "cmdstat_pexpire", "cmdstat_xadd")
+    assert [before.get(name) for name in writes] == [after.get(name) for name in writes]
+
+
+def test_buckets_that_are_full_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 0
+    monkeypatch.setattr(rates, "now_ms", lambda: moment)
+    monkeypatch.setattr(rates, "_KEPT", 2)
+    buckets = rates.Buckets(Rate(per_s=1, burst=2))
+    for name in ("a", "b"):
+        assert [buckets.take(name) for _ in range(3)] == [0, 0, 1000]
+    moment = 1999
+    assert [buckets.take(name) for name in ("b", "c", "a")] == [0, 0, 0]
+    assert set(buckets._buckets) == {"a", "b", "c"}
+    moment = 2000 + 1999
+    assert buckets.take("d") == 0
+    assert set(buckets._buckets) == {"d"}
 
 
 # --- where requests come from -------------------------------------------------------------------
@@ -404,10 +427,13 @@ def test_who_is_refused_for_ever_does_not_wash_the_trail_away(
     assert trail(guarded)[0]["actor"] == "alice"
 
 
-def test_the_next_entry_counts_the_refusals_that_were_left_out(guarded: House) -> None:
+def test_the_next_entry_counts_the_refusals_that_were_left_out(
+    guarded: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(230):
         guarded.client.get("/v1/jobs")
-    guarded.redis.delete(keys.rate("audit:strangers"))
+    later_ms = rates.now_ms() + 3_600_000
+    monkeypatch.setattr(rates, "now_ms", lambda: later_ms)
     guarded.client.get("/v1/jobs")
     counts = [int(str(entry["left_out"])) for entry in trail(guarded)]
     assert counts[0] > 0

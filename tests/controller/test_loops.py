@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
+from tenacity import AsyncRetrying, RetryCallState, wait_none
 
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import DeposedError, StoreUnavailableError
 from services.controller.loops import facts as fact_loop
-from services.controller.loops.endurance import Endurance
+from services.controller.loops import store_retry
 from services.controller.loops.leader import Leader
+from services.controller.loops.store_retry import StoreRetry
 from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
 
@@ -76,9 +78,9 @@ async def test_a_loop_bears_an_absent_store_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("services.controller.loops.endurance._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(store_retry, "_WAIT", wait_none())
     absences: list[int] = []
-    endurance = Endurance("test", lambda: absences.append(1))
+    retry = StoreRetry("test", lambda: absences.append(1))
     answers = iter([StoreUnavailableError("gone"), StoreUnavailableError("gone"), None])
 
     async def work() -> None:
@@ -86,10 +88,44 @@ async def test_a_loop_bears_an_absent_store_and_says_so_once(
         if answer is not None:
             raise answer
 
-    for _ in range(3):
-        await endurance.round(work)
+    await retry.round(work)
     assert len(absences) == 2
     assert [record.message for record in caplog.records] == ["store_unavailable", "store_is_back"]
+
+
+async def test_a_loop_that_was_answered_in_between_waits_from_the_beginning_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[int] = []
+
+    def wait(state: RetryCallState) -> float:
+        tries.append(state.attempt_number)
+        return 0.0
+
+    monkeypatch.setattr(store_retry, "_WAIT", wait)
+    retry = StoreRetry("test")
+    rounds = iter([False, False, True, False, None])
+
+    async def work() -> None:
+        answered = next(rounds)
+        if answered is None:
+            return
+        if answered:
+            retry.succeeded()
+        raise StoreUnavailableError("gone")
+
+    await retry.round(work)
+    assert tries == [1, 2, 1, 2]
+
+
+def test_loops_wait_random_times_that_grow_to_a_bound() -> None:
+    state = RetryCallState(AsyncRetrying(), None, (), {})
+    for number, longest_s in ((1, 0.1), (2, 0.2), (4, 0.8), (30, 2.0)):
+        state.attempt_number = number
+        waits = {store_retry._WAIT(state) for _ in range(100)}
+        assert len(waits) > 90
+        assert 0.05 <= min(waits) <= max(waits) <= longest_s
+        assert max(waits) > 0.7 * longest_s
 
 
 async def test_a_loop_ends_although_what_it_waits_for_swallows_the_cancellation() -> None:
@@ -103,9 +139,9 @@ async def test_a_loop_ends_although_what_it_waits_for_swallows_the_cancellation(
             await asyncio.Event().wait()
 
     async def loop() -> None:
-        endurance = Endurance("test")
+        retry = StoreRetry("test")
         while True:
-            await endurance.round(work)
+            await retry.round(work)
 
     looping = asyncio.create_task(loop())
     await waiting.wait()

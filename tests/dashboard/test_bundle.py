@@ -10,7 +10,7 @@ import pytest
 
 _DASHBOARD: Final = Path(__file__).parents[2] / "services/controller/dashboard"
 _BUNDLE: Final = _DASHBOARD / "bundle"
-_OFFLINE: Final = re.compile(
+OFFLINE: Final = re.compile(
     r"\b(ENOTFOUND|ECONNREFUSED|ECONNRESET|EAI_AGAIN|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH)\b"
 )
 
@@ -46,7 +46,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=240,
         check=False,
     )
-    if done.returncode != 0 and (why := _OFFLINE.search(done.stderr)):
+    if done.returncode != 0 and (why := OFFLINE.search(done.stderr)):
         pytest.skip(f"npm cannot reach its registry ({why[0]}): the bundle cannot be rebuilt")
     assert done.returncode == 0, done.stderr
     return copy

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import pytest
 import torch
@@ -63,6 +64,15 @@ def fail_in_recomputation(*_: object) -> None:
 
 
 Handle = torch.utils.hooks.RemovableHandle
+
+
+class Removable(Protocol):
+    """What was hung on a model and can be taken off."""
+
+    def remove(self) -> None:
+        """Take it off."""
+        ...
+
 
 # Each hangs a fault on the model, before or after it is sharded.
 INJECTIONS: dict[str, Callable[[Decoder], Handle]] = {
@@ -127,12 +137,52 @@ def check_loss(ctx: RankContext) -> None:
     assert result + losses(ctx, model, range(2, 4), optimizer) == expected
 
 
+@pytest.mark.parametrize("compiles", ["forward", "call"])
+def test_endless_recursion_in_a_compiled_unit_is_an_error_that_training_survives(
+    gangs: Gangs, compiles: str
+) -> None:
+    gangs(2).run(check_recursion, compiles)
+
+
+def check_recursion(ctx: RankContext, compiles: str) -> None:
+    with warnings.catch_warnings():
+        # PyTorch's, of its own looks at gradients and of hooks that the same error reaches.
+        warnings.simplefilter("ignore", UserWarning)
+        expect_same_training(
+            ctx, lambda model: _Recursion(inner(model), compiles), reset=False, error=RecursionError
+        )
+    torch.compiler.reset()
+
+
+class _Recursion:
+    """A compiled unit whose forward calls the unit itself, until ``remove``."""
+
+    def __init__(self, block: Block, compiles: str) -> None:
+        self._block = block
+        forward = block.forward
+        plain = torch.compile(forward, backend="eager") if compiles == "forward" else forward
+
+        def again(x: torch.Tensor) -> torch.Tensor:
+            answer: torch.Tensor = block(plain(x))
+            return answer
+
+        object.__setattr__(block, "forward", again)
+        if compiles == "call":
+            block.compile(backend="eager")
+
+    def remove(self) -> None:
+        """Let it be as it was."""
+        object.__delattr__(self._block, "forward")
+        self._block._compiled_call_impl = None
+
+
 def expect_same_training(
     ctx: RankContext,
-    inject: Callable[[Decoder], Handle],
+    inject: Callable[[Decoder], Removable],
     *,
     reset: bool,
     recompute: Recompute = "no",
+    error: type[Exception] = InjectedError,
 ) -> None:
     def model_of_rank() -> Decoder:
         return shard_decoder(ctx, decoder(recompute=recompute).to(ctx.device))
@@ -143,7 +193,7 @@ def expect_same_training(
     result = losses(ctx, model, range(2), optimizer)
     fault = inject(model)
     for seed in (98, 99):  # twice: what the first leaves must not hide the second
-        with pytest.raises(InjectedError):
+        with pytest.raises(error):
             backward_once(ctx, model, seed)
         if reset:
             unit(model).reset_iter_state()

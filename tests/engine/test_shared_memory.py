@@ -32,8 +32,8 @@ from fsdp_core import (
     fully_shard,
     torch_private,
 )
-from fsdp_core.comm.shared_memory import Counters, axis, shared_memory_of
-from fsdp_core.comm.shared_memory.peers import Peers, meet
+from fsdp_core.comm.shared_memory import Counters, axis, host_axes_of
+from fsdp_core.comm.shared_memory.peers import Meeting, meet
 from fsdp_core.comm.strategies import DefaultAllGather
 from fsdp_core.errors import DesyncError, PeerError
 from fsdp_core.runtime.fsdp_state import state_of
@@ -363,9 +363,9 @@ def check_killed(ctx: RankContext, policy: SharedMemoryPolicy) -> tuple[str, flo
         model[0].register_forward_pre_hook(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL), prepend=True
         )
-    memory = shared_memory_of(ctx.mesh.get_group(0))
-    assert memory is not None
-    (peer,) = memory.peers.others
+    axes = host_axes_of(ctx.mesh.get_group(0))
+    assert axes is not None
+    (peer,) = axes.within.peers.others
     died: list[float] = []
     watch = threading.Thread(target=lambda: died.append(_end_of(peer.process)))
     watch.start()
@@ -425,7 +425,7 @@ def check_no_address_space(ctx: RankContext) -> str:
     traces = [train(ctx, sharded(ctx, policy)) for policy in (COPIED, None)]
     logger.removeHandler(told)
     assert all(map(torch.equal, *traces))
-    assert shared_memory_of(ctx.mesh.get_group(0)) is None
+    assert host_axes_of(ctx.mesh.get_group(0)) is None
     assert len(told.messages) == (ctx.rank == 0)
     return "".join(told.messages)
 
@@ -575,8 +575,9 @@ def test_a_waiting_thread_sleeps_until_the_word_is_set(gangs: Gangs) -> None:
 
 def check_counters(ctx: RankContext) -> None:
     group = dist.new_group([0, 1])
-    peers = meet(group)
-    assert isinstance(peers, Peers)
+    meeting = meet(group, "")
+    assert isinstance(meeting, Meeting)
+    peers = meeting.peers
     segments = peers.exchange(4096)
     mine, theirs = (Counters(segments[rank], 0, 1) for rank in (ctx.rank, 1 - ctx.rank))
     # Past the largest number that a word holds, too.
@@ -602,8 +603,9 @@ def check_stranger(ctx: RankContext) -> None:
         thread = threading.Thread(target=_knock, args=(found,), daemon=True)
         thread.start()
         found.wait(30)
-    peers = meet(ctx.mesh.get_group(0))
-    assert isinstance(peers, Peers), peers
+    meeting = meet(ctx.mesh.get_group(0), "")
+    assert isinstance(meeting, Meeting), meeting
+    peers = meeting.peers
     assert peers.exchange(4096)
     peers.close()
 

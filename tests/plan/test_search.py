@@ -43,6 +43,7 @@ from fsdp_core.plan.model import (
     fixed_by,
     search_layout,
 )
+from fsdp_core.plan.model.best_first import Hunt
 from fsdp_core.plan.model.floors import Floors
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import LayoutSpace
@@ -574,3 +575,22 @@ def test_without_seconds_the_default_is_taken_if_it_fits(profile: ModelProfile) 
     answer = search_layout(profile, replace(asked(4, 3 * MIB, node=None), default=default))
     assert answer.best is not None
     assert (answer.best.plan, answer.best.micro_batch) == default
+
+
+def test_of_a_model_of_tens_of_thousands_of_parameters_fewer_layouts_are_followed(
+    profile: ModelProfile,
+) -> None:
+    question = asked(8, 100 * MIB, batch=720_720)
+    norm = next(each for each in profile.parameters if each.name == "norm.weight")
+    more = tuple(replace(norm, name=f"norm.w{number}") for number in range(50_000))
+    heavy = LayoutSpace(replace(profile, parameters=(*profile.parameters, *more)), question)
+    light = LayoutSpace(profile, question)
+    assert light.weight + 50_000 == heavy.weight
+    assert len(list(heavy.layouts())) * 4 < len(list(light.layouts()))
+    assert Hunt(heavy).at_most * heavy.weight < 2 * 300_000
+    assert Hunt(light).at_most == 96
+    steep = Highest(tuple(Growth(0, slope) for slope in range(100)))
+    trace = profile.traces[0]
+    lined = replace(trace, segments=tuple(replace(s, peak=steep) for s in trace.segments))
+    lines = LayoutSpace(replace(profile, traces=(lined,)), question).weight
+    assert lines > 100 * len(trace.segments)

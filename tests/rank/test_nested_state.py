@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_core.checkpoint import SavedShard
-from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints import beside, shard_file
 from services.worker.rank.checkpoints.random_state import random_tensors
+from services.worker.rank.checkpoints.state import about_of, as_text
 from services.worker.rank.script import nested
 
 
@@ -143,3 +144,36 @@ def test_two_places_with_one_name_are_kept_apart() -> None:
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     found = through_a_file(state, {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
     assert (found["a.b"].item(), found["a"]["b"].item()) == (0.0, 1.0)
+
+
+HALF: Final = "a\udc80b"
+
+
+def test_a_key_with_half_a_surrogate_pair_is_saved_and_comes_back(tmp_path: Path) -> None:
+    state = {HALF: torch.arange(3.0), "words": {HALF: HALF}, "a\\udc80b": torch.ones(1)}
+    taken = nested.taken(state)
+    assert taken.outline.encode()
+    shard = shard_file.write(
+        tmp_path / "shards" / "one", 0, taken.tensors, as_text({"tree": taken.tree})
+    )
+    with shard_file.opened(tmp_path / "shards" / "one", shard) as reader:
+        tree = about_of(reader)["tree"]
+        saved = {name: reader.tensor(name) for name in taken.tensors}
+    found = nested.restored({HALF: torch.zeros(3)} | dict.fromkeys(state), tree, shards(saved))
+    assert found["words"] == {HALF: HALF}
+    assert (found[HALF].tolist(), found["a\\udc80b"].tolist()) == ([0, 1, 2], [1])
+
+
+def test_a_module_whose_name_is_no_unicode_is_refused_by_it(tmp_path: Path) -> None:
+    with pytest.raises(shard_file.UnsavableNameError, match=r"rename the module or parameter"):
+        shard_file.write(tmp_path / "shards" / "one", 0, {HALF: torch.ones(1)}, {})
+
+
+def test_tensors_of_a_trainable_whose_names_are_alike_are_kept_apart() -> None:
+    state = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}, HALF: torch.full((2,), 2.0)}
+    found = beside.flattened(state)
+    assert all(name.encode() for name in found.tensors)
+    document = json.loads(json.dumps(found.document))
+    back = beside.restored(document, shards(dict(found.tensors)), {})
+    assert (back["a.b"].tolist(), back["a"]["b"].tolist()) == ([0, 0], [1, 1])
+    assert back[HALF].tolist() == [2, 2]

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 import torch.distributed as dist
 
+from fsdp_core import torch_private
 from fsdp_core.comm.shared_memory.futex import Counters
-from fsdp_core.comm.shared_memory.peers import Peers, meet
+from fsdp_core.comm.shared_memory.peers import Meeting, Peers, meet
 from fsdp_core.errors import DesyncError, PeerError, StateError
 
 if TYPE_CHECKING:
@@ -259,13 +260,30 @@ def elements_of(segment: mmap.mmap, place: int, numel: int, dtype: torch.dtype) 
     return torch.frombuffer(segment, dtype=dtype, count=numel, offset=place)
 
 
-_axes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryAxis | None] = (
-    weakref.WeakKeyDictionary()
-)
+@dataclass(frozen=True)
+class HostAxes:
+    """How ranks of a group reach each other.
+
+    Attributes:
+        within: Those of this rank's host.
+        hosts: How many hosts there are.
+        host: Which of them this rank is on.
+        across: The ranks that have this one's place on their hosts; None: there is one host.
+    """
+
+    within: SharedMemoryAxis
+    hosts: int
+    host: int
+    across: torch_private.Gloo | None
 
 
-def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemoryAxis | None:
-    """The axis of a group whose ranks share memory, made at the first call, which is collective.
+_axes: weakref.WeakKeyDictionary[dist.ProcessGroup, HostAxes | None] = weakref.WeakKeyDictionary()
+
+
+def host_axes_of(group: dist.ProcessGroup | None, part_of_host: str = "") -> HostAxes | None:
+    """How ranks of a group share memory by host, found out at the first call, which is collective.
+
+    Whatever later calls say, `part_of_host` is that of the first.
 
     None where they cannot, for a group of one rank, which shares nothing, and for one that is not of
     gloo: ranks of the fake backend, for example, are not there.
@@ -273,24 +291,27 @@ def shared_memory_of(group: dist.ProcessGroup | None) -> SharedMemoryAxis | None
     if group is None or group.size() == 1 or "gloo" not in dist.get_backend(group):
         return None
     if group not in _axes:
-        _axes[group] = _connected(group)
+        _axes[group] = _connected(group, part_of_host)
     return _axes[group]
 
 
-def _connected(group: dist.ProcessGroup) -> SharedMemoryAxis | None:
-    peers = meet(group)
-    problem = peers if isinstance(peers, str) else ""
-    axis = None
-    if isinstance(peers, Peers):
+def _connected(group: dist.ProcessGroup, part_of_host: str) -> HostAxes | None:
+    meeting = meet(group, part_of_host)
+    problem = meeting if isinstance(meeting, str) else ""
+    axes = None
+    if isinstance(meeting, Meeting):
+        peers = meeting.peers
         try:
-            axis = SharedMemoryAxis(peers)
-        except (OSError, PeerError) as error:
-            problem = f"rank {peers.rank}: {error}"
+            axes = _axes_of(group, meeting)
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {group.rank()}: {error}"
         problem = peers.agree(problem)
+        if len(meeting.hosts) > 1:
+            problem = _of_all_hosts(group, meeting, problem)
         if problem:
             peers.close()
     if not problem:
-        return axis
+        return axes
     if group.rank() == 0:
         _LOGGER.warning(
             "Ranks of group %r share no memory, and communicate by its process group: %s.",
@@ -298,6 +319,21 @@ def _connected(group: dist.ProcessGroup) -> SharedMemoryAxis | None:
             problem,
         )
     return None
+
+
+def _axes_of(group: dist.ProcessGroup, meeting: Meeting) -> HostAxes:
+    within, hosts = SharedMemoryAxis(meeting.peers), meeting.hosts
+    if len(hosts) == 1:
+        return HostAxes(within, 1, 0, None)
+    host = next(index for index, ranks in enumerate(hosts) if group.rank() in ranks)
+    store = torch_private.store_within(f"across/{within.rank}", meeting.store)
+    return HostAxes(within, len(hosts), host, torch_private.Gloo(store, host, len(hosts)))
+
+
+def _of_all_hosts(group: dist.ProcessGroup, meeting: Meeting, problem: str) -> str:
+    meeting.store.set(f"problem/{group.rank()}", problem)
+    said = [meeting.store.get(f"problem/{rank}").decode() for rank in range(group.size())]
+    return next((each for each in said if each), "")
 
 
 @lru_cache(maxsize=65_536)

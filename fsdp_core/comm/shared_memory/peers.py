@@ -16,6 +16,7 @@ import struct
 import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,9 +27,12 @@ from fsdp_core.comm.shared_memory import futex
 from fsdp_core.errors import PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
 
 _PREFIX: Final = "fsdp_core/shared_memory"
+_UNSUPPORTED: Final = "some are not on Linux, or their kernel lacks what it takes"
 _MEETING_S: Final = 60.0
 _CREDENTIALS: Final = struct.Struct("3i")
 _HEAD: Final = struct.Struct("<iQ")
@@ -176,12 +180,27 @@ class Peers:
         )
 
 
-def meet(group: dist.ProcessGroup) -> Peers | str:
-    """Connects the ranks of a group; collective.
+@dataclass(frozen=True)
+class Meeting:
+    """What ranks of a group have learnt of each other.
+
+    Attributes:
+        peers: Those of this rank's host, numbered there in the order of the group.
+        hosts: Ranks of the group by host, equally many on each and side by side.
+        store: For what this group has to tell besides.
+    """
+
+    peers: Peers
+    hosts: tuple[tuple[int, ...], ...]
+    store: Store
+
+
+def meet(group: dist.ProcessGroup, part_of_host: str) -> Meeting | str:
+    """Connects the ranks of a group that are on one host, and on the same part of it; collective.
 
     Returns:
-        On all ranks alike, why they cannot share memory if they cannot: they are on several hosts or
-        of several users, or the platform lacks what it takes.
+        On all ranks alike, why they cannot share memory if they cannot: hosts have one rank each, or
+        different numbers, or the platform lacks what it takes.
     """
     rank, ranks = group.rank(), range(group.size())
     store = torch_private.default_store()
@@ -195,24 +214,45 @@ def meet(group: dist.ProcessGroup) -> Peers | str:
     with ExitStack() as stack:
         address, listener = _listen(stack)
         secret = secrets.token_bytes(_SECRET_BYTES)
-        told = json.dumps([_host(), address, secret.hex()])
+        host = _host()
+        told = json.dumps([host and f"{host} {part_of_host}", address, secret.hex()])
         facts = [json.loads(each) for each in tell("host", told)]
-        hosts = {host for host, _, _ in facts}
-        if len(hosts) > 1 or "" in hosts or listener is None:
-            return "they are on several hosts, of several users, or not on Linux"
+        hosts = _by_host([host for host, _, _ in facts])
+        if isinstance(hosts, str):
+            return hosts
+        if listener is None:
+            return _UNSUPPORTED
+        mine = next(each for each in hosts if rank in each)
         others: dict[int, Peer] = {}
         problem = ""
         try:
-            doors = [(address, bytes.fromhex(key)) for _, address, key in facts]
-            others = _connect(rank, doors, listener)
+            doors = [(facts[each][1], bytes.fromhex(facts[each][2])) for each in mine]
+            others = _connect(mine.index(rank), doors, listener)
         except OSError as error:
             problem = f"rank {rank} could not connect: {error}"
         problems = [each for each in tell("outcome", problem) if each]
-    peers = Peers(group.group_name, rank, others)
+    name = group.group_name if len(hosts) == 1 else f"{group.group_name} (ranks of one host)"
+    peers = Peers(name, mine.index(rank), others)
     if problems:
         peers.close()
         return problems[0]
-    return peers
+    return Meeting(peers, hosts, torch_private.store_within(prefix, store))
+
+
+def _by_host(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...] | str:
+    """Ranks by host, or why their hosts are of no use."""
+    if "" in hosts:
+        return _UNSUPPORTED
+    ranks = [
+        tuple(rank for rank, _ in of_host)
+        for _, of_host in groupby(enumerate(hosts), key=lambda each: each[1])
+    ]
+    sizes = {len(each) for each in ranks}
+    if len(ranks) > len(set(hosts)) or len(sizes) > 1:
+        return "hosts have different numbers of them, or have them not side by side"
+    if sizes == {1}:
+        return "each is on a host, or of a user, of its own"
+    return tuple(ranks)
 
 
 def _host() -> str:

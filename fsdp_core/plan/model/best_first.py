@@ -16,6 +16,9 @@ from fsdp_core.plan.model.space import Layout, LayoutSpace
 # some 10 ms.
 _AT_MOST = 96
 _FRUGAL = 24
+# Fewer of a model with tens of thousands of parameters, of which each takes a second.
+_MOST_FOLLOWED = 300_000
+_AT_LEAST = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Hunt:
         refused: Layouts that the model does not allow, and why.
         exhaustive: Whether nothing was left out but by bounds.
         memory: Bytes that a rank may hold.
+        at_most: Estimates that a search makes before it settles for what it has.
     """
 
     def __init__(self, space: LayoutSpace, divided: Divided | None = None) -> None:
@@ -57,6 +61,7 @@ class Hunt:
         self.refused: dict[Layout, str] = {}
         self.exhaustive = True
         self.memory = space.question.seats.memory
+        self.at_most = max(min(_MOST_FOLLOWED // space.weight, _AT_MOST), _AT_LEAST)
 
     def best(self, layouts: Iterable[Layout]) -> Found | None:
         """The best of `layouts` that fits; None if there is none."""
@@ -68,7 +73,7 @@ class Hunt:
         for number, layout in enumerate(possible):
             if best is not None and self.best_score(layout) > best.score:
                 return best
-            if number >= _AT_MOST:
+            if number >= self.at_most:
                 self.exhaustive = False
                 return best or self._most_frugal(possible[number:])
             found = self.look(layout)
@@ -85,7 +90,7 @@ class Hunt:
         for number, layout in enumerate(order):
             if best is not None and self.least_memory(layout) > _total(best):
                 break
-            if number >= _AT_MOST:
+            if number >= self.at_most:
                 self.exhaustive = False
                 break
             found = self.look(layout)
@@ -137,7 +142,7 @@ class Hunt:
 
     def _most_frugal(self, layouts: Iterable[Layout]) -> Found | None:
         order = sorted(layouts, key=lambda each: (self.least_memory(each), each.complexity))
-        tried = (self.look(layout) for layout in order[:_FRUGAL])
+        tried = (self.look(layout) for layout in order[: min(_FRUGAL, self.at_most)])
         fitting = [found for found in tried if found is not None and found.candidate.fits]
         return min(fitting, key=lambda each: each.key, default=None)
 

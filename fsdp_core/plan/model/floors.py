@@ -198,11 +198,12 @@ class _Model:
                 param.reduce,
                 param.facts.requires_grad,
                 param.facts.requires_grad and param.place in self._reached,
-                self.is_reached(share),
+                is_reached,
                 share.is_written,
                 param.can_be_one_copy,
             )
             for share in self.shares
+            for is_reached in (self.is_reached(share),)
             for param in share.own
         )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fsdp_core.errors import PlanError
-from fsdp_core.plan.model.sharding import ShardingPlan, UnitPlan, is_pattern, matches
+from fsdp_core.plan.model.sharding import ANY, ShardingPlan, UnitPlan, is_pattern, matches
+
+_NAMES_TOLD = 32
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,50 @@ class ResolvedUnit:
         return self.names == ("",)
 
 
+class ModuleNames:
+    """The names of all modules of a model; what most plans name is found without a look at each.
+
+    Args:
+        names: "" included, in the model's order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def matching(self, pattern: str) -> list[str]:
+        """The names that `pattern` means.
+
+        Raises:
+            PlanError: There is none.
+        """
+        parent, _, last = pattern.rpartition(".")
+        if not is_pattern(pattern):
+            hits = [pattern] if pattern in self._known else []
+        elif last == ANY and parent and not is_pattern(parent):
+            hits = self._children.get(parent, [])
+        else:
+            hits = [name for name in self._names if matches(pattern, name)]
+        if not hits:
+            top = sorted({name.split(".")[0] for name in self._names if name})
+            more = f" and {len(top) - _NAMES_TOLD} more" if len(top) > _NAMES_TOLD else ""
+            raise PlanError(
+                f"Pattern {pattern!r} of the plan matches no module. The model's top-level "
+                f"modules are {top[:_NAMES_TOLD]}{more}."
+            )
+        return list(hits)
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self._names)
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self._names:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+
 def resolve_units(plan: ShardingPlan, names: Sequence[str]) -> list[ResolvedUnit]:
     """The calls of `fully_shard` that `plan` means for a model, in order; the root last.
 
@@ -32,7 +79,8 @@ def resolve_units(plan: ShardingPlan, names: Sequence[str]) -> list[ResolvedUnit
     Raises:
         PlanError: A pattern matches nothing, or two units claim one module.
     """
-    units = [resolved for unit in plan.units for resolved in _resolve(unit, names)]
+    modules = ModuleNames(names)
+    units = [resolved for unit in plan.units for resolved in _resolve(unit, modules)]
     if not any(unit.is_root for unit in units):
         units.append(ResolvedUnit(("",), UnitPlan(("",))))
     claimed: set[str] = set()
@@ -49,17 +97,11 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
     Raises:
         PlanError: There is none.
     """
-    hits = [name for name in names if matches(pattern, name)]
-    if not hits:
-        raise PlanError(
-            f"Pattern {pattern!r} of the plan matches no module. The model's top-level "
-            f"modules are {sorted({name.split('.')[0] for name in names if name})}."
-        )
-    return hits
+    return ModuleNames(names).matching(pattern)
 
 
-def _resolve(unit: UnitPlan, names: Sequence[str]) -> list[ResolvedUnit]:
-    found = [name for pattern in unit.modules for name in matching(pattern, names)]
+def _resolve(unit: UnitPlan, modules: ModuleNames) -> list[ResolvedUnit]:
+    found = [name for pattern in unit.modules for name in modules.matching(pattern)]
     if is_pattern(unit.modules[0]):
         return [ResolvedUnit((name,), unit) for name in found]
     return [ResolvedUnit(tuple(found), unit)]

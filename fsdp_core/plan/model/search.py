@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.advice import advise
@@ -53,9 +54,8 @@ def search_layout(profile: ModelProfile, question: LayoutQuestion) -> LayoutAnsw
     best = best or hunt.least(layouts)
     if best is None:
         raise PlanError(next(iter(hunt.refused.values())))
-    rivals = [
-        found for layout in _rivals(space, hunt, layouts, best) if (found := hunt.look(layout))
-    ]
+    looked = islice(_rivals(space, hunt, layouts, best), hunt.at_most)
+    rivals = [found for layout in looked if (found := hunt.look(layout))]
     best, others = _sorted_out(best, [*rivals, *hunt.found.values()], feasible=feasible)
     usual = _default(space, hunt, layouts) if feasible else None
     if usual is not None:

@@ -16,7 +16,6 @@ from fsdp_core.plan.model.sharding import (
     MeshPlan,
     ShardingPlan,
     UnitPlan,
-    matches,
     within_nodes,
 )
 
@@ -25,8 +24,8 @@ Units = Literal["settled", "blocks", "apart", "one"]
 # A batch of 735 134 400 is divided by 1 344 sizes. A bound of each layout takes time with the model's
 # segments and parameters; all of them together are to take seconds.
 _MOST_LAYOUTS = 4_096
-_MOST_FOLLOWED = 4_000_000
-_LEAST_LAYOUTS = 256
+_MOST_FOLLOWED = 2_000_000
+_LEAST_LAYOUTS = 64
 _LEAST_MICRO_BATCHES = 4
 # A module that weighs less than this part of a block stays with the root.
 _SMALL = 4
@@ -198,10 +197,16 @@ class LayoutSpace:
     @cached_property
     def _most_layouts(self) -> int:
         """Fewer of a model with thousands of modules, of which each takes longer."""
-        profile = self.profile
-        segments = max((len(trace.segments) for trace in profile.traces), default=0)
-        fitting = _MOST_FOLLOWED // max(segments + len(profile.parameters), 1)
-        return max(min(fitting, _MOST_LAYOUTS), _LEAST_LAYOUTS)
+        return max(min(_MOST_FOLLOWED // self.weight, _MOST_LAYOUTS), _LEAST_LAYOUTS)
+
+    @cached_property
+    def weight(self) -> int:
+        """With what the time of an estimate grows: parameters, and a step's segments and their lines."""
+        steps = (
+            sum(1 + len(each.peak.lines) + len(each.change.table) for each in trace.segments)
+            for trace in self.profile.traces
+        )
+        return len(self.profile.parameters) + max(steps, default=0) + 1
 
     def _some_micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
         """So many that a search ends: evenly chosen, the largest, the smallest and the default's kept."""
@@ -266,18 +271,20 @@ class LayoutSpace:
     def _blocks(self) -> tuple[str, ...]:
         """Repeated blocks, by a pattern where it means them alone."""
         names = [unit.module for unit in self.profile.units if unit.kind == "block"]
+        blocks = set(names)
+        # Parents with a child that is no block: their pattern would mean that one, too.
+        mixed = {_parent(each) for each in self.profile.modules if each and each not in blocks}
         found: dict[str, None] = {}
         for name in names:
-            parent = name.rpartition(".")[0]
+            parent = _parent(name)
             pattern = f"{parent}.{ANY}" if parent else ANY
-            meant = [each for each in self.profile.modules if matches(pattern, each)]
-            found[pattern if set(meant) <= set(names) else name] = None
+            found[name if parent in mixed else pattern] = None
         return tuple(found)
 
     @cached_property
     def _apart(self) -> tuple[tuple[str, ...], ...]:
         """Embedding, head and other large modules; what is small beside a head goes with it."""
-        weights = {unit.module: self._weight(unit.module) for unit in self.profile.units}
+        weights = self._weights
         blocks = [unit.module for unit in self.profile.units if unit.kind == "block"]
         least = min((weights[name] for name in blocks or weights), default=0) // _SMALL
         found: list[tuple[str, ...]] = []
@@ -292,13 +299,17 @@ class LayoutSpace:
                 before.append(unit.module)
         return tuple(found)
 
-    def _weight(self, module: str) -> int:
-        prefix = f"{module}."
-        return sum(
-            prod(each.shape) * each.itemsize
-            for each in self.profile.parameters
-            if each.name.startswith(prefix)
-        )
+    @cached_property
+    def _weights(self) -> dict[str, int]:
+        """Bytes of the parameters within each module that suits as a unit."""
+        found = dict.fromkeys((unit.module for unit in self.profile.units), 0)
+        for each in self.profile.parameters:
+            module = _parent(each.name)
+            while module:
+                if module in found:
+                    found[module] += prod(each.shape) * each.itemsize
+                module = _parent(module)
+        return found
 
     def leaves_open(self, option: UnitOption, units: Units) -> bool:
         """Whether units besides the root may differ in an option."""
@@ -315,6 +326,10 @@ class LayoutSpace:
         plan = self.plan(layout)
         needed = {_conditions(plan, unit) for unit in plan.units}
         return {*needed, self.root_conditions(layout)} <= self._known
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def _conditions(plan: ShardingPlan, unit: UnitPlan) -> Conditions:

@@ -40,7 +40,7 @@ _INCLUDED: Final = {
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class TokenRequest(_View):

@@ -7,14 +7,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from fsdp_core.plan.model import MeshPlan, ShardingPlan
 from services.contract.jobs.plans import RankPlacement
-from services.contract.jobs.specs import JobSpec
+from services.contract.jobs.specs import CarriedSpec, JobSpec
 from services.contract.messages.probing import DeviceType
 from services.contract.words.ids import NodeId, PlanId, ProbeId
 from services.contract.words.states import PlanState
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class MemoryView(_View):
@@ -180,7 +180,7 @@ class PlanView(PlanOutcome):
     owner: str
     created_at: datetime
     expires_at: datetime
-    spec: JobSpec
+    spec: CarriedSpec
 
 
 class PlanSummary(_View):

@@ -11,7 +11,7 @@ from services.contract.words.states import JobState, NodeState
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class QueueEntry(_View):

@@ -9,7 +9,7 @@ from fsdp_core.plan.model import MeshPlan, NodeFacts
 from services.contract.api.plan_views import EstimateView
 from services.contract.jobs.code_archives import CodeDigest
 from services.contract.jobs.plans import GangPlan
-from services.contract.jobs.specs import JobSpec, WorldSpec
+from services.contract.jobs.specs import CarriedSpec, WorldSpec
 from services.contract.messages.facts import Inventory
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord
@@ -24,7 +24,7 @@ from services.contract.words.states import (
 
 
 class _View(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
 class Progress(_View):
@@ -139,7 +139,7 @@ class JobView(_View):
     updated_at: datetime
     started_at: datetime | None = None
     ended_at: datetime | None = None
-    spec: JobSpec
+    spec: CarriedSpec
 
 
 class JobPage(_View):

@@ -518,6 +518,9 @@ class JobSpec(_Spec):
 
 
 def _carried(value: object, read: ValidatorFunctionWrapHandler) -> object:
+    # Pydantic would ask the validators of a whole model once more wherever one is put into another.
+    if isinstance(value, JobSpec):
+        return value
     try:
         return read(value)
     except ValidationError:
@@ -547,4 +550,6 @@ CarriedSpec = Annotated[JobSpec, WrapValidator(_carried)]
 A field that is added to the spec has an empty default (null, false, 0, "" or no items) that means
 "as before". So an older version reads every spec that does not use the field. One that does is
 refused by the field's name: training without it would be another training than was asked for.
+
+It is validated where it is read from text. Within a process a spec goes from value to value as it is.
 """

@@ -94,7 +94,7 @@ class TraceRequest(BaseModel):
 class TraceFileView(BaseModel):
     """One rank's file. ``path`` is on the node; ``bytes`` compressed; the steps are the first and last."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
     rank: int
     node_id: NodeId
@@ -111,7 +111,7 @@ class TraceView(BaseModel):
     ``reason`` says which of the others failed first, and why.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
     id: TraceId
     job_id: JobId
@@ -130,6 +130,6 @@ class TraceView(BaseModel):
 class TraceList(BaseModel):
     """A job's newest traces, newest first."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
     items: tuple[TraceView, ...]

@@ -12,7 +12,9 @@ class Message(BaseModel):
     together while one of them is being replaced. A spec inside is a ``CarriedSpec``.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, json_schema_serialization_defaults_required=True
+    )
 
 
 class Address(Message):

@@ -13,7 +13,26 @@ from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.contract.words.bounds import shortened
 
 _MOST: Final = 1 << 62
-_MOST_OF: Final = {"modules": 65_536, "parameters": 65_536, "units": 4_096, "traces": 16}
+_MOST_OF: Final = {
+    "modules": 65_536,
+    "stops": 65_536,
+    "parameters": 65_536,
+    "buffers": 65_536,
+    "units": 1_024,
+    "traces": 16,
+}
+# Of each list of that name, wherever it is: a probe measures ten sizes, and a search goes through all of
+# these for each layout.
+_MOST_OF_EACH: Final = {
+    "lines": 256,
+    "table": 64,
+    "seen": 64,
+    "seconds": 64,
+    "shape": 64,
+    "also": 1_024,
+}
+_MOST_NAMES: Final = 1 << 19
+_GRADS_OF_EACH: Final = 4
 _OF_THE_SPEC: Final = ("model", "data", "optimizer")
 _OF_THE_SPEC_IF_SET: Final = ("trainable", "loss", "code")
 _OF_THE_TRAINING: Final = ("precision",)
@@ -65,6 +84,26 @@ def refuse_unfit(answer: ModelProbed) -> None:
             raise UnfitProfileError(
                 f"the profile says {shortened(str(value), 80)} at {place}: that is no measure of a model"
             )
+    _refuse_heavy(profile)
+
+
+def _refuse_heavy(profile: Mapping[str, Any]) -> None:
+    """Refuse what a search would spend minutes with."""
+    parameters = profile.get("parameters", ())
+    names = (name for each in parameters for name in (each["name"], *each["also"]))
+    depth = sum(name.count(".") + 1 for name in names)
+    if depth > _MOST_NAMES:
+        raise UnfitProfileError(
+            f"names of the profile's parameters have {depth} parts, more than the {_MOST_NAMES} that a "
+            "plan is searched for; say plan: default, which needs no profile"
+        )
+    for number, trace in enumerate(profile.get("traces", ())):
+        grads = sum(len(each["grads"]) for each in trace["segments"])
+        if grads > _GRADS_OF_EACH * len(parameters):
+            raise UnfitProfileError(
+                f"the profile says at /profile/traces/{number} that {grads} gradients are made of "
+                f"{len(parameters)} parameters: that is no measure of a model"
+            )
 
 
 def _numbers(root: object) -> Iterator[tuple[str, float]]:
@@ -74,6 +113,12 @@ def _numbers(root: object) -> Iterator[tuple[str, float]]:
         if isinstance(value, dict):
             todo += [(f"{place}/{name}", item) for name, item in value.items()]
         elif isinstance(value, list | tuple):
+            most = _MOST_OF_EACH.get(place.rpartition("/")[2])
+            if most is not None and len(value) > most:
+                raise UnfitProfileError(
+                    f"the profile has {len(value)} numbers or names at {place}, more than the {most} "
+                    "that a measurement finds"
+                )
             todo += [(f"{place}/{number}", item) for number, item in enumerate(value)]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield place, value

@@ -47,7 +47,6 @@
 | ``ml:code:<hex>`` | hash: ``doc``, and by its number each part of the archive | a day after its last use, while no job names it |
 | ``ml:code:<hex>:draft:<random>`` | hash: the same, as it is being written | TTL 10 min |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
-| ``ml:rate:<name>`` | hash: ``left``, ``at`` of a token bucket | TTL, until it is full again |
 | ``ml:audit`` | stream: ``m`` = JSON entry | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 """
@@ -262,8 +261,3 @@ def code_draft(hex_digest: str, random: str) -> str:
 def idempotency(subject: str, key: str) -> str:
     """The answer that this subject's ``Idempotency-Key`` was given; no subject has a colon."""
     return f"ml:idempotency:{subject}:{key}"
-
-
-def rate(name: str) -> str:
-    """What is left of the rate of one token, or of whatever else is limited."""
-    return f"ml:rate:{name}"

@@ -29,13 +29,20 @@ _MOST: Final = (1 << 63) - 1
 def shortened(text: str, limit: int) -> str:
     """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
 
-    The two ends say where and what.
+    The two ends say where and what. Halves of surrogate pairs, as in names of files that are no UTF-8,
+    are written as escapes: no JSON holds them.
     """
+    text = encodable(text)
     if len(text) <= limit:
         return text
     mark = f" … {len(text) - limit} characters cut … "
     half = (limit - len(mark)) // 2
     return f"{text[:half]}{mark}{text[-half:]}"
+
+
+def encodable(text: str) -> str:
+    """``text`` with escapes in place of halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def cut_to(limit: int) -> BeforeValidator:
@@ -114,7 +121,11 @@ ErrorTypes = Annotated[tuple[Name, ...], _first(_ERROR_TYPES_KEPT)]
 Notices = Annotated[tuple[Text, ...], _first(_NOTICES_KEPT)]
 """What people should know of a run that goes on, the first eight."""
 GroupName = Annotated[str, StringConstraints(max_length=64)]
-Digest = Annotated[str, StringConstraints(max_length=1_024)]
+Digest = Annotated[
+    str,
+    StringConstraints(max_length=1_024),
+    BeforeValidator(lambda text: encodable(text) if isinstance(text, str) else text),
+]
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
 Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""

@@ -16,7 +16,7 @@ _MORE: Final = "more_faults"
 class Fault(BaseModel):
     """One fault of a request: where (a JSON pointer, RFC 6901, into the body) and what."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
     pointer: str
     detail: str
@@ -41,7 +41,7 @@ def first_faults(faults: Iterable[Fault], unseen: int = 0) -> list[Fault]:
 class Problem(BaseModel):
     """The body of every error answer. Clients branch on ``code``, people read ``detail``."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
     type: str
     title: str

@@ -8,6 +8,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.controller.api.provenance import SAFE_METHODS
+from services.controller.api.rates import Buckets
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import Principal
 from services.controller.domain.errors import StoreUnavailableError
@@ -33,6 +34,7 @@ class Audit:
     def __init__(self, app: ASGIApp, ports: Ports) -> None:
         self._app = app
         self._ports = ports
+        self._buckets = Buckets(_REFUSAL_RATE)
         self._left_out: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +56,8 @@ class Audit:
         record = _record(scope, status)
         try:
             if record.actor is None or status in _REFUSED:
-                bucket = f"audit:of:{record.actor}" if record.actor else "audit:strangers"
-                if await self._ports.rates.take(bucket, _REFUSAL_RATE):
+                bucket = f"of:{record.actor}" if record.actor else "strangers"
+                if self._buckets.take(bucket):
                     self._leave_out(bucket, record)
                     return
                 record = record.model_copy(update={"left_out": self._left_out.pop(bucket, 0)})

@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.controller.api.problems import problem_response, refusal
 from services.controller.api.provenance import refuse_stranger
+from services.controller.api.rates import Buckets
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import BOOTSTRAP, LOCAL, Principal
-from services.controller.domain.errors import MeshloomError, StoreUnavailableError
+from services.controller.domain.errors import MeshloomError
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.access import Refusal, identify
 
@@ -31,7 +32,7 @@ class AccessPolicy:
     ``token``: the operator's from the settings; None: on loopback, no token is wanted and everybody
     there is the operator ``local``. ``names``: under which the controller is served, beside those
     of loopback; without any, a controller that wants tokens is served under every name. ``rate``:
-    of each token.
+    of each token at this controller.
     """
 
     token: str | None = None
@@ -49,6 +50,7 @@ class Guard:
         self._app = app
         self._policy = policy
         self._ports = ports
+        self._buckets = Buckets(policy.rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer why not."""
@@ -77,10 +79,7 @@ class Guard:
         scope.setdefault("state", {})["principal"] = asks
         if asks.token_id is None:
             return None
-        try:
-            wait_ms = await self._ports.rates.take(f"token:{asks.token_id}", self._policy.rate)
-        except StoreUnavailableError:
-            return None  # what the request wants of the store will say so better
+        wait_ms = self._buckets.take(asks.token_id)
         if not wait_ms:
             return None
         return problem_response(

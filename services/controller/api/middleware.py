@@ -13,8 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
+from services.controller.api.rates import Buckets
 from services.controller.api.uploads import is_code
-from services.controller.domain.access.rate import Bucket, Rate, take
+from services.controller.domain.access.rate import Rate
 
 MAX_BODY_BYTES: Final = 1 << 18
 """Four times the largest spec: JSON may be indented, and may escape letters."""
@@ -42,7 +43,7 @@ class Framing:
     def __init__(self, app: ASGIApp, monitor: Monitor) -> None:
         self._app = app
         self._monitor = monitor
-        self._strangers: Bucket | None = None
+        self._unknown = Buckets(_STRANGERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on; an error that nobody caught becomes a problem."""
@@ -86,9 +87,7 @@ class Framing:
         self._monitor.answered(scope["method"], route, status, seconds)
         is_told = scope["method"] not in _SAFE_METHODS
         if is_told and "principal" not in scope["state"]:
-            now_ms = int(time.monotonic() * 1000)
-            self._strangers, wait_ms = take(self._strangers, _STRANGERS, now_ms)
-            is_told = not wait_ms
+            is_told = not self._unknown.take("strangers")
         write = _log.info if is_told else _log.debug
         write(
             "request",

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Final
 
-from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.code import forget_unused
 
@@ -18,13 +18,13 @@ async def forget_code(
     Raises:
         DeposedError: The reign is over.
     """
-    endurance = Endurance("code", troubles=troubles)
+    retry = StoreRetry("code", troubles=troubles)
 
     async def look() -> None:
         while True:
             await forget_unused(ports, epoch)
-            endurance.succeeded()
+            retry.succeeded()
             await asyncio.sleep(every_s)
 
     while True:
-        await endurance.round(look)
+        await retry.round(look)

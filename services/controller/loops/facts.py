@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
-from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.facts import apply_facts
@@ -25,7 +25,7 @@ class FactLoop:
     Args:
         ports: The world.
         epoch: The reign.
-        troubles: As of ``Endurance``.
+        troubles: As of ``StoreRetry``.
     """
 
     def __init__(self, ports: Ports, epoch: int, troubles: Troubles | None = None) -> None:
@@ -41,10 +41,10 @@ class FactLoop:
         Raises:
             DeposedError: The reign is over.
         """
-        endurance = Endurance("facts", self._look_back_soon, self._troubles)
-        await endurance.round(self._ports.facts.prepare)
+        retry = StoreRetry("facts", self._look_back_soon, self._troubles)
+        await retry.round(self._ports.facts.prepare)
         while True:
-            await endurance.round(self._round)
+            await retry.round(self._round)
 
     async def _round(self) -> None:
         """What was delivered and not acknowledged comes first: it is older than the rest.
@@ -60,9 +60,9 @@ class FactLoop:
         else:
             entries = await self._ports.facts.next(_BATCH, _BLOCK_S)
         if entries:
-            await self._heed(entries)
+            await self._apply(entries)
 
-    async def _heed(self, entries: Sequence[Entry]) -> None:
+    async def _apply(self, entries: Sequence[Entry]) -> None:
         try:
             await apply_facts(self._ports, entries, self._epoch)
         except (DeposedError, StoreUnavailableError, StaleWriteError):
@@ -70,11 +70,11 @@ class FactLoop:
             raise
         except Exception:  # noqa: BLE001 a bug in one handler must not stop all jobs
             _log.exception("facts_not_heeded", fact_ids=[entry.id for entry in entries])
-            await self._heed_singly(entries)
+            await self._apply_singly(entries)
             return
         await self._ports.facts.acknowledge([entry.id for entry in entries])
 
-    async def _heed_singly(self, entries: Sequence[Entry]) -> None:
+    async def _apply_singly(self, entries: Sequence[Entry]) -> None:
         """One fact that trips us up must not hold up all others: it is given up after some tries."""
         for entry in entries:
             try:

@@ -5,7 +5,7 @@ from typing import Final
 
 import structlog
 
-from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 
 _log = structlog.get_logger()
@@ -17,15 +17,15 @@ async def index_jobs(
     ports: Ports, troubles: Troubles | None = None, every_s: float = _EVERY_S
 ) -> None:
     """Look now and every minute, for ever. Nothing waits for it: lists are slower until it is done."""
-    endurance = Endurance("index", troubles=troubles)
+    retry = StoreRetry("index", troubles=troubles)
 
     async def look() -> None:
         while True:
             count = await ports.jobs.index()
-            endurance.succeeded()
+            retry.succeeded()
             if count:
                 _log.info("jobs_indexed", count=count)
             await asyncio.sleep(every_s)
 
     while True:
-        await endurance.round(look)
+        await retry.round(look)

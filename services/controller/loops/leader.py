@@ -10,7 +10,7 @@ import structlog
 
 from services.contract.redis.redis_keys import LEADER_LEASE_MS
 from services.controller.domain.errors import DeposedError, StoreUnavailableError
-from services.controller.loops.endurance import Endurance
+from services.controller.loops.store_retry import StoreRetry
 from services.controller.ports.coordination import Leadership
 
 _log = structlog.get_logger()
@@ -52,10 +52,10 @@ class Leader:
 
     async def lead(self) -> None:
         """Take the lead, reign, lose it, ask again; for ever."""
-        endurance = Endurance("leader")
+        retry = StoreRetry("leader")
         async with self._released_at_the_end():
             while True:
-                await endurance.round(self._take_and_reign)
+                await retry.round(self._take_and_reign)
 
     async def _take_and_reign(self) -> None:
         asked_at = time.monotonic()

@@ -1,6 +1,6 @@
 """The loop that has layouts chosen for jobs that leave them open."""
 
-from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plans import Drawing
@@ -15,14 +15,14 @@ async def plan_jobs(
         DeposedError: The reign is over.
     """
     planner = Planner(ports, epoch, drawing)
-    endurance = Endurance("planning", troubles=troubles)
+    retry = StoreRetry("planning", troubles=troubles)
 
     async def listen_and_look() -> None:
         async with ports.listen() as waker:
             while True:
                 rest_s = await planner.look()
-                endurance.succeeded()
+                retry.succeeded()
                 await waker.wait(rest_s)
 
     while True:
-        await endurance.round(listen_and_look)
+        await retry.round(listen_and_look)

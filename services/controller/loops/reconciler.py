@@ -6,7 +6,7 @@ from typing import Final
 from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.scheduling.elastic import GrowthDelay
-from services.controller.loops.endurance import Endurance, Troubles
+from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.reconcile import Reconciler
 
@@ -22,18 +22,18 @@ async def reconcile(
         ExceptionGroup: With the DeposedError that says that the reign is over.
     """
     reconciler = Reconciler(ports, epoch, growth_delay)
-    endurance = Endurance("reconciler", reconciler.forget_health, troubles)
+    retry = StoreRetry("reconciler", reconciler.forget_health, troubles)
 
     async def listen_and_look() -> None:
         async with ports.listen() as waker:
             while True:
                 rest_s = await reconciler.look()
-                endurance.succeeded()
+                retry.succeeded()
                 await waker.wait(rest_s)
 
     async def look() -> None:
         while True:
-            await endurance.round(listen_and_look)
+            await retry.round(listen_and_look)
 
     async def watch() -> None:
         while True:

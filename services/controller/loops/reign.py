@@ -6,11 +6,11 @@ from typing import Final
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.code import forget_code
-from services.controller.loops.endurance import Troubles
 from services.controller.loops.facts import FactLoop
 from services.controller.loops.index import index_jobs
 from services.controller.loops.planner import plan_jobs
 from services.controller.loops.reconciler import reconcile
+from services.controller.loops.store_retry import Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.plans import Drawing
 
@@ -32,7 +32,7 @@ async def reign(
         epoch: The reign.
         drawing: How plans are made.
         growth_delay: That of elastic jobs that could grow.
-        troubles: As of ``Endurance``; empty once the reign is over.
+        troubles: As of ``StoreRetry``; empty once the reign is over.
 
     Raises:
         DeposedError: The reign is over.

@@ -1,9 +1,8 @@
-"""Tokens, rates and the audit trail."""
+"""Tokens and the audit trail."""
 
 from typing import Protocol
 
 from services.contract.api.access import Scope
-from services.controller.domain.access.rate import Rate
 from services.controller.domain.access.token import Token
 from services.controller.domain.record import Record
 from services.controller.ports.machines import Entry
@@ -26,14 +25,6 @@ class TokenStore(Protocol):
 
     async def remove(self, token_id: str) -> bool:
         """Forget a token; whether there was one."""
-        ...
-
-
-class RateLimiter(Protocol):
-    """Counts requests for all controllers together, by the store's clock."""
-
-    async def take(self, name: str, rate: Rate) -> int:
-        """Take one of ``name``'s: 0, or how many milliseconds to wait before the next try."""
         ...
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from services.controller.ports.access import AuditLog, RateLimiter, TokenStore
+from services.controller.ports.access import AuditLog, TokenStore
 from services.controller.ports.code import CodeStore
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
@@ -63,7 +63,6 @@ class Ports:
     leadership: Leadership
     clock: Clock
     tokens: TokenStore
-    rates: RateLimiter
     audit: AuditLog
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]

@@ -33,7 +33,13 @@ from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim, Place, Stored
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
-from services.controller.use_cases.submit import Drafting, draft_job, foreseen
+from services.controller.use_cases.submit import (
+    MOST_UNFINISHED,
+    Drafting,
+    draft_job,
+    foreseen,
+    refuse_too_many,
+)
 
 _log = structlog.get_logger()
 _CHUNK: Final = 200
@@ -41,12 +47,16 @@ _CHUNK: Final = 200
 
 @dataclass(frozen=True)
 class Cloning:
-    """Which job is cloned, and how that was asked for."""
+    """Which job is cloned, and how that was asked for.
+
+    ``most_unfinished``: so many jobs that have not ended the clone's owner may have.
+    """
 
     job_id: str
     wanted: CloneRequest
     claim: Claim | None = None
     dry_run: bool = False
+    most_unfinished: int = MOST_UNFINISHED
 
 
 async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoints) -> JobView:
@@ -55,7 +65,8 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
     Raises:
         NotFoundError: There is no such job.
         InvalidRequestError: The clone can never run, or the checkpoint is none to begin with.
-        StateConflictError: The checkpoints of the job are being removed.
+        StateConflictError: The checkpoints of the job are being removed, or there are too many jobs
+            of who asks.
         KeyReusedError: The claim's key came with another body before.
     """
     if cloning.claim is not None and not cloning.dry_run:
@@ -73,6 +84,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
         ) from error
     if cloning.dry_run:
         return foreseen(job, outcome)
+    await refuse_too_many(ports, job.owner, cloning.most_unfinished)
     if origin.checkpoint_id is not None:
         await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)
     try:

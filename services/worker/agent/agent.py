@@ -17,9 +17,9 @@ from services.worker.agent.host.network import Network, find_network
 from services.worker.agent.host.processes import sweep
 from services.worker.agent.host.reserve import take_reserve
 from services.worker.agent.host.sentinel_keeper import SentinelKeeper
-from services.worker.agent.node_commands import Answers
+from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.probes.prober import Prober
-from services.worker.agent.probes.programs import Asker
+from services.worker.agent.probes.programs import ProgramRunner
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.ranks.code_cache import CodeCache, forget_drafts
 from services.worker.agent.ranks.launch import Launcher
@@ -102,22 +102,22 @@ class Agent:
         )
         self._warm = WarmKeeper(imported, mark, folder)
         storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
-        asker = Asker(imported, folder.path)
+        runner = ProgramRunner(imported, folder.path)
         codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
         self._journal = Journal(settings.checkpoint_root, f"{node_id}.{self._incarnation}")
-        answers = Answers(
+        node_commands = NodeCommands(
             node_id,
             storage,
             Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
-            Prober(node_id, settings.admission, asker, codes),
-            SelfTest(folder, node_id, self._incarnation, inventory, asker, self._warm.settled),
+            Prober(node_id, settings.admission, runner, codes),
+            SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
             RecordKeeper(writing, node_id, settings.checkpoint_root, self._journal),
         )
         self._supervisor = Supervisor(
             node_id,
             folder,
             storage,
-            answers,
+            node_commands,
             Launcher(
                 node_id,
                 network.address,
@@ -136,7 +136,9 @@ class Agent:
             self._journal,
         )
         self._rounds = StorageRounds(
-            writing, Holdings(storage, folder, self._supervisor.newest_gangs), self._outbox.tell
+            writing,
+            Holdings(node_id, storage, folder, self._supervisor.newest_gangs),
+            self._outbox.tell,
         )
         self._inbox = Inbox(
             waiting,

@@ -60,7 +60,7 @@ _REFUSALS: Final[Mapping[str, type[Fact]]] = {
 _log = structlog.get_logger()
 
 
-class Answers:
+class NodeCommands:
     """What this node answers with facts.
 
     Args:

@@ -16,7 +16,7 @@ from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry.beat import Beat, GangKey
 from services.worker.agent.telemetry.gang_telemetry import (
@@ -27,7 +27,7 @@ from services.worker.agent.telemetry.gang_telemetry import (
 )
 
 BEAT_S: Final = 0.5
-_PAUSE_S: Final = 0.2
+_ASK_EVERY_S: Final = 0.2
 _BEATS_HELD: Final = 120
 _TAKE_OVER: Final = """
 local holder = redis.call('GET', KEYS[1])
@@ -104,22 +104,21 @@ class Session:
         keys = [redis_keys.node_lease(self._node_id)]
         lease_ms = redis_keys.NODE_LEASE_MS
         arguments: list[str | int] = [previous or "", self._incarnation, lease_ms]
+        holder: object = None
         answered: float | None = None
         clock = asyncio.get_running_loop()
         while True:
-            end_if_told()
-            try:
-                holder = await script(keys=keys, args=arguments)
-            except REDIS_AWAY as error:
-                self._lost(error)
-            else:
-                if not holder:
-                    return
-                answered = clock.time() if answered is None else answered
-                # A dead agent's lease runs out within this time; a living one's does not.
-                if clock.time() > answered + lease_ms / 1000 + 2 * BEAT_S:
-                    raise LeaseTakenError(_taken(self._node_id, str(holder)))
-            await asyncio.sleep(_PAUSE_S)
+            async for attempt in while_away(self._lost):
+                with attempt:
+                    end_if_told()
+                    holder = await script(keys=keys, args=arguments)
+                    if not holder:
+                        return
+            answered = clock.time() if answered is None else answered
+            # A dead agent's lease runs out within this time; a living one's does not.
+            if clock.time() > answered + lease_ms / 1000 + 2 * BEAT_S:
+                raise LeaseTakenError(_taken(self._node_id, str(holder)))
+            await asyncio.sleep(_ASK_EVERY_S)
 
     async def hand_over(self, records: Sequence[Records]) -> None:
         """Write the steps of an earlier life that are not in Redis yet.
@@ -130,16 +129,11 @@ class Session:
             LeaseTakenError: Another incarnation holds the lease.
         """
         self._number += 1
-        while True:
-            end_if_told()
-            try:
+        async for attempt in while_away(self._lost):
+            with attempt:
+                end_if_told()
                 self._unconfirmed = [await self._unwritten(left) for left in records]
                 await self._beat_once()
-            except REDIS_AWAY as error:
-                self._lost(error)
-                await asyncio.sleep(_PAUSE_S)
-            else:
-                return
 
     def join(self) -> None:
         """Tell that this agent is there, with what it runs."""
@@ -166,8 +160,8 @@ class Session:
             try:
                 await self._beat_once()
             except REDIS_AWAY as error:
-                self._lost(error)
-                await asyncio.sleep(BEAT_S)
+                self._lost(str(error))
+                await asyncio.sleep(BEAT_S)  # no more: the lease hangs on it
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
@@ -224,6 +218,7 @@ class Session:
         if not self._connected:
             self._connected = True
             _log.info("redis_is_back")
+            self.loss_suspected.set()  # it may be back with an older copy of its data
         if answer.lapsed:
             # The controller may have given this node up, or Redis may have lost what it knew.
             _log.warning("lease_had_lapsed")
@@ -242,10 +237,10 @@ class Session:
             self._metrics_refused = True
             return {}
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, why: str) -> None:
         if self._connected:
             self._connected = False
-            _log.warning("redis_unreachable", why=str(error))
+            _log.warning("redis_unreachable", why=why)
 
 
 def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:

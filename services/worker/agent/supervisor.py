@@ -48,7 +48,7 @@ from services.worker.agent.gangs.decisions import (
 )
 from services.worker.agent.gangs.runtime import GangRuntime
 from services.worker.agent.host.folders import NoBoardsError, NodeFolder
-from services.worker.agent.node_commands import Answers
+from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.telemetry.gang_telemetry import Records
@@ -67,7 +67,7 @@ class Supervisor:
         node_id: The node.
         folder: Its files.
         storage: The checkpoints of all jobs.
-        answers: Carries out what no gang does.
+        node_commands: Carries out what no gang does.
         launcher: Forks the ranks of a gang.
         tell: Takes the facts, in order.
 
@@ -80,7 +80,7 @@ class Supervisor:
         node_id: str,
         folder: NodeFolder,
         storage: Storage,
-        answers: Answers,
+        node_commands: NodeCommands,
         launcher: Launcher,
         tell: Callable[[Fact], None],
     ) -> None:
@@ -88,7 +88,7 @@ class Supervisor:
         self._node_id = node_id
         self._folder = folder
         self._storage = storage
-        self._answers = answers
+        self._node_commands = node_commands
         self._launcher = launcher
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
@@ -119,12 +119,12 @@ class Supervisor:
                 case RecordTrace():
                     self._happen(command, TraceAsked(command))
                 case _:
-                    for fact in await self._answers.to(command, self._has_ranks):
+                    for fact in await self._node_commands.to(command, self._has_ranks):
                         self._tell(fact)
 
     def refuse(self, body: str, why: str) -> None:
         """Tell that a command cannot be read, so that nobody waits for what it asked."""
-        fact = self._answers.refusal(body, why)
+        fact = self._node_commands.refusal(body, why)
         if isinstance(fact, LaunchRefused):
             key = (fact.job_id, fact.fence)
             if key in self._gangs or key in self._coming:
@@ -282,7 +282,7 @@ class Supervisor:
     def _making_room(self, key: GangKey) -> Iterator[None]:
         """Within, ranks start: what would disturb them ends, and does not begin."""
         self._coming.add(key)
-        self._answers.give_way()
+        self._node_commands.give_way()
         try:
             yield
         finally:
@@ -357,7 +357,7 @@ class Supervisor:
 
     async def _put_together(self, job_id: str, fence: int) -> None:
         async with self._lanes[job_id, "records"]:
-            await self._answers.put_together(job_id, fence)
+            await self._node_commands.put_together(job_id, fence)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         """Have it done while gangs go on; the agent does not leave before."""

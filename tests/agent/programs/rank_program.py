@@ -1,14 +1,16 @@
 """A trainer without torch: real processes that step, fail, hang and checkpoint as a spec asks."""
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from misdeeds import MISDEEDS  # type: ignore[import-not-found]  # beside it on the user path
 
@@ -25,6 +27,8 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.rank.process.seat import AgentPipe
+
+_PTRACE_TRACEME: Final = 0
 
 
 def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
@@ -80,10 +84,48 @@ def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
         case "exit":
             os._exit(7)
-        case "take memory":
-            bytearray(1 << 33)
         case "hang":
             threading.Event().wait()
+        case "stop" | "stop for its parent" as how:
+            if how != "stop":
+                ctypes.CDLL(None).ptrace(_PTRACE_TRACEME, 0, 0, 0)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGUSR1)
+        case other if other in _FAILURES:
+            _FAILURES[other]()
+
+
+def _aborts() -> None:
+    sys.stderr.write("terminate called after throwing an instance of 'std::bad_alloc'\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+def _loses_a_thread() -> None:
+    thread = threading.Thread(target=bytearray, args=(1 << 45,))
+    thread.start()
+    thread.join()
+    raise RuntimeError("nothing came of it")
+
+
+def _hides_a_refusal() -> None:
+    try:
+        bytearray(1 << 45)
+    except MemoryError as error:
+        raise RuntimeError("no batch") from error
+
+
+def _raises_what_is_no_text() -> None:
+    """As with the name of a file that is no UTF-8."""
+    raise ValueError("no samples in a\udc80b")
+
+
+_FAILURES: Final = {
+    "take memory": lambda: bytearray(1 << 33),
+    "abort for memory": _aborts,
+    "lose a thread": _loses_a_thread,
+    "hide a refusal": _hides_a_refusal,
+    "raise what is no text": _raises_what_is_no_text,
+}
 
 
 def _checkpoint(seat: RankSeat, pipe: AgentPipe, step: int, digest_of: str | None) -> None:

@@ -7,8 +7,8 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.plan.apply import apply_plan
+from fsdp_core.plan.fakes import fake_ranks
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
-from fsdp_core.torch_private import fake_ranks
 from services.worker.rank.models.hugging_face import hf_causal_lm
 from services.worker.rank.models.materialise import give_values
 from services.worker.rank.process.host_memory import limit_memory

@@ -3,7 +3,7 @@
 import functools
 import os
 
-from services.controller.adapters.memory.access import MemoryAudit, MemoryLimiter, MemoryTokens
+from services.controller.adapters.memory.access import MemoryAudit, MemoryTokens
 from services.controller.adapters.memory.code import MemoryCode
 from services.controller.adapters.memory.coordination import (
     MemoryClock,
@@ -29,7 +29,6 @@ def memory_ports(server: MemoryServer) -> Ports:
         leadership=MemoryLeadership(server),
         clock=MemoryClock(server),
         tokens=MemoryTokens(server),
-        rates=MemoryLimiter(server),
         audit=MemoryAudit(server),
         listen=functools.partial(listening, server),
         entropy=os.urandom,

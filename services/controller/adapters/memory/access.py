@@ -1,7 +1,6 @@
-"""Tokens, rates and the audit trail in memory."""
+"""Tokens and the audit trail in memory."""
 
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.access.rate import Rate, take
 from services.controller.domain.access.token import Token
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.machines import Entry
@@ -28,19 +27,6 @@ class MemoryTokens:
     async def remove(self, token_id: str) -> bool:
         """See ``TokenStore.remove``."""
         return self._server.tokens.pop(token_id, None) is not None
-
-
-class MemoryLimiter:
-    """The port ``RateLimiter``."""
-
-    def __init__(self, server: MemoryServer) -> None:
-        self._server = server
-
-    async def take(self, name: str, rate: Rate) -> int:
-        """See ``RateLimiter.take``."""
-        known = self._server.buckets.get(name)
-        self._server.buckets[name], wait_ms = take(known, rate, self._server.now_ms())
-        return wait_ms
 
 
 class MemoryAudit:

@@ -9,7 +9,6 @@ from services.contract.messages.commands import COMMAND, Command
 from services.contract.messages.probing import DeviceType, ModelProbed
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.domain.access.code import UploadedCode
-from services.controller.domain.access.rate import Bucket
 from services.controller.domain.access.token import Token
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.job.effects import Send
@@ -43,7 +42,6 @@ class MemoryServer:
     facts: list[Entry] = field(default_factory=list)
     delivered: dict[str, Entry] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)
-    buckets: dict[str, Bucket] = field(default_factory=dict)
     audit: list[Entry] = field(default_factory=list)
     measured: dict[tuple[str, DeviceType], Measurement] = field(default_factory=dict)
     plans: dict[str, tuple[int, Plan]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator
 
 from services.contract.redis.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
-from services.controller.adapters.redis.access import RedisAudit, RedisLimiter, RedisTokens
+from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
@@ -36,7 +36,6 @@ async def redis_ports(
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),
             tokens=RedisTokens(clients),
-            rates=RedisLimiter(clients),
             audit=RedisAudit(clients),
             listen=functools.partial(listening, clients),
             entropy=os.urandom,

@@ -34,6 +34,8 @@ _MEMORY_WORDS: Final = (
     "cannot allocate memory",
     "not enough memory",
     "out of memory",
+    "refused memory",
+    "std::bad_alloc",
 )
 _PULSE_LOST_S: Final = 2.0
 _STILL_S: Final = 2.0
@@ -137,7 +139,7 @@ def classify(attempt: Attempt, failure: Failure | None) -> FailureClass:
     if failure.traceback is not None:
         return _of_exception(failure)
     if failure.signal is not None:
-        return _of_signal(failure.signal, attempt.oom_kills)
+        return _of_signal(failure, attempt.oom_kills)
     return FailureClass.CRASH
 
 
@@ -157,9 +159,11 @@ def of_findings(parts: Sequence[NodeFindings], world_size: int) -> Diagnosis:
         return _diagnosis(FailureClass.NONE, "the ranks make progress", evidence=evidence)
     kind, rank, what = _of_standstill(ranks, is_whole=len(ranks) == world_size)
     nodes = {r.rank: part.node_id for part in parts for r in part.findings.ranks}
+    # The others may go on: what a script runs need not wait for each other.
+    how_long = f"for {still_s:.1f} s" if kind is FailureClass.FROZEN else None
     return _diagnosis(
         kind,
-        f"no rank made progress for {still_s:.1f} s: {what}",
+        f"{what} {how_long}" if how_long else f"no rank made progress for {still_s:.1f} s: {what}",
         rank=rank,
         node_id=None if rank is None else nodes[rank],
         evidence=evidence,
@@ -228,24 +232,30 @@ def _waits_in_a_collective(rank: RankFinding) -> bool:
 
 def _of_exception(failure: Failure) -> FailureClass:
     names = set(failure.error_types)
-    words = (failure.error or "").lower()
     if not names.isdisjoint({NON_FINITE_LOSS, _FORMER_NON_FINITE_LOSS}):
         return FailureClass.NAN
     if _DESYNC in names:
         return FailureClass.COLLECTIVE_MISMATCH
     if not names.isdisjoint({_CHECKPOINT_WRITE, _FORMER_CHECKPOINT_WRITE}):
         return FailureClass.CHECKPOINT_FAILED
-    if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
+    if names & _MEMORY_TYPES or _lacks_memory(failure):
         return FailureClass.OUT_OF_MEMORY
     if "builtins.KeyboardInterrupt" in names:
         return FailureClass.KILLED_BY_OPERATOR
     return FailureClass.USER_ERROR
 
 
-def _of_signal(number: int, oom_kills: int) -> FailureClass:
-    if number == signal.SIGKILL and oom_kills:
+def _of_signal(failure: Failure, oom_kills: int) -> FailureClass:
+    if failure.signal == signal.SIGKILL and oom_kills:
         return FailureClass.OUT_OF_MEMORY
-    return FailureClass.KILLED_BY_OPERATOR if number in _BY_HAND else FailureClass.CRASH
+    if failure.signal == signal.SIGABRT and _lacks_memory(failure):
+        return FailureClass.OUT_OF_MEMORY
+    return FailureClass.KILLED_BY_OPERATOR if failure.signal in _BY_HAND else FailureClass.CRASH
+
+
+def _lacks_memory(failure: Failure) -> bool:
+    words = (failure.error or "").lower()
+    return any(word in words for word in _MEMORY_WORDS)
 
 
 def _summary(kind: FailureClass, attempt: Attempt, failure: Failure | None) -> str:

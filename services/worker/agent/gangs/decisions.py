@@ -3,8 +3,8 @@
 When any rank fails, by an error that it reports or by its exit, the others are killed: they
 would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
 peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
-once what was found is known. Performing the effects is ``gang_runtime``'s; what a rank may say
-is judged in ``hearing``, who failed first is worked out in ``verdict``.
+once what was found is known. Performing the effects is ``runtime``'s; what a rank may say
+is judged in ``rank_reports``, who failed first is worked out in ``exit_order``.
 """
 
 import re
@@ -38,7 +38,14 @@ from services.worker.agent.gangs.rank_reports import (
     trace_ordered,
     vote_fact,
 )
-from services.worker.agent.telemetry.hang import Mark, Progress, Stall, allowance_s, look
+from services.worker.agent.telemetry.hang import (
+    Mark,
+    Progress,
+    Stall,
+    allowance_s,
+    look,
+    look_at_stopped,
+)
 
 WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
@@ -219,10 +226,14 @@ class DiagnosisAsked:
 
 @dataclass(frozen=True)
 class LookedAt:
-    """The boards were read: what they show, by rank, and the median time of the last steps."""
+    """The boards were read: what they show, by rank, and the median time of the last steps.
+
+    ``stopped``: the ranks whose processes are stopped.
+    """
 
     marks: Mapping[int, Mark]
     usual_step_s: float | None = None
+    stopped: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -531,11 +542,14 @@ def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:
         asked_s=state.hang_timeout_s,
         is_script=state.is_script,
     )
-    progress, stall = look(state.progress, marks, allowed_s, now)
+    stopped = event.stopped & {rank.rank for rank in busy}
+    progress, freeze = look_at_stopped(state.progress, stopped, state.hang_timeout_s, now)
+    progress, stall = look(progress, marks, allowed_s, now)
     state = replace(state, progress=progress)
-    if not stall.is_hang:
+    found = next((each for each in (stall, freeze) if each.is_hang), None)
+    if found is None:
         return state, ()
-    return replace(state, hung_at=now), (LookInto("hang", stall),)
+    return replace(state, hung_at=now), (LookInto("hang", found),)
 
 
 def _looked_into(state: GangState, findings: Findings) -> Decision:

@@ -4,26 +4,57 @@ What reaches an agent first is partly luck: when a rank dies, its peers see thei
 break before the kernel tells the parent. So failures are ordered by kind, then by arrival.
 """
 
+import contextlib
+import os
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
 
 from services.contract.messages.facts import ExitStanding, RankExit
+from services.contract.system.durable import open_plain
 from services.worker.agent.gangs.decisions import GangState, RankState
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
 
+# Before what the signal's handler writes of all threads.
+_LAST_WORDS: Final = 1 << 18
+# What C++ and libraries in C write before they abort for it.
+_LACKED_MEMORY: Final = re.compile(rb"std::bad_alloc|[Cc]annot allocate memory|MemoryError")
+
 
 def exits(
-    state: GangState, boards: Mapping[int, LastPhase], oom_kills: int = 0
+    state: GangState,
+    boards: Mapping[int, LastPhase],
+    oom_kills: int = 0,
+    lacked_memory: Collection[int] = (),
 ) -> tuple[RankExit, ...]:
     """How every rank of an ended gang ended, in the order of failure.
 
     ``oom_kills``: how many processes the kernel killed for want of memory meanwhile.
+    ``lacked_memory``: the ranks that aborted because they were refused memory.
     """
     ordered = sorted(state.ranks.values(), key=lambda rank: (standing(rank), rank.arrived or 0))
     return tuple(
-        _exit(state, rank, boards[rank.rank], order, oom_kills)
+        _exit(state, rank, boards[rank.rank], order, (oom_kills, rank.rank in lacked_memory))
         for order, rank in enumerate(ordered)
     )
+
+
+def aborted_for_memory(rank: RankState, log: Path) -> bool:
+    """Whether the last words of a rank that aborted are that it was refused memory.
+
+    Args:
+        rank: One that has ended.
+        log: What it wrote to stderr; its user code may have put anything in that place.
+    """
+    if rank.signal != signal.SIGABRT or rank.failed is not None:
+        return False
+    with contextlib.suppress(OSError), open(open_plain(log), "rb") as file:  # noqa: PTH123 a descriptor
+        size = os.fstat(file.fileno()).st_size
+        words = os.pread(file.fileno(), _LAST_WORDS, max(size - _LAST_WORDS, 0))
+        return _LACKED_MEMORY.search(words) is not None
+    return False
 
 
 def standing(rank: RankState) -> ExitStanding:
@@ -36,7 +67,7 @@ def standing(rank: RankState) -> ExitStanding:
 
 
 def _exit(
-    state: GangState, rank: RankState, seen: LastPhase, order: int, oom_kills: int
+    state: GangState, rank: RankState, seen: LastPhase, order: int, want: tuple[int, bool]
 ) -> RankExit:
     failed, finished = rank.failed, rank.finished
     return RankExit(
@@ -51,13 +82,18 @@ def _exit(
         finished=finished is not None,
         drained=finished is not None and finished.drained,
         early=None if finished is None else finished.early,
-        error=failed.error if failed is not None else _explanation(state, rank, oom_kills),
+        error=failed.error if failed is not None else _explanation(state, rank, *want),
         error_types=failed.error_types if failed is not None else (),
         traceback=failed.traceback if failed is not None else None,
     )
 
 
-def _explanation(state: GangState, rank: RankState, oom_kills: int) -> str | None:
+def _explanation(
+    state: GangState,
+    rank: RankState,
+    oom_kills: int,
+    lacked_memory: bool,  # noqa: FBT001 a fact about that rank
+) -> str | None:
     match standing(rank):
         case ExitStanding.FINISHED:
             return None
@@ -67,6 +103,11 @@ def _explanation(state: GangState, rank: RankState, oom_kills: int) -> str | Non
             return (
                 "ended by SIGKILL: the kernel killed it, for the node had no memory left; lower "
                 "train.micro_batch, shard over more ranks, or limit jobs by resources.memory_gib"
+            )
+        case _ if lacked_memory:
+            return (
+                "ended by SIGABRT: it was refused memory, and code that is not Python aborted; lower "
+                "train.micro_batch, shard over more ranks, or raise resources.memory_gib"
             )
         case _ if rank.signal is not None:
             return f"ended by {_signal_name(rank.signal)}"

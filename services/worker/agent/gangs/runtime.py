@@ -43,14 +43,16 @@ from services.worker.agent.gangs.decisions import (
     VoteChecked,
     decide,
 )
-from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.host.processes import (
+    STOPPED,
     is_dying,
     kill_group,
     kill_tracers,
+    process_state,
     sweep_sessions,
 )
 from services.worker.agent.host.stacks import collect
@@ -200,7 +202,8 @@ class GangRuntime:
                         self.reaped(one.pid, None, _SIGKILL)
             self._free_the_dead()
             if not pauses:
-                self.happen(LookedAt(self._telemetry.marks(), self._telemetry.usual_step_s()))
+                marks, usual_s = self._telemetry.marks(), self._telemetry.usual_step_s()
+                self.happen(LookedAt(marks, usual_s, self._stopped()))
             self.happen(Ticked())
 
     def silent(self) -> bool:
@@ -255,11 +258,19 @@ class GangRuntime:
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
-            exits=exits(self._state, seen, killed),
+            exits=exits(self._state, seen, killed, self._lacked_memory()),
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
             oom_kills=killed,
             first_exit_s=None if first is None else time.monotonic() - first,
+        )
+
+    def _lacked_memory(self) -> frozenset[int]:
+        ranks = self._state.ranks.values()
+        return frozenset(
+            rank.rank
+            for rank in ranks
+            if aborted_for_memory(rank, self._folder.log(rank.rank, "stderr"))
         )
 
     def conclude(self, end: GangEnded) -> None:
@@ -333,6 +344,11 @@ class GangRuntime:
 
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
+
+    def _stopped(self) -> frozenset[int]:
+        """The ranks whose processes a signal or a tracer has stopped."""
+        living = (rank for rank in self._state.ranks.values() if not rank.ended)
+        return frozenset(each.rank for each in living if process_state(each.pid) in STOPPED)
 
     def _free_the_dead(self) -> None:
         """Have ranks that are dead, or were killed, reaped though somebody traces them."""

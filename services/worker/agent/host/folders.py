@@ -204,6 +204,10 @@ class NodeFolder:
             return AttemptFolder(path, path / "boards")
         return AttemptFolder(path, boards / f"{job_id}-{fence}")
 
+    def jobs(self) -> list[str]:
+        """The jobs of which attempts were launched here, oldest first."""
+        return sorted(path.name for path in self.path.glob("jobs/job_*"))
+
     def unfinished(self) -> list[AttemptFolder]:
         """The attempts that were launched here and whose end is not recorded."""
         return [

@@ -1,6 +1,6 @@
 """The Python stacks of ranks: asked for by a signal, read from the files that ranks write.
 
-Of a rank that does not answer, what ``spying`` can see.
+Of a rank that does not answer, what ``stack_reader`` can see.
 """
 
 import asyncio

@@ -19,7 +19,12 @@ from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
 from services.contract.redis.redis_keys import LONGEST_FACT
 from services.contract.system.mask import Mask
-from services.worker.agent.probes.programs import MOST_ANSWERED, Asker, Asking, Ended
+from services.worker.agent.probes.programs import (
+    MOST_ANSWERED,
+    ProgramCall,
+    ProgramEnd,
+    ProgramRunner,
+)
 from services.worker.agent.ranks.admission import Admission, NotAdmittedError
 from services.worker.agent.ranks.code_cache import CodeCache, NoCodeError
 
@@ -36,14 +41,16 @@ class Prober:
     Args:
         node_id: Who answers.
         admission: What jobs may have here.
-        asker: Runs the probe's process.
+        runner: Runs the probe's process.
         codes: The code that was uploaded for jobs.
     """
 
-    def __init__(self, node_id: str, admission: Admission, asker: Asker, codes: CodeCache) -> None:
+    def __init__(
+        self, node_id: str, admission: Admission, runner: ProgramRunner, codes: CodeCache
+    ) -> None:
         self._node_id = node_id
         self._admission = admission
-        self._asker = asker
+        self._runner = runner
         self._codes = codes
 
     async def probe(self, command: ProbeModel) -> ModelProbed:
@@ -84,7 +91,7 @@ class Prober:
             code_folder=None if code is None else str(code),
         )
         mask = Mask(secrets)
-        asking = Asking(
+        call = ProgramCall(
             "services.worker.rank.probe.profile",
             command.probe_id,
             seat,
@@ -92,7 +99,7 @@ class Prober:
             NICENESS,
         )
         try:
-            ended = await self._asker.ask(asking)
+            ended = await self._runner.ask(call)
         except OSError as error:
             reason = f"no process could be started for the probe: {error}"
             return self._failed(command, ProbeFailure(code="crashed", reason=reason))
@@ -129,7 +136,7 @@ def _read(answer: bytes, mask: Mask) -> ModelProbed:
     return found
 
 
-def _failure(ended: Ended, timeout_s: float, mask: Mask) -> ProbeFailure:
+def _failure(ended: ProgramEnd, timeout_s: float, mask: Mask) -> ProbeFailure:
     """Why a process did not answer."""
     if len(ended.answer) == MOST_ANSWERED:
         reason = (

@@ -46,7 +46,7 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramEnd:
     """How the process ended.
 
     Attributes:
@@ -77,7 +77,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Asking:
+class ProgramCall:
     """A program to ask, and what it may take.
 
     Attributes:
@@ -95,7 +95,7 @@ class Asking:
     niceness: int = 0
 
 
-class Asker:
+class ProgramRunner:
     """Runs such programs for one life of an agent.
 
     Args:
@@ -108,22 +108,22 @@ class Asker:
         self._arguments = imported.ranks_arguments
         self._folder = folder
 
-    async def ask(self, asking: Asking) -> Ended:
+    async def ask(self, call: ProgramCall) -> ProgramEnd:
         """Run the program to its end, or to that of its time.
 
         Raises:
             OSError: It could not be started, or takes too long to start.
         """
-        mark = f"{self._environment[NODE_MARK]}/{asking.name}"
+        mark = f"{self._environment[NODE_MARK]}/{call.name}"
         with (
             tempfile.TemporaryFile(dir=self._folder) as answer,
             tempfile.TemporaryFile(dir=self._folder) as words,
         ):
             kills = oom_kills()
-            code, frames = await self._run(asking, mark, answer, words)
+            code, frames = await self._run(call, mark, answer, words)
             await _sweep(mark)
             last = _end(words)
-            return Ended(
+            return ProgramEnd(
                 answer=_beginning(answer),
                 code=code,
                 words=last,
@@ -132,14 +132,14 @@ class Asker:
             )
 
     async def _run(
-        self, asking: Asking, mark: str, answer: IO[bytes], words: IO[bytes]
+        self, call: ProgramCall, mark: str, answer: IO[bytes], words: IO[bytes]
     ) -> tuple[int | None, tuple[str, ...]]:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *("-P", "-m", asking.module),
+                    *("-P", "-m", call.module),
                     *self._arguments,
                     *("--answer", str(answer.fileno()), "--agent", str(os.getpid())),
                     env=self._environment | {NODE_MARK: mark},
@@ -150,10 +150,10 @@ class Asker:
                     start_new_session=True,
                 )
             try:
-                _put_last(process.pid, asking.niceness)
-                await _hand_over(ours, asking.question)
+                _put_last(process.pid, call.niceness)
+                await _hand_over(ours, call.question)
                 async with _cut_meanwhile(answer, words):
-                    return await _ended(process, asking.timeout_s, words)
+                    return await _ended(process, call.timeout_s, words)
             finally:
                 if process.returncode is None:
                     await _end_all(process)

@@ -19,7 +19,7 @@ from services.contract.messages.probe_programs import (
 from services.contract.messages.probing import DeviceType, MeasureNode, NodeMeasured
 from services.contract.system.durable import read_plain, replace_plain
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.probes.programs import Asker, Asking, Ended
+from services.worker.agent.probes.programs import ProgramCall, ProgramEnd, ProgramRunner
 
 _TIMEOUT_S: Final = 120.0
 _PROCESSORS: Final = Path("/proc/cpuinfo")
@@ -46,7 +46,7 @@ class SelfTest:
         node_id: Whose they are.
         incarnation: The life of the agent that tells them.
         inventory: What the node has; other hardware or versions are measured anew.
-        asker: Runs the program that measures.
+        runner: Runs the program that measures.
         settled: Returns once the agent's own start takes no processor any more.
     """
 
@@ -56,16 +56,16 @@ class SelfTest:
         node_id: str,
         incarnation: str,
         inventory: Inventory,
-        asker: Asker,
+        runner: ProgramRunner,
         settled: Callable[[], Awaitable[object]],
     ) -> None:
         self._folder = folder
         self._node_id = node_id
         self._incarnation = incarnation
         self._inventory = inventory
-        self._asker = asker
+        self._runner = runner
         self._settled = settled
-        self._running: asyncio.Task[Ended] | None = None
+        self._running: asyncio.Task[ProgramEnd] | None = None
 
     async def measure(
         self, command: MeasureNode, ranks_are_here: Callable[[], bool]
@@ -109,10 +109,10 @@ class SelfTest:
                 "have ended"
             )
         seat = SelfTestSeat(device_type=device_type, seats=seats, processors=inventory.cpu_count)
-        asking = Asking(
+        call = ProgramCall(
             "services.worker.rank.probe.self_test", f"self-test-{device_type}", seat, _TIMEOUT_S
         )
-        self._running = asyncio.create_task(self._asker.ask(asking))
+        self._running = asyncio.create_task(self._runner.ask(call))
         try:
             ended = await self._waited_for(self._running)
         except OSError as error:
@@ -127,7 +127,7 @@ class SelfTest:
             last = ended.words.splitlines()[-1:]
             raise NotMeasuredError(": ".join((ended.how, *last))) from None
 
-    async def _waited_for(self, running: asyncio.Task[Ended]) -> Ended:
+    async def _waited_for(self, running: asyncio.Task[ProgramEnd]) -> ProgramEnd:
         try:
             return await running
         except asyncio.CancelledError:

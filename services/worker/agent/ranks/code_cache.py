@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -38,14 +37,13 @@ from services.contract.system.cancellation import end_if_told
 from services.contract.system.durable import open_plain, sync_folder, write_new
 from services.contract.system.rank_user import RankUser
 from services.worker.agent.host.removal import remove_tree
-from services.worker.agent.streams.redis_clients import REDIS_AWAY
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, while_away
 
 KEPT_UNUSED: Final = 16
 _OF_A_JOB: Final = "code.tar.gz"
 _ARCHIVE: Final = ".tar.gz"
 _MOST_BYTES: Final = MOST_CODE_MIB << 20
 _REDIS_WITHIN_S: Final = 15.0
-_PAUSE_S: Final = 0.5
 _ENTERED_BY_OTHERS: Final = 0o711
 _log = structlog.get_logger()
 
@@ -140,21 +138,23 @@ class CodeCache:
 
     async def _from_redis(self, digest: str) -> bytes | None:
         """The archive, if Redis holds it whole; a Redis that is away is waited for."""
-        ends = time.monotonic() + _REDIS_WITHIN_S
-        while True:
-            end_if_told()
-            try:
-                body = await self._parts(keys.code(hex_of(digest)))
-            except REDIS_AWAY as error:
-                _log.warning("code_not_fetched", digest=digest, why=str(error))
-                if time.monotonic() > ends:
-                    return None
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            if body is None or await asyncio.to_thread(digest_of, body) == digest:
-                return body
-            _log.error("code_damaged_in_redis", digest=digest)
+
+        def say(why: str) -> None:
+            _log.warning("code_not_fetched", digest=digest, why=why)
+
+        body = None
+        try:
+            async for attempt in while_away(say, give_up_s=_REDIS_WITHIN_S):
+                with attempt:
+                    end_if_told()
+                    body = await self._parts(keys.code(hex_of(digest)))
+        except REDIS_AWAY as error:
+            say(str(error))
             return None
+        if body is None or await asyncio.to_thread(digest_of, body) == digest:
+            return body
+        _log.error("code_damaged_in_redis", digest=digest)
+        return None
 
     async def _parts(self, key: str) -> bytes | None:
         count: Any = await self._redis.hget(key, keys.CODE_PARTS)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from services.contract.messages.warm_channel import RankForked, RankReaped
 from services.worker.agent.host.folders import NodeFolder
@@ -18,11 +19,13 @@ from services.worker.agent.ranks.template_link import Imported, TemplateLink, Wa
 from services.worker.agent.ranks.warm_link import WarmLink
 
 READY_WITHIN_S: Final = 120.0
-_FIRST_PAUSE_S: Final = 0.5
-_LONGEST_PAUSE_S: Final = 30.0
+_PAUSE_S: Final = 0.5
 STOPPED_LOOKS: Final = 10
 _LOOK_EVERY_S: Final = 1.0
 _log = structlog.get_logger()
+_FAILED: Final = retry_if_exception_type((WarmGoneError, OSError))
+# What a node lacks it may lack for long, and the nodes of a cluster lack it at one moment.
+_WAIT: Final = wait_random_exponential(multiplier=1.0, min=_PAUSE_S, max=30.0)
 
 
 class WarmKeeper:
@@ -84,30 +87,38 @@ class WarmKeeper:
         return self._link if self._link is not None and not self._link.gone.is_set() else None
 
     async def _keep_template(self) -> None:
-        pause = _FIRST_PAUSE_S
-        template = await TemplateLink.adopt(self._imported, self._folder)
+        adopted = await TemplateLink.adopt(self._imported, self._folder)
         while True:
-            try:
-                template = template or TemplateLink.start(self._imported, self._folder)
-                async with _ending_if_stopped(template, "template"):
-                    pause = await self._live_template(template, pause)
-            except OSError as error:
-                await self._fail(f"the template cannot be started: {error}")
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            finally:
-                if template is not None:
-                    template.kill()
-                    await template.gone.wait()
-            template = None
-            await asyncio.sleep(pause)
+            async for attempt in AsyncRetrying(retry=_FAILED, wait=_WAIT):
+                with attempt:
+                    template, adopted = adopted, None
+                    await self._live_template(template)
+            await asyncio.sleep(_PAUSE_S)
 
-    async def _live_template(self, template: TemplateLink, pause: float) -> float:
-        """One life of it; answers how long to wait before the next."""
+    async def _live_template(self, adopted: TemplateLink | None) -> None:
+        """One life of it, from the start unless it is ``adopted``, to its end.
+
+        Raises:
+            WarmGoneError, OSError: It failed to start.
+        """
+        template = adopted
         try:
-            ready = await template.ready
+            template = template or TemplateLink.start(self._imported, self._folder)
+            async with _ending_if_stopped(template, "template"):
+                await self._until_gone(template)
         except WarmGoneError as error:
             await self._fail(str(error))
-            return min(2 * pause, _LONGEST_PAUSE_S)
+            raise
+        except OSError as error:
+            await self._fail(f"the template cannot be started: {error}")
+            raise
+        finally:
+            if template is not None:
+                template.kill()
+                await template.gone.wait()
+
+    async def _until_gone(self, template: TemplateLink) -> None:
+        ready = await template.ready
         _log.info("template_ready", pid=template.pid, import_s=round(ready.import_s, 3))
         async with self._changed:
             self._template, self._failure = template, None
@@ -115,7 +126,6 @@ class WarmKeeper:
         await template.gone.wait()
         self._template = None
         _log.error("template_gone", reason=template.last_words())
-        return _FIRST_PAUSE_S
 
     async def _keep_warm(
         self, on_rank: Callable[[RankForked | RankReaped], None], on_gone: Callable[[str], None]
@@ -139,7 +149,7 @@ class WarmKeeper:
                 finally:
                     link.kill()
                     await link.gone.wait()
-            await asyncio.sleep(max(0.0, began + _FIRST_PAUSE_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + _PAUSE_S - time.monotonic()))
 
     async def _live(self, link: WarmLink, on_gone: Callable[[str], None]) -> None:
         _log.info("warm_process_ready", pid=link.pid)

@@ -1,10 +1,20 @@
-"""Rounds through the storage: jobs that Redis has lost are reported, what nobody needs is removed."""
+"""Rounds through the storage: jobs that Redis has lost are reported, what nobody needs is removed.
+
+Each minute an agent goes through the jobs that had ranks here: those are its to look after. It goes
+through all jobs of the storage as it starts, when Redis may have lost some (it was away, the lease was
+gone, a running job is unknown to it), until none of them is lost, and about once an hour, for the jobs
+whose nodes are gone.
+
+Of many agents that share a storage, the one on the node of rank 0 reports a lost job, and those that run
+ranks of it. The others do so if it is still lost some seconds later.
+"""
 
 import asyncio
 import contextlib
 import os
+import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +26,7 @@ from services.contract.jobs.traces import drafts as trace_drafts
 from services.contract.messages.facts import Fact, RunningGang
 from services.contract.redis import redis_keys
 from services.contract.storage.commit_chain import CommitChain
-from services.contract.storage.job_cards import jobs_in, put_card_away
+from services.contract.storage.job_cards import JobCard, jobs_in, put_card_away, read_card
 from services.contract.system.cancellation import end_if_told
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
@@ -26,7 +36,10 @@ from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.streams.redis_clients import REDIS_AWAY
 
 EVERY_S: Final = 60.0
+ALL_EVERY_S: Final = 3600.0
+"""The mean time between two rounds through all jobs; random, for agents start together."""
 SOON_S: Final = 1.0
+OTHERS_AFTER_S: Final = 5.0
 GRACE_S: Final = 900.0
 _AT_ONCE: Final = 256
 _UNADOPTED_STATES: Final = frozenset({JobState.PAUSED, JobState.QUEUED})
@@ -35,7 +48,7 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobInRedis:
     """What Redis says of a job: nothing (``state`` None), its state, or that it was deleted."""
 
     state: str | None
@@ -54,8 +67,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a node has: the storage, its own files, and by job its newest gang and last step."""
+    """What a node has: its id, the storage, its own files, and by job its newest gang and last step."""
 
+    node_id: str
     storage: Storage
     folder: NodeFolder
     gangs: Callable[[], Mapping[str, tuple[RunningGang, int]]]
@@ -80,22 +94,29 @@ class StorageRounds:
         grace_s: float = GRACE_S,
     ) -> None:
         self._redis = redis
+        self._node_id = holdings.node_id
         self._storage = holdings.storage
         self._folder = holdings.folder
         self._gangs = holdings.gangs
         self._tell = tell
         self._grace_s = grace_s
-        self._useless_since: dict[Path, float] = {}
+        self._useless_since: dict[str, dict[Path, float]] = {}
+        self._all_due_at = time.monotonic()
+        self._others_since: dict[str, float] = {}
 
     async def run(self, asked: asyncio.Event) -> None:
-        """Go now, each minute, and whenever ``asked`` is set; until cancelled."""
+        """Go now, each minute, and through all jobs whenever ``asked`` is set; until cancelled."""
         while True:
             end_if_told()
+            if asked.is_set():
+                self._all_due_at = time.monotonic()
             asked.clear()
             rest_s = EVERY_S
             try:
                 if await self.go():
                     rest_s = SOON_S
+                elif self._others_since:
+                    rest_s = OTHERS_AFTER_S * random.uniform(1, 3)  # noqa: S311 no secret
             except REDIS_AWAY as error:
                 _log.warning("round_given_up", why=str(error))
             except OSError as error:
@@ -113,28 +134,38 @@ class StorageRounds:
             RedisError: Redis is away; nothing was concluded from that.
             OSError: The storage does not answer.
         """
-        jobs = await asyncio.to_thread(jobs_in, self._storage.root)
-        standings = await self._standings(jobs)
         gangs = self._gangs()
-        for job_id, standing in standings.items():
-            stands = standing.state in _UNADOPTED_STATES and job_id in gangs
-            if standing.is_lost or stands:
+        is_of_all = time.monotonic() >= self._all_due_at
+        jobs = await asyncio.to_thread(jobs_in, self._storage.root)
+        if not is_of_all:
+            own = {*gangs, *await asyncio.to_thread(self._folder.jobs)}
+            jobs = [job_id for job_id in jobs if job_id in own]
+        known = await self._jobs_in_redis(jobs)
+        unknown = [job_id for job_id, found in known.items() if found.is_lost]
+        lost = await asyncio.to_thread(self._cards_of, unknown)
+        if is_of_all and not lost:
+            self._all_due_at = time.monotonic() + ALL_EVERY_S * random.uniform(0.5, 1.5)  # noqa: S311 no secret
+        self._others_since = {job: at for job, at in self._others_since.items() if job in lost}
+        for job_id, job_in_redis in known.items():
+            stands = job_in_redis.state in _UNADOPTED_STATES and job_id in gangs
+            is_ours = job_id in lost and self._is_ours_to_report(lost[job_id], gangs)
+            if stands or is_ours:
                 await self._report(job_id, gangs)
-            elif standing.deleted:
+            elif job_in_redis.deleted:
                 await asyncio.to_thread(self._put_away, job_id)
         # One that was told of just now may need to be told again, once all its nodes have joined.
         waiting = any(
-            standings[job].is_lost or standings[job].state in _UNADOPTED_STATES
+            known[job].is_lost or known[job].state in _UNADOPTED_STATES
             for job in gangs
-            if job in standings
+            if job in known
         )
-        over = [job_id for job_id, s in standings.items() if s.is_over and job_id not in gangs]
-        await asyncio.to_thread(self._remove_orphans, jobs, over)
-        await asyncio.to_thread(self._folder.prune, [j for j, s in standings.items() if s.deleted])
+        over = {job_id for job_id, s in known.items() if s.is_over and job_id not in gangs}
+        await asyncio.to_thread(self._remove_orphans, jobs, over, is_of_all=is_of_all)
+        await asyncio.to_thread(self._folder.prune, [j for j, s in known.items() if s.deleted])
         return waiting
 
-    async def _standings(self, jobs: list[str]) -> dict[str, Standing]:
-        found: dict[str, Standing] = {}
+    async def _jobs_in_redis(self, jobs: list[str]) -> dict[str, JobInRedis]:
+        found: dict[str, JobInRedis] = {}
         for start in range(0, len(jobs), _AT_ONCE):
             some = jobs[start : start + _AT_ONCE]
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -143,8 +174,19 @@ class StorageRounds:
                     pipe.sismember(redis_keys.DELETED_JOBS, job_id)
                 answers: list[Any] = await pipe.execute()
             for job_id, state, deleted in zip(some, answers[0::2], answers[1::2], strict=True):
-                found[job_id] = Standing(state, bool(deleted))
+                found[job_id] = JobInRedis(state, bool(deleted))
         return found
+
+    def _cards_of(self, jobs: Iterable[str]) -> dict[str, JobCard]:
+        """The cards by which jobs are found again; one that was deleted has none."""
+        cards = ((job_id, read_card(self._storage.root, job_id)) for job_id in jobs)
+        return {job_id: card for job_id, card in cards if card is not None}
+
+    def _is_ours_to_report(self, card: JobCard, gangs: Mapping[str, object]) -> bool:
+        if card.job_id in gangs or card.plan.ranks[0].node_id == self._node_id:
+            return True
+        now = time.monotonic()
+        return now - self._others_since.setdefault(card.job_id, now) >= OTHERS_AFTER_S
 
     async def _report(self, job_id: str, gangs: Mapping[str, tuple[RunningGang, int]]) -> None:
         running, last_step = gangs.get(job_id, (None, 0))
@@ -160,21 +202,27 @@ class StorageRounds:
         if os.path.lexists(records):
             _remove(records)
 
-    def _remove_orphans(self, jobs: Iterable[str], over: Iterable[str]) -> None:
-        """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long."""
-        useless: list[Path] = []
+    def _remove_orphans(self, jobs: Iterable[str], over: Set[str], *, is_of_all: bool) -> None:
+        """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long.
+
+        Args:
+            jobs: Those that are gone through.
+            over: Those of them of which no attempt runs.
+            is_of_all: Whether there are no others.
+        """
+        if is_of_all:
+            self._useless_since = {job: self._useless_since.get(job, {}) for job in jobs}
         for job_id in jobs:
             chain = CommitChain(self._storage.root, job_id)
-            useless += chain.drafts()
-            useless += chain.abandoned()
+            useless = [*chain.drafts(), *chain.abandoned()]
             useless += trace_drafts(self._storage.root, job_id)
-        for job_id in over:
-            useless += CommitChain(self._storage.root, job_id).uncommitted()
-        now = time.monotonic()
-        self._useless_since = {path: self._useless_since.get(path, now) for path in useless}
-        for path, since in self._useless_since.items():
-            if now - since >= self._grace_s:
-                _remove(path)
+            if job_id in over:
+                useless += chain.uncommitted()
+            known, now = self._useless_since.get(job_id, {}), time.monotonic()
+            self._useless_since[job_id] = {path: known.get(path, now) for path in useless}
+            for path, since in self._useless_since[job_id].items():
+                if now - since >= self._grace_s:
+                    _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -14,10 +14,9 @@ from services.contract.api.pointers import pointer_of
 from services.contract.messages.commands import COMMAND, Command
 from services.contract.redis import redis_keys
 from services.contract.system.cancellation import end_if_told
-from services.worker.agent.streams.redis_clients import BLOCK_MS, REDIS_AWAY
+from services.worker.agent.streams.redis_clients import BLOCK_MS, while_away
 
 _AT_ONCE: Final = 64
-_PAUSE_S: Final = 0.3
 _FAULTS_NAMED: Final = 3
 _log = structlog.get_logger()
 Entry = tuple[str, dict[str, str] | None]
@@ -49,31 +48,39 @@ class Inbox:
         self._refuse = refuse
         self._acknowledge = acknowledge
         self._newest = (0, 0)
+        self._has_pending_in_hand = False
 
     async def run(self) -> None:
         """Read until cancelled."""
         async with asyncio.TaskGroup() as handling:
             while True:
-                try:
-                    await self._read(handling)
-                except REDIS_AWAY as error:
-                    _log.warning("inbox_unreadable", why=str(error))
-                    await asyncio.sleep(_PAUSE_S)
+                async for attempt in while_away(self._say_away):
+                    with attempt:
+                        end_if_told()
+                        await self._read(handling)
 
     async def _read(self, handling: asyncio.TaskGroup) -> None:
+        if not self._has_pending_in_hand:
+            await self._read_pending(handling)
+        self._has_pending_in_hand = False
+        for entry_id, fields in await self._fetch(">", block_ms=BLOCK_MS):
+            self._begin(handling, entry_id, fields)
+        self._has_pending_in_hand = True
+
+    async def _read_pending(self, handling: asyncio.TaskGroup) -> None:
+        """A lost answer leaves its entries pending: they come first."""
         with contextlib.suppress(ResponseError):  # the group is there already
             await self._redis.xgroup_create(
                 self._key, redis_keys.INBOX_GROUP, id="0", mkstream=True
             )
-        # A lost answer leaves its entries pending: they come first. Those up to the newest that
-        # this life has seen are in hand, or their acknowledgement is on its way.
+        # Those up to the newest that this life has seen are in hand, or their acknowledgement is
+        # on its way.
         for entry_id, fields in await self._fetch("0", block_ms=None):
             if _position(entry_id) > self._newest:
                 self._begin(handling, entry_id, fields)
-        while True:
-            end_if_told()
-            for entry_id, fields in await self._fetch(">", block_ms=BLOCK_MS):
-                self._begin(handling, entry_id, fields)
+
+    def _say_away(self, why: str) -> None:
+        _log.warning("inbox_unreadable", why=why)
 
     async def _fetch(self, after: str, *, block_ms: int | None) -> list[Entry]:
         # All pending ones at once: what is in hand would else hide what lies behind it.

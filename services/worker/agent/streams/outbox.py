@@ -12,13 +12,11 @@ from redis.asyncio import Redis
 from services.contract.messages.facts import Fact
 from services.contract.redis import redis_keys
 from services.contract.system.cancellation import end_if_told
-from services.worker.agent.streams.redis_clients import REDIS_AWAY
+from services.worker.agent.streams.redis_clients import while_away
 
 _AT_ONCE: Final = 500
 MOST_WAITING: Final = 50_000
 """With so many facts on their way no more are taken from ranks: they would fill the memory."""
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 1.0
 _log = structlog.get_logger()
 
 
@@ -59,22 +57,20 @@ class Outbox:
 
     async def run(self) -> None:
         """Write until cancelled."""
-        pause = _FIRST_PAUSE_S
         while True:
             end_if_told()
             await self._filled.wait()
-            try:
-                await self._write()
-            except REDIS_AWAY as error:
-                _log.warning("facts_wait", count=len(self._waiting), why=str(error))
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            else:
-                pause = _FIRST_PAUSE_S
+            async for attempt in while_away(self._say_away):
+                with attempt:
+                    end_if_told()
+                    await self._write()
 
     async def emptied(self) -> None:
         """Return once everything is written."""
         await self._empty.wait()
+
+    def _say_away(self, why: str) -> None:
+        _log.warning("facts_wait", count=len(self._waiting), why=why)
 
     def _put(self, item: Fact | Handled) -> None:
         self._waiting.append(item)

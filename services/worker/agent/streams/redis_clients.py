@@ -1,11 +1,23 @@
-"""The agent's two connections to Redis: one that writes and never repeats, one that waits."""
+"""The agent's two connections to Redis: one that writes and never repeats, one that waits.
 
+What is tried again is tried by who knows what it does: ``while_away``.
+"""
+
+from collections.abc import Callable
 from typing import Final
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_random_exponential,
+)
 
 BLOCK_MS: Final = 2_000
 # What says that Redis is away. Not every OSError does: a full disk raises one too.
@@ -13,6 +25,8 @@ REDIS_AWAY: Final = (RedisError, ConnectionError)
 RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
 """What to do where a server's rules for agents are older than what they do."""
 _ANSWER_WITHIN_S: Final = 2.0
+# Random, lest a thousand agents come back at the moment in which Redis does.
+_WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
 
 
 def writing_client(url: str) -> Redis:
@@ -23,6 +37,28 @@ def writing_client(url: str) -> Redis:
 def waiting_client(url: str) -> Redis:
     """For reads that block ``BLOCK_MS``; its socket waits longer than Redis does."""
     return _client(url, _ANSWER_WITHIN_S + BLOCK_MS / 1000)
+
+
+def while_away(said: Callable[[str], None], give_up_s: float | None = None) -> AsyncRetrying:
+    """Tries again for as long as Redis is away, after random times that grow to a second.
+
+    To be gone through by ``async for``, with what is tried in ``with`` its variable.
+
+    Args:
+        said: Called with the reason before each wait.
+        give_up_s: After so long the error is raised; None: never.
+    """
+
+    def say(state: RetryCallState) -> None:
+        said(str(state.outcome.exception() if state.outcome is not None else ""))
+
+    return AsyncRetrying(
+        retry=retry_if_exception_type(REDIS_AWAY),
+        wait=_WAIT,
+        stop=stop_never if give_up_s is None else stop_after_delay(give_up_s),
+        before_sleep=say,
+        reraise=True,
+    )
 
 
 def _client(url: str, timeout_s: float) -> Redis:

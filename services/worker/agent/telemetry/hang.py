@@ -8,14 +8,17 @@ during an evaluation, while the profiler gives out a trace) it is allowed five m
 
 Of a script only its reports are seen, and not whether it evaluates between two of them: it is allowed
 a minute where our loop is allowed 5 s. Before its first report it is allowed any time, for it may
-never make one: then only the end of a process counts.
+never make one: then only the end of a process counts, and a process that is stopped.
+
+A rank whose process is stopped (by a signal, or for a tracer) can do nothing of all that it is given time
+for. It may be stopped for a minute, or what the spec says, whatever others on the node do meanwhile.
 
 Time during which the agent itself did not look, because it or the machine was stopped, is not
 held against the ranks.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -25,6 +28,7 @@ SHORTEST_S: Final = 5.0
 SHORTEST_OF_SCRIPT_S: Final = 60.0
 STEPS_ALLOWED: Final = 3.0
 SLOW_PHASE_S: Final = 300.0
+STOPPED_ALLOWED_S: Final = 60.0
 LOOKS_EVERY_S: Final = 0.5
 """A longer break between two looks, which come ten times a second, was not the ranks' fault: the
 machine was stopped, or has so much else to do that they may starve as well."""
@@ -56,11 +60,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Progress:
-    """What was seen at the last look. ``moved_at`` is when something had last moved."""
+    """What was seen at the last look. ``moved_at`` is when something had last moved.
+
+    ``stopped``: the ranks whose processes were stopped, and since when.
+    """
 
     marks: Mapping[int, Mark] = field(default_factory=dict)
     moved_at: float | None = None
     looked_at: float | None = None
+    stopped: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,3 +127,21 @@ def look(
         moved_at += now - before.looked_at
     after = replace(before, marks=dict(marks), moved_at=moved_at, looked_at=now)
     return after, Stall(still_s=now - moved_at, allowed_s=allowed_s)
+
+
+def look_at_stopped(
+    before: Progress, stopped: Collection[int], asked_s: float | None, now: float
+) -> tuple[Progress, Stall]:
+    """The same for processes that are stopped; to be called before ``look``, which tells the time.
+
+    Args:
+        before: The progress at the last look.
+        stopped: The ranks whose processes are stopped now, of those that are still to do something.
+        asked_s: ``faults.hang_timeout_s``, None for auto.
+        now: The moment of the look.
+    """
+    away_s = 0.0 if before.looked_at is None else now - before.looked_at
+    missed_s = away_s if away_s > LOOKS_EVERY_S else 0.0
+    since = {rank: before.stopped.get(rank, now - missed_s) + missed_s for rank in stopped}
+    longest_s = max((now - at for at in since.values()), default=0.0)
+    return replace(before, stopped=since), Stall(longest_s, asked_s or STOPPED_ALLOWED_S)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
+from services.worker.rank.checkpoints.shard_file import free_name
 
 PREFIX: Final = "beside."
 
@@ -75,8 +76,9 @@ def _written(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() == 0:
             raise UnsavableStateError(f"state_dict: the tensor {path} has no elements")
-        tensors[path] = value.detach()
-        return {"tensor": path}
+        name = free_name(path, tensors)  # a key with a dot in it may be called as another place is
+        tensors[name] = value.detach()
+        return {"tensor": name}
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise UnsavableStateError(f"state_dict: {path} has keys that are no strings")

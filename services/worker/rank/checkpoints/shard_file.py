@@ -8,7 +8,7 @@ read by the library.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.contract.storage.manifests import ShardFile
 from services.contract.system.durable import make_folders, sync_folder
+from services.contract.words.bounds import encodable
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -58,6 +59,10 @@ class UnsavableTensorError(TypeError):
     """The format has no name for a tensor's dtype."""
 
 
+class UnsavableNameError(ValueError):
+    """A tensor's name is no text that a file can hold."""
+
+
 class LongHeaderError(ValueError):
     """What is to be said beside the tensors of a file is more than can be read again."""
 
@@ -86,6 +91,7 @@ def write(
     Raises:
         OSError: The storage refused.
         UnsavableTensorError: A tensor's dtype has no name in the format.
+        UnsavableNameError: A tensor's name is no text.
         LongHeaderError: Names and text are more than readers take.
     """
     shards = folder.parent
@@ -108,6 +114,19 @@ def write(
         draft.unlink(missing_ok=True)
     sync_folder(folder)
     return ShardFile(rank=rank, name=path.name, bytes=size, sha256=digest.hexdigest())
+
+
+def free_name(wanted: str, taken: Collection[str]) -> str:
+    """The name of a tensor that is none of ``taken``, in characters that a file can hold.
+
+    Python's strings may hold halves of surrogate pairs, which no reader of the format takes.
+    """
+    name = wanted = encodable(wanted)
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}#{number}"
+    return name
 
 
 def can_hold(dtype: torch.dtype) -> bool:
@@ -217,6 +236,7 @@ def _parts(
     header: dict[str, object] = {HEADER_NAME: dict(metadata)}
     offset = 0
     for name, tensor in ordered:
+        _refuse_broken(name)
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _dtype_name(name, tensor.dtype),
@@ -239,6 +259,16 @@ def _parts(
         # In pieces, so that what was digested is still in the cache when it is written.
         for start in range(0, len(whole), _PIECE_BYTES):
             yield whole[start : start + _PIECE_BYTES]
+
+
+def _refuse_broken(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UnsavableNameError(
+            f"the tensor name {name!r} holds half a surrogate pair, which a checkpoint file cannot: "
+            "rename the module or parameter"
+        ) from error
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

@@ -73,7 +73,7 @@ def first_told(gang: Gang, found: str | None) -> str | None:
         return None
     told = torch.zeros(_TOLD_BYTES, dtype=torch.int32)
     if found is not None and first == gang.rank:
-        text = found.encode()[:_TOLD_BYTES]
+        text = found.encode(errors="backslashreplace")[:_TOLD_BYTES]
         told[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     heard = gang.control.all_reduce(told, dist.ReduceOp.MAX).wait()
     return bytes(heard.tolist()).rstrip(b"\0").decode(errors="replace")

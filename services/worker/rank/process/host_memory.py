@@ -3,13 +3,19 @@
 import contextlib
 import errno
 import resource
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 _KIB: Final = 1 << 10
 # A library that finds no room for itself is an ImportError.
-_REFUSED: Final = ("annot allocate memory", "can't start new thread", "failed to map segment")
+_REFUSED: Final = (
+    "annot allocate memory",
+    "can't start new thread",
+    "failed to map segment",
+    "std::bad_alloc",
+)
 
 
 def limit_memory(allowance: int) -> None:
@@ -68,6 +74,49 @@ def lacks_host_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ImportError) and is_refused
     )
+
+
+def refusal_behind(error: BaseException) -> BaseException | None:
+    """What of this error, and of those that led to it, says that memory was refused; None: nothing."""
+    told: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in told:
+        if lacks_host_memory(at):
+            return at
+        told.append(at)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return None
+
+
+class ThreadRefusals:
+    """Threads of this process that ended because memory was refused, which Python tells on stderr alone.
+
+    Args:
+        step: Answers the step that the process is at.
+    """
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
+        self._last: tuple[int, BaseException] | None = None
+
+    def watch(self) -> None:
+        """Begin to."""
+        tell = threading.excepthook
+
+        def note(ended: threading.ExceptHookArgs) -> None:
+            error = ended.exc_value
+            refused = None if error is None else refusal_behind(error)
+            if refused is not None:
+                self._last = self._step(), refused
+            tell(ended)
+
+        threading.excepthook = note
+
+    def before(self, step: int) -> BaseException | None:
+        """Why a thread ended in this step or the one before; None where none did for that."""
+        if self._last is None or step > self._last[0] + 1:
+            return None
+        return self._last[1]
 
 
 def _limit(allowance: int) -> int:

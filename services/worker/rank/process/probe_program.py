@@ -31,7 +31,7 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A question. ``answer``: the descriptor of a file for what comes of it."""
 
     question: bytes
@@ -47,7 +47,7 @@ class Asked:
         os._exit(0)
 
 
-def take_question(program: str) -> Asked:
+def take_question(program: str) -> Question:
     """Have this process end with its agent and show its stacks to it; then read the question.
 
     Args:
@@ -80,7 +80,7 @@ def take_question(program: str) -> Asked:
     if arguments.rank_user is not None:
         RankUser.named(arguments.rank_user).become()
         die_with_parent(parent)
-    return Asked(question, arguments.answer)
+    return Question(question, arguments.answer)
 
 
 def _see_to_its_end(child: int) -> NoReturn:

@@ -22,7 +22,7 @@ from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.states import RankPhase
 from services.worker.rank.process.failures import one_line, traceback_of
-from services.worker.rank.process.host_memory import lacks_host_memory
+from services.worker.rank.process.host_memory import ThreadRefusals, refusal_behind
 from services.worker.rank.process.user_path import add_code
 
 DEFAULT_TRAINER: Final = "services.worker.rank.loop.trainer:train"
@@ -113,10 +113,13 @@ def take_seat(
     pipe = AgentPipe(end)
     step = 0
     code = 1
+    threads: ThreadRefusals | None = None
     try:
         board = BoardWriter.create(Path(seat.board_path), seat.fence)
         board.store(replace(board.snapshot, phase=RankPhase.INIT, stored_ns=time.monotonic_ns()))
         _show_life(seat, board)
+        threads = ThreadRefusals(lambda: board.snapshot.step)
+        threads.watch()
         become_user()
         if seat.code_folder is not None:
             add_code(seat.code_folder)
@@ -131,10 +134,11 @@ def take_seat(
         code = _exit_code(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
+        refused = refusal_behind(error) or (None if threads is None else threads.before(step))
         pipe.send(
             RankFailed(
-                error=one_line(error) + _advice(seat, error),
-                error_types=_names(type(error)),
+                error=one_line(error) + _told(refused, error) + _advice(seat, refused),
+                error_types=(*_names(type(error)), *_of_another(refused, error)),
                 traceback=text,
                 step=step,
             )
@@ -150,10 +154,21 @@ def _exit_code(error: BaseException) -> int:
     return asked if isinstance(asked, int) and 0 < asked < _EXIT_CODES else 1
 
 
-def _advice(seat: RankSeat, error: BaseException) -> str:
+def _told(refused: BaseException | None, error: BaseException) -> str:
+    """What is behind an error that does not say itself that memory was refused."""
+    if refused is None or refused is error:
+        return ""
+    return f"; it was refused memory: {one_line(refused)}"
+
+
+def _of_another(refused: BaseException | None, error: BaseException) -> tuple[str, ...]:
+    return () if refused is None or refused is error else _names(type(refused))
+
+
+def _advice(seat: RankSeat, refused: BaseException | None) -> str:
     """What to do about an allocation that was refused because of the rank's limit."""
     limit = seat.spec.resources.memory_gib
-    if limit is None or not lacks_host_memory(error):
+    if limit is None or refused is None:
         return ""
     return (
         f" (this rank may take {limit:g} GiB: raise resources.memory_gib, lower train.micro_batch, or "

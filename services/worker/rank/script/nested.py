@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
 from services.worker.rank.checkpoints.random_state import RANDOM_NAMES
-from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold
+from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold, free_name
 
 Node = dict[str, Any]
 """One place of a state as JSON: ``{kind: content}``."""
@@ -128,11 +128,8 @@ def _keep(tensor: torch.Tensor, place: tuple[object, ...], tensors: dict[str, to
         raise UnsavableStateError(
             place, "a DTensor with partial sums cannot be saved; redistribute it"
         )
-    name = wanted = ".".join(map(str, place)) or "state"
-    number = 1
-    while name in tensors or name in TAKEN_NAMES:  # a key with a dot in it, or a name of ours
-        number += 1
-        name = f"{wanted}#{number}"
+    # A key with a dot in it may be called as another place is, or as something of ours.
+    name = free_name(".".join(map(str, place)) or "state", tensors.keys() | TAKEN_NAMES)
     tensors[name] = tensor.detach()
     return name
 

@@ -1,764 +1,2805 @@
-// The shapes of REST v1 as `services/contract/api/views.py` gives them. A test compares every field and
-// its type with the JSON schema of the pydantic model of the same name: a drift fails there.
-
-export type JobState =
-  | "QUEUED"
-  | "PLACING"
-  | "STARTING"
-  | "RUNNING"
-  | "PAUSING"
-  | "PAUSED"
-  | "RESTARTING"
-  | "CANCELLING"
-  | "CANCELLED"
-  | "SUCCEEDED"
-  | "FAILED";
-
-export type ExitReason =
-  | "completed"
-  | "cancelled"
-  | "paused"
-  | "killed"
-  | "user_error"
-  | "rank_lost"
-  | "node_lost"
-  | "launch_failed"
-  | "checkpoint_failed"
-  | "restarts_exhausted"
-  | "preempted"
-  | "node_drained"
-  | "resized"
-  | "hang"
-  | "nan"
-  | "infeasible";
-
-export type FailureClass =
-  | "crash"
-  | "out_of_memory"
-  | "frozen"
-  | "gil_held"
-  | "collective_mismatch"
-  | "data_stall"
-  | "nan"
-  | "node_lost"
-  | "killed_by_operator"
-  | "user_error"
-  | "hang"
-  | "launch_failed"
-  | "checkpoint_failed"
-  | "none";
-
-export type CheckpointState = "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
-
-export type TraceState = "REQUESTED" | "RECORDING" | "DONE" | "FAILED";
-
-export type NodeState = "READY" | "DRAINING" | "LOST";
-
-export interface Progress {
-  step: number;
-  of: number | null;
-  loss: number | null;
-  tokens_per_s: number | null;
-  throughput_unit: "tokens" | "samples";
-  loss_unit: "nats" | "";
-  step_time_s: number | null;
-  mfu: number | null;
-  eta_s: number | null;
-  metrics: Record<string, number | null>;
-}
-
-export interface Evaluation {
-  step: number;
-  loss: number | null;
-  tokens: number;
-  baselines: Record<string, number>;
-  metrics: Record<string, number | null>;
-}
-
-export interface FailureView {
-  rank: number | null;
-  node_id: string | null;
-  phase: string | null;
-  step: number | null;
-  exit_code: number | null;
-  signal: string | null;
-  error: string | null;
-  traceback: string | null;
-}
-
-export interface AttemptView {
-  fence: number;
-  world_size: number;
-  mesh: MeshPlan | null;
-  node_ids: string[];
-  resumed_from: string | null;
-  started_at: string;
-  first_step_at: string | null;
-  ended_at: string | null;
-  first_step: number | null;
-  last_step: number | null;
-  lost_steps: number | null;
-  exit_reason: ExitReason | null;
-  failure: FailureView | null;
-  time_to_detect_s: number | null;
-  time_to_restart_s: number | null;
-  time_to_first_step_s: number | null;
-}
-
-export interface Factory {
-  factory: string;
-  args: Record<string, unknown>;
-}
-
-export interface ParameterGroup {
-  match: string;
-  [option: string]: unknown;
-}
-
-export interface OptimizerSpec {
-  factory: string;
-  args: Record<string, unknown>;
-  groups: ParameterGroup[];
-}
-
-export interface EmaSpec {
-  decay: number;
-  every: number;
-}
-
-export interface PrecisionSpec {
-  params: "fp32" | "bf16" | "fp16";
-  reduce: "fp32" | "bf16" | "fp16";
-}
-
-export interface EarlyStopSpec {
-  metric: string;
-  mode: "min" | "max";
-  patience: number;
-  min_delta: number;
-}
-
-export interface TrainSpec {
-  steps: number;
-  global_batch: number;
-  micro_batch: number | "auto";
-  clip_norm: number | null;
-  seed: number;
-  precision: PrecisionSpec;
-  eval_every: number;
-  ema: EmaSpec | null;
-  deterministic: boolean;
-  early_stop: EarlyStopSpec | null;
-}
-
-export interface ResourceSpec {
-  ranks: number;
-  device: "auto" | "cpu" | "cuda";
-  world: WorldSpec | null;
-  memory_gib: number | null;
-}
-
-export interface WorldSpec {
-  min: number;
-  max: number;
-}
-
-export interface MeshSpec {
-  dp_replicate: number;
-  dp_shard: number;
-  tp: number;
-}
-
-export interface KeepBestSpec {
-  metric: string;
-  mode: "min" | "max";
-  count: number;
-}
-
-export interface CheckpointSpec {
-  every_steps: number;
-  keep_last: number;
-  mode: "sync" | "async";
-  keep_best: KeepBestSpec | null;
-}
-
-export interface FaultSpec {
-  max_restarts: number;
-  on_nan: "stop" | "rollback";
-  hang_timeout_s: number | "auto";
-}
-
-export interface EntryPoint {
-  script: string | null;
-  module: string | null;
-  args: string[];
-}
-
-export interface SecretReference {
-  secret: string;
-}
-
-export interface WandbSpec {
-  project: string | null;
-  entity: string | null;
-  mode: "online" | "offline";
-  base_url: string | null;
-  api_key: SecretReference | null;
-  tags: string[];
-}
-
-export interface MlflowSpec {
-  tracking_uri: string | null;
-  experiment: string | null;
-  token: SecretReference | null;
-  username: SecretReference | null;
-  password: SecretReference | null;
-}
-
-export interface MetricsSpec {
-  wandb: WandbSpec | null;
-  mlflow: MlflowSpec | null;
-}
-
-export interface EvaluationSpec {
-  metrics: Factory;
-  at_steps: boolean;
-}
-
-export interface JobSpec {
-  name: string;
-  entrypoint: EntryPoint | null;
-  trainable: Factory | null;
-  model: Factory | null;
-  data: Factory | null;
-  loss: Factory | null;
-  code: string | null;
-  optimizer: OptimizerSpec;
-  schedule: Factory;
-  train: TrainSpec;
-  evaluation: EvaluationSpec | null;
-  resources: ResourceSpec;
-  mesh: MeshSpec | "auto";
-  plan: Record<string, unknown> | "auto" | "default";
-  checkpoint: CheckpointSpec;
-  faults: FaultSpec;
-  metrics: MetricsSpec | null;
-  priority: number;
-  labels: Record<string, string>;
-}
-
-export interface RankPlacement {
-  rank: number;
-  node_id: string;
-  local_rank: number;
-  device: string;
-}
-
-export interface MeshPlan {
-  dp_replicate: number;
-  dp_shard: number;
-  tp: number;
-}
-
-export interface ShardDim {
-  parameter: string;
-  dim: number;
-}
-
-export interface UnitPlan {
-  modules: string[];
-  reshard_after_forward: boolean | number | null;
-  param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
-  reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
-  offload: boolean;
-  shard_dims: ShardDim[];
-  prefetch: number | null;
-  recompute: boolean;
-  compile: boolean;
-}
-
-export interface TensorParallelPlan {
-  modules: string[];
-  style: "colwise" | "rowwise" | "colwise_gather";
-}
-
-export interface ShardingPlan {
-  mesh: MeshPlan;
-  units: UnitPlan[];
-  param_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
-  reduce_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
-  output_dtype: "fp64" | "fp32" | "bf16" | "fp16" | null;
-  tensor_parallel: TensorParallelPlan[];
-  shared_memory: "auto" | "none" | "copy" | "storage";
-  version: number;
-}
-
-export interface GangPlan {
-  device_type: "cpu" | "cuda";
-  sharding: ShardingPlan;
-  ranks: RankPlacement[];
-}
-
-export interface CloneOrigin {
-  job_id: string;
-  checkpoint_id: string | null;
-  step: number;
-}
-
-export interface MemoryView {
-  parameters: number;
-  buffers: number;
-  gradients: number;
-  optimizer: number;
-  unsharded: number;
-  whole_gradients: number;
-  activations: number;
-  communication: number;
-  workspace: number;
-  total: number;
-}
-
-export interface EstimateView {
-  plan_id: string;
-  reason: string;
-  peak: MemoryView;
-  where: string;
-  unit: string;
-  host_bytes: number;
-  micro_batch: number;
-  step_time_s: number | null;
-  probe_id: string | null;
-  time_scale: number;
-  model_flops: number | null;
-  peak_flops: number | null;
-  measured_peak_bytes: number | null;
-  measured_as: "resident_growth" | "allocated" | null;
-  ratio: number | null;
-}
-
-export interface JobView {
-  id: string;
-  name: string;
-  state: JobState;
-  reason: string | null;
-  exit_reason: ExitReason | null;
-  failure: FailureView | null;
-  progress: Progress;
-  evaluation: Evaluation | null;
-  attempt: number;
-  restarts: number;
-  world_size: number;
-  world: WorldSpec | null;
-  plan: GangPlan | null;
-  estimate: EstimateView | null;
-  latest_checkpoint: string | null;
-  cloned_from: CloneOrigin | null;
-  revision: number;
-  priority: number;
-  labels: Record<string, string>;
-  owner: string;
-  created_at: string;
-  updated_at: string;
-  started_at: string | null;
-  ended_at: string | null;
-  spec: JobSpec;
-}
-
-export interface JobPage {
-  items: JobView[];
-  next_cursor: string | null;
-}
-
-export interface RankView {
-  rank: number;
-  local_rank: number;
-  node_id: string;
-  device: string;
-  pid: number | null;
-  phase: string;
-  unit: string | null;
-  step: number;
-  step_time_s: number | null;
-  data_wait_s: number | null;
-  arrival_lag_s: number | null;
-  straggler_score: number | null;
-  is_straggler: boolean;
-  collectives_behind: number;
-  loss: number | null;
-  tokens_per_s: number | null;
-  memory_bytes: number;
-  peak_bytes: number | null;
-  issued: Record<string, number>;
-  completed: Record<string, number>;
-  last_seen_at: string | null;
-  beat_age_s: number | null;
-}
-
-export interface RankList {
-  attempt: number;
-  throughput_unit: "tokens" | "samples";
-  items: RankView[];
-}
-
-export interface RankStacks {
-  rank: number;
-  fence: number;
-  node_id: string;
-  text: string;
-}
-
-export interface DiagnosisView {
-  job_id: string;
-  attempt: number;
-  at: string;
-  live: boolean;
-  verdict: FailureClass;
-  rank: number | null;
-  node_id: string | null;
-  summary: string;
-  evidence: string[];
-  advice: string;
-  stacks: RankStacks[];
-}
-
-export interface EventView {
-  id: string;
-  at: string;
-  job_id: string;
-  kind: string;
-  message: string;
-  actor: string;
-  request_id: string | null;
-  data: Record<string, unknown>;
-}
-
-export interface EventPage {
-  items: EventView[];
-  next_cursor: string | null;
-}
-
-export interface LogView {
-  rank: number;
-  fence: number;
-  stream: "stdout" | "stderr";
-  level: "debug" | "info" | "warning" | "error";
-  time_ms: number;
-  text: string;
-  id: string;
-}
-
-export interface LogPage {
-  items: LogView[];
-  next_cursor: string | null;
-}
-
-export interface StepView {
-  step: number;
-  fence: number;
-  loss: number | null;
-  grad_norm: number | null;
-  learning_rate: number | null;
-  tokens_per_s: number;
-  step_time_s: number;
-  of: number | null;
-  mfu: number | null;
-  data_wait_s: number | null;
-}
-
-export interface MetricPoint {
-  step: number;
-  fence: number;
-  values: Record<string, number | null>;
-}
-
-export interface MetricsView {
-  items: StepView[];
-  user_metrics: MetricPoint[];
-  evaluations: Evaluation[];
-  total: number;
-  names: string[];
-  names_left_out: number;
-  throughput_unit: "tokens" | "samples";
-  loss_unit: "nats" | "";
-}
-
-export interface ShardView {
-  rank: number;
-  name: string;
-  bytes: number;
-  sha256: string;
-}
-
-export interface ExportView {
-  state: "RUNNING" | "DONE" | "FAILED";
-  folder: string;
-  files: string[];
-  bytes: number;
-  reason: string | null;
-}
-
-export interface CheckpointView {
-  id: string;
-  job_id: string;
-  state: CheckpointState;
-  step: number;
-  fence: number;
-  world_size: number;
-  bytes: number;
-  loss: number | null;
-  evaluation: Record<string, number | null>;
-  best: boolean;
-  reason: string | null;
-  votes: number;
-  shards: ShardView[];
-  created_at: string;
-  committed_at: string | null;
-  verified_at: string | null;
-  checked_at: string | null;
-  corrupt_file: string | null;
-  pinned: boolean;
-  held_by: string[];
-  export: ExportView | null;
-}
-
-export interface CheckpointList {
-  items: CheckpointView[];
-}
-
-export interface TraceFileView {
-  rank: number;
-  node_id: string;
-  path: string;
-  bytes: number;
-  first_step: number;
-  last_step: number;
-}
-
-export interface TraceView {
-  id: string;
-  job_id: string;
-  state: TraceState;
-  attempt: number;
-  steps: number;
-  ranks: number[];
-  folder: string;
-  files: TraceFileView[];
-  bytes: number;
-  reason: string | null;
-  created_at: string;
-  ended_at: string | null;
-}
-
-export interface TraceList {
-  items: TraceView[];
-}
-
-export interface Device {
-  index: number;
-  name: string;
-  memory_bytes: number;
-}
-
-export interface Inventory {
-  hostname: string;
-  cpu_slots: number;
-  cpu_count: number;
-  memory_bytes: number;
-  accelerators: Device[];
-  versions: Record<string, string>;
-}
-
-export interface Exchange {
-  latency: number;
-  bandwidth: number;
-}
-
-export interface NodeFacts {
-  matmul_flops: Record<string, number>;
-  memory_bandwidth: number;
-  link_bandwidth: number;
-  network_bandwidth: number;
-  collective_latency: number;
-  ranks: number;
-  overlap: number;
-  dispatch_s: number;
-  exchanges: Record<string, Exchange>;
-  shared_exchanges: Record<string, Record<string, Exchange>>;
-  unit_s: number;
-  parameter_s: number;
-  sharded_parameter_s: number;
-  update_s: number;
-  norm_s: number;
-  scale: number;
-}
-
-export interface MeasuredView {
-  facts: NodeFacts | null;
-  failure: string | null;
-  measured_at: string;
-}
-
-export interface NodeView {
-  id: string;
-  state: NodeState;
-  inventory: Inventory;
-  cpu_slots_used: number;
-  accelerators_used: number;
-  jobs: string[];
-  joined_at: string;
-  lease_s: number | null;
-  measured: Record<string, MeasuredView>;
-}
-
-export interface NodeList {
-  items: NodeView[];
-}
-
-export type PlanState = "PROBING" | "READY" | "FAILED";
-
-export interface PlanSummary {
-  id: string;
-  state: PlanState;
-  reason: string;
-  feasible: boolean | null;
-  name: string;
-  owner: string;
-  created_at: string;
-  expires_at: string;
-  ranks: number;
-  device_type: "cpu" | "cuda" | null;
-  mesh: MeshPlan | null;
-  micro_batch: number | null;
-  peak_bytes: number | null;
-  memory_limit_bytes: number | null;
-  step_time_s: number | null;
-}
-
-export interface PlanList {
-  items: PlanSummary[];
-  next_cursor: string | null;
-}
-
-export interface AxisTraffic {
-  axis: string;
-  ranks: number;
-  bytes_sent: number;
-  collectives: number;
-  seconds: number | null;
-}
-
-export interface PlanAlternative {
-  title: string;
-  mesh: MeshPlan;
-  micro_batch: number;
-  peak_bytes: number | null;
-  step_time_s: number | null;
-  fits: boolean;
-  lost_because: string;
-}
-
-export interface PlanFailure {
-  code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "wrong_spec" | "no_answer" | "search_failed";
-  reason: string;
-  advice: string;
-  traceback: string | null;
-}
-
-export interface PlanProbe {
-  id: string;
-  node_id: string;
-  cached: boolean;
-  took_s: number | null;
-}
-
-export interface PlanUnit {
-  modules: string[];
-  parameters: number;
-  rank_bytes: number;
-  reshard_after_forward: boolean | number;
-  param_dtype: string | null;
-  reduce_dtype: string | null;
-  recompute: boolean;
-  offload: boolean;
-  prefetch: number | null;
-  compile: boolean;
-  shared_memory: "copy" | "storage" | null;
-}
-
-export interface RankMemory {
-  ranks: number[];
-  peak: MemoryView;
-  where: string;
-  unit: string;
-  resting: MemoryView;
-  host_bytes: number;
-}
-
-export interface StepTimeView {
-  compute_s: number;
-  optimizer_s: number;
-  total_s: number;
-  tokens_per_s: number;
-  scale: number;
-}
-
-export interface PlanView {
-  feasible: boolean | null;
-  reasons: string[];
-  advice: string[];
-  device_type: "cpu" | "cuda" | null;
-  mesh: MeshPlan | null;
-  sharding: ShardingPlan | null;
-  micro_batch: number | null;
-  accumulation: number | null;
-  units: PlanUnit[];
-  memory: RankMemory[];
-  memory_limit_bytes: number | null;
-  traffic: AxisTraffic[];
-  step_time: StepTimeView | null;
-  model_flops: number | null;
-  peak_flops: number | null;
-  alternatives: PlanAlternative[];
-  ranks: RankPlacement[];
-  placement: string | null;
-  id: string;
-  state: PlanState;
-  reason: string;
-  failure: PlanFailure | null;
-  probe: PlanProbe;
-  owner: string;
-  created_at: string;
-  expires_at: string;
-  spec: JobSpec;
-}
-
-export interface AttemptList {
-  items: AttemptView[];
-  left_out: number;
-}
-
-export interface StopRequest {
-  checkpoint: "required" | "best_effort" | "none";
-  grace_s: number;
-}
-
-export interface ResumeRequest {
-  from_checkpoint: string | null;
-}
-
-export interface Fault {
-  pointer: string;
-  detail: string;
-  code: string;
-}
-
-export interface Problem {
-  type: string;
-  title: string;
-  status: number;
-  code: string;
-  detail: string;
-  instance: string | null;
-  request_id: string | null;
-  errors: Fault[];
-}
+// Written by `npm run types` from tests/controller/openapi.json; not to be edited.
+// document a39af0e98da51d5790b60ed787290676166fe6706e556aac18d6cd33d0cf6f7b
+// types d9bfb54bfe245a6598f29d3b93034151feb6aa67e10f6cfd2d34c86fabe05df3
+
+export type paths = Record<string, never>;
+export type webhooks = Record<string, never>;
+export interface components {
+    schemas: {
+        /**
+         * AttemptList
+         * @description A job's tries, oldest first: the first one and the newest 20.
+         *
+         *     ``left_out``: how many between them are no longer kept.
+         */
+        AttemptList: {
+            /** Items */
+            items: components["schemas"]["AttemptView"][];
+            /**
+             * Left Out
+             * @default 0
+             */
+            left_out: number;
+        };
+        /**
+         * AttemptView
+         * @description One numbered try of a job, and how long things took, in seconds, where that is known.
+         *
+         *     ``time_to_detect_s``: from the first rank's exit, or the last word of a lost node, until the
+         *     controller had concluded. ``time_to_restart_s``: from there to the next attempt, if the job went
+         *     on by itself. ``time_to_first_step_s``: from the launch command to the first step.
+         */
+        AttemptView: {
+            /** Ended At */
+            ended_at: string | null;
+            exit_reason: components["schemas"]["ExitReason"] | null;
+            failure: components["schemas"]["FailureView"] | null;
+            /** Fence */
+            fence: number;
+            /** First Step */
+            first_step: number | null;
+            /** First Step At */
+            first_step_at: string | null;
+            /** Last Step */
+            last_step: number | null;
+            /** Lost Steps */
+            lost_steps: number | null;
+            mesh: components["schemas"]["MeshPlan"] | null;
+            /** Node Ids */
+            node_ids: string[];
+            /** Resumed From */
+            resumed_from: string | null;
+            /**
+             * Started At
+             * Format: date-time
+             */
+            started_at: string;
+            /** Time To Detect S */
+            time_to_detect_s: number | null;
+            /** Time To First Step S */
+            time_to_first_step_s: number | null;
+            /** Time To Restart S */
+            time_to_restart_s: number | null;
+            /** World Size */
+            world_size: number;
+        };
+        /**
+         * AuditEntryView
+         * @description A request that changed something or was refused, and what became of it.
+         */
+        AuditEntryView: {
+            /**
+             * Actor
+             * @description null: nobody showed who they were
+             */
+            actor: string | null;
+            /**
+             * At
+             * Format: date-time
+             */
+            at: string;
+            /** Id */
+            id: string;
+            /**
+             * Left Out
+             * @description refusals like it before it that have no entry: there were too many
+             * @default 0
+             */
+            left_out: number;
+            /** Method */
+            method: string;
+            /**
+             * Outcome
+             * @description done, refused or failed
+             */
+            outcome: string;
+            /** Path */
+            path: string;
+            /** Request Id */
+            request_id: string;
+            scope: components["schemas"]["Scope"] | null;
+            /** Status */
+            status: number;
+        };
+        /**
+         * AuditPage
+         * @description The audit trail, newest first.
+         */
+        AuditPage: {
+            /** Items */
+            items: components["schemas"]["AuditEntryView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * AxisTraffic
+         * @description What one rank does along a mesh axis in a step. ``seconds``: as if nothing else ran.
+         */
+        AxisTraffic: {
+            /** Axis */
+            axis: string;
+            /** Bytes Sent */
+            bytes_sent: number;
+            /** Collectives */
+            collectives: number;
+            /** Ranks */
+            ranks: number;
+            /** Seconds */
+            seconds: number | null;
+        };
+        /**
+         * BestPatch
+         * @description Which committed checkpoints are the best, and how many of them are kept; null: as by default.
+         */
+        BestPatch: {
+            /** Count */
+            count?: number | null;
+            /** Metric */
+            metric?: string | null;
+            /** Mode */
+            mode?: ("min" | "max") | null;
+        };
+        /**
+         * BoundsPatch
+         * @description The bounds of an elastic job; a ``min`` that is null is 1.
+         */
+        BoundsPatch: {
+            /** Max */
+            max?: number | null;
+            /** Min */
+            min?: number | null;
+        };
+        /**
+         * BudgetPatch
+         * @description How many restarts a run may cost; null: as many as by default.
+         */
+        BudgetPatch: {
+            /** Max Restarts */
+            max_restarts?: number | null;
+        };
+        /**
+         * CapacityView
+         * @description The room on all nodes. A gang sits on one: ``largest_*`` is what fits now, whole.
+         */
+        CapacityView: {
+            /** Accelerators */
+            accelerators: number;
+            /** Accelerators Free */
+            accelerators_free: number;
+            /** Cpu Slots */
+            cpu_slots: number;
+            /** Cpu Slots Free */
+            cpu_slots_free: number;
+            /** Largest Cpu Gang */
+            largest_cpu_gang: number;
+            /** Largest Cuda Gang */
+            largest_cuda_gang: number;
+            /** Nodes */
+            nodes: components["schemas"]["NodeCapacity"][];
+        };
+        /**
+         * CheckpointList
+         * @description A job's checkpoints, newest first.
+         */
+        CheckpointList: {
+            /** Items */
+            items: components["schemas"]["CheckpointView"][];
+        };
+        /**
+         * CheckpointSpec
+         * @description When to checkpoint and how many to keep (the last step is always checkpointed).
+         */
+        CheckpointSpec: {
+            /**
+             * Every Steps
+             * @description 0: only after the last step
+             * @default 0
+             */
+            every_steps: number;
+            /** @description keeps the best ones beside the last; evaluates before each checkpoint that is due */
+            keep_best?: components["schemas"]["KeepBestSpec"] | null;
+            /**
+             * Keep Last
+             * @default 2
+             */
+            keep_last: number;
+            /**
+             * Mode
+             * @default async
+             * @enum {string}
+             */
+            mode: "sync" | "async";
+        };
+        /**
+         * CheckpointState
+         * @description Where a checkpoint stands; only COMMITTED ones are ever resumed from.
+         * @enum {string}
+         */
+        CheckpointState: "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
+        /**
+         * CheckpointView
+         * @description A checkpoint: only COMMITTED ones are resumed from.
+         *
+         *     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
+         *     when one last was done with reading, whatever it found. ``held_by``:
+         *     jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
+         *     ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
+         *     ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
+         */
+        CheckpointView: {
+            /**
+             * Best
+             * @default false
+             */
+            best: boolean;
+            /**
+             * Bytes
+             * @default 0
+             */
+            bytes: number;
+            /** Checked At */
+            checked_at: string | null;
+            /** Committed At */
+            committed_at: string | null;
+            /** Corrupt File */
+            corrupt_file: string | null;
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /**
+             * Evaluation
+             * @default {}
+             */
+            evaluation: {
+                [key: string]: number | null;
+            };
+            export: components["schemas"]["ExportView"] | null;
+            /** Fence */
+            fence: number;
+            /**
+             * Held By
+             * @default []
+             */
+            held_by: string[];
+            /** Id */
+            id: string;
+            /** Job Id */
+            job_id: string;
+            /** Loss */
+            loss: number | null;
+            /**
+             * Pinned
+             * @default false
+             */
+            pinned: boolean;
+            /** Reason */
+            reason: string | null;
+            /**
+             * Shards
+             * @default []
+             */
+            shards: components["schemas"]["ShardView"][];
+            state: components["schemas"]["CheckpointState"];
+            /** Step */
+            step: number;
+            /** Verified At */
+            verified_at: string | null;
+            /**
+             * Votes
+             * @default 0
+             */
+            votes: number;
+            /** World Size */
+            world_size: number;
+        };
+        /**
+         * CloneOrigin
+         * @description The job of which this one is a clone, and the checkpoint and step with which it begins.
+         */
+        CloneOrigin: {
+            /** Checkpoint Id */
+            checkpoint_id: string | null;
+            /** Job Id */
+            job_id: string;
+            /**
+             * Step
+             * @default 0
+             */
+            step: number;
+        };
+        /**
+         * CloneRequest
+         * @description What is to differ from the job that is cloned, and where the clone begins.
+         *
+         *     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
+         *     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
+         *     the validation loss; without one the clone begins anew.
+         */
+        CloneRequest: {
+            /** From Checkpoint */
+            from_checkpoint?: string | ("latest" | "best") | null;
+            /** Overrides */
+            overrides?: {
+                [key: string]: components["schemas"]["JsonValue"];
+            };
+        };
+        /**
+         * CodeView
+         * @description An uploaded archive of code, by its digest; its content is for the nodes alone.
+         */
+        CodeView: {
+            /** Bytes */
+            bytes: number;
+            /** Digest */
+            digest: string;
+            /** Files */
+            files: number;
+            /** Unpacked Bytes */
+            unpacked_bytes: number;
+            /**
+             * Uploaded At
+             * Format: date-time
+             */
+            uploaded_at: string;
+            /** Uploaded By */
+            uploaded_by: string;
+        };
+        /**
+         * Device
+         * @description One accelerator of a node.
+         */
+        Device: {
+            /** Index */
+            index: number;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /** Name */
+            name: string;
+        };
+        /**
+         * DiagnosisView
+         * @description What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+         *
+         *     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
+         *     made of running ranks. ``stacks`` are there where ranks were looked into.
+         */
+        DiagnosisView: {
+            /** Advice */
+            advice: string;
+            /**
+             * At
+             * Format: date-time
+             */
+            at: string;
+            /** Attempt */
+            attempt: number;
+            /**
+             * Evidence
+             * @default []
+             */
+            evidence: string[];
+            /** Job Id */
+            job_id: string;
+            /** Live */
+            live: boolean;
+            /** Node Id */
+            node_id: string | null;
+            /** Rank */
+            rank: number | null;
+            /**
+             * Stacks
+             * @default []
+             */
+            stacks: components["schemas"]["RankStacks"][];
+            /** Summary */
+            summary: string;
+            verdict: components["schemas"]["FailureClass"];
+        };
+        /**
+         * DrainRequest
+         * @description How long running gangs may take to checkpoint before they are killed.
+         */
+        DrainRequest: {
+            /**
+             * Grace S
+             * @default 60
+             */
+            grace_s: number;
+        };
+        /**
+         * EarlyStopSpec
+         * @description Ends the run, as one that succeeded, once evaluations no longer get better.
+         *
+         *     That is after ``patience`` evaluations in a row of which none was better than the best one before
+         *     them by more than ``min_delta``.
+         */
+        EarlyStopSpec: {
+            /**
+             * Metric
+             * @default loss
+             */
+            metric: string;
+            /**
+             * Min Delta
+             * @default 0
+             */
+            min_delta: number;
+            /**
+             * Mode
+             * @default min
+             * @enum {string}
+             */
+            mode: "min" | "max";
+            /** Patience */
+            patience: number;
+        };
+        /**
+         * EmaSpec
+         * @description An exponential moving average of the weights, with which validation is done.
+         *
+         *     After every ``every`` steps it becomes ``decay`` of itself and ``1 - decay`` of the weights.
+         */
+        EmaSpec: {
+            /**
+             * Decay
+             * @default 0.999
+             */
+            decay: number;
+            /**
+             * Every
+             * @default 1
+             */
+            every: number;
+        };
+        /**
+         * EntryPoint
+         * @description A script that runs in each rank as torchrun would run it; either ``script`` or ``module``.
+         *
+         *     ``script`` is a path below the job's uploaded code or below a folder of ``MESHLOOM_USER_PATH``,
+         *     without ``..``; ``module`` is a dotted name, as for ``python -m``.
+         */
+        EntryPoint: {
+            /**
+             * Args
+             * @default []
+             */
+            args: string[];
+            /** Module */
+            module?: string | null;
+            /** Script */
+            script?: string | null;
+        };
+        /**
+         * EstimateView
+         * @description The same beside what the ranks of the newest attempt were seen to use.
+         *
+         *     ``measured_peak_bytes``: the most that the steps of any rank took. ``measured_as``:
+         *     ``resident_growth``, on CPUs, is the most that was resident in its first steps, less files,
+         *     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
+         *     GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
+         *     if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
+         */
+        EstimateView: {
+            /**
+             * Host Bytes
+             * @default 0
+             */
+            host_bytes: number;
+            /** Measured As */
+            measured_as: ("resident_growth" | "allocated") | null;
+            /** Measured Peak Bytes */
+            measured_peak_bytes: number | null;
+            /** Micro Batch */
+            micro_batch: number;
+            /** Model Flops */
+            model_flops: number | null;
+            peak: components["schemas"]["MemoryView"];
+            /** Peak Flops */
+            peak_flops: number | null;
+            /** Plan Id */
+            plan_id: string;
+            /** Probe Id */
+            probe_id: string | null;
+            /** Ratio */
+            ratio: number | null;
+            /**
+             * Reason
+             * @default
+             */
+            reason: string;
+            /** Step Time S */
+            step_time_s: number | null;
+            /**
+             * Time Scale
+             * @default 1
+             */
+            time_scale: number;
+            /** Unit */
+            unit: string;
+            /** Where */
+            where: string;
+        };
+        /**
+         * Evaluation
+         * @description A validation pass: mean loss, and simple models' losses beside it.
+         *
+         *     ``tokens``: over how many, or over how many samples. A loss that is no finite number is null.
+         */
+        Evaluation: {
+            /**
+             * Baselines
+             * @default {}
+             */
+            baselines: {
+                [key: string]: number;
+            };
+            /** Loss */
+            loss: number | null;
+            /**
+             * Metrics
+             * @description the user's, at most 16
+             * @default {}
+             */
+            metrics: {
+                [key: string]: number | null;
+            };
+            /** Step */
+            step: number;
+            /** Tokens */
+            tokens: number;
+        };
+        /**
+         * EvaluationSpec
+         * @description What evaluations measure beside the loss.
+         *
+         *     ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
+         *     over the batch.
+         */
+        EvaluationSpec: {
+            /**
+             * At Steps
+             * @description measured in each training step, too
+             * @default false
+             */
+            at_steps: boolean;
+            metrics: components["schemas"]["Factory"];
+        };
+        /**
+         * EventPage
+         * @description Events, oldest first.
+         */
+        EventPage: {
+            /** Items */
+            items: components["schemas"]["EventView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * EventView
+         * @description Something that happened to a job. ``id`` resumes a stream (``Last-Event-ID``).
+         */
+        EventView: {
+            /** Actor */
+            actor: string;
+            /**
+             * At
+             * Format: date-time
+             */
+            at: string;
+            /**
+             * Data
+             * @default {}
+             */
+            data: {
+                [key: string]: unknown;
+            };
+            /** Id */
+            id: string;
+            /** Job Id */
+            job_id: string;
+            /**
+             * Kind
+             * @description such as job.queued, attempt.started, checkpoint.committed
+             */
+            kind: string;
+            /** Message */
+            message: string;
+            /** Request Id */
+            request_id: string | null;
+        };
+        /**
+         * Exchange
+         * @description What one kind of collective takes within the engine, its copies and hooks included.
+         *
+         *     Attributes:
+         *         latency: Seconds of the smallest.
+         *         bandwidth: Bytes a second beyond that, of those that a rank sends in a ring.
+         */
+        Exchange: {
+            /** Bandwidth */
+            bandwidth: number;
+            /** Latency */
+            latency: number;
+        };
+        /**
+         * ExitReason
+         * @description Why a job or an attempt ended.
+         * @enum {string}
+         */
+        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        /**
+         * ExportView
+         * @description The last export of a checkpoint. ``folder`` is below the storage root.
+         */
+        ExportView: {
+            /**
+             * Bytes
+             * @default 0
+             */
+            bytes: number;
+            /**
+             * Files
+             * @default []
+             */
+            files: string[];
+            /** Folder */
+            folder: string;
+            /** Reason */
+            reason: string | null;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "RUNNING" | "DONE" | "FAILED";
+        };
+        /**
+         * Factory
+         * @description A built-in by its short name, or ``package.module:callable``, with keyword arguments.
+         */
+        Factory: {
+            /** Args */
+            args?: {
+                [key: string]: components["schemas"]["JsonValue"];
+            };
+            /** Factory */
+            factory: string;
+        };
+        /**
+         * FailureClass
+         * @description What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress.
+         * @enum {string}
+         */
+        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
+        /**
+         * FailureView
+         * @description What ended an attempt: the first rank to fail, and its own words.
+         */
+        FailureView: {
+            /** Error */
+            error: string | null;
+            /** Exit Code */
+            exit_code: number | null;
+            /** Node Id */
+            node_id: string | null;
+            /** Phase */
+            phase: string | null;
+            /** Rank */
+            rank: number | null;
+            /** Signal */
+            signal: string | null;
+            /** Step */
+            step: number | null;
+            /** Traceback */
+            traceback: string | null;
+        };
+        /**
+         * Fault
+         * @description One fault of a request: where (a JSON pointer, RFC 6901, into the body) and what.
+         */
+        Fault: {
+            /** Code */
+            code: string;
+            /** Detail */
+            detail: string;
+            /** Pointer */
+            pointer: string;
+        };
+        /**
+         * FaultSpec
+         * @description What to do when something breaks.
+         *
+         *     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
+         *     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
+         *     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
+         *     three usual steps, whichever is longer.
+         */
+        FaultSpec: {
+            /**
+             * Hang Timeout S
+             * @default auto
+             */
+            hang_timeout_s: number | "auto";
+            /**
+             * Max Restarts
+             * @default 3
+             */
+            max_restarts: number;
+            /**
+             * On Nan
+             * @default stop
+             * @enum {string}
+             */
+            on_nan: "stop" | "rollback";
+        };
+        /**
+         * FromPlan
+         * @description A job by the plan that was made for it: its spec, with that very mesh and sharding.
+         */
+        FromPlan: {
+            /** Plan Id */
+            plan_id: string;
+        };
+        /**
+         * GangPlan
+         * @description All that the ranks of one attempt must know about where and how they run.
+         */
+        GangPlan: {
+            /**
+             * Device Type
+             * @enum {string}
+             */
+            device_type: "cpu" | "cuda";
+            /** Ranks */
+            ranks: components["schemas"]["RankPlacement"][];
+            sharding: components["schemas"]["ShardingPlan"];
+        };
+        /**
+         * Health
+         * @description Liveness or readiness. ``checks`` names each part and how it is.
+         */
+        Health: {
+            /**
+             * Checks
+             * @default {}
+             */
+            checks: {
+                [key: string]: string;
+            };
+            /**
+             * Status
+             * @enum {string}
+             */
+            status: "ok" | "unavailable";
+        };
+        /**
+         * Inventory
+         * @description What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time.
+         */
+        Inventory: {
+            /**
+             * Accelerators
+             * @default []
+             */
+            accelerators: components["schemas"]["Device"][];
+            /** Cpu Count */
+            cpu_count: number;
+            /** Cpu Slots */
+            cpu_slots: number;
+            /** Hostname */
+            hostname: string;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /** Versions */
+            versions: {
+                [key: string]: string;
+            };
+        };
+        /**
+         * JobPage
+         * @description A page of jobs, newest first.
+         */
+        JobPage: {
+            /** Items */
+            items: components["schemas"]["JobView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * JobPatch
+         * @description What of a job may be changed after it was submitted: a merge-patch on its spec.
+         *
+         *     A field that is left out stays as it is, null makes it the default again, and a label that is
+         *     null is taken away.
+         */
+        JobPatch: {
+            /** @default {} */
+            checkpoint: components["schemas"]["RetentionPatch"];
+            /** @default {} */
+            faults: components["schemas"]["BudgetPatch"];
+            /** Labels */
+            labels?: {
+                [key: string]: string | null;
+            } | null;
+            /** Priority */
+            priority?: number | null;
+            /**
+             * @default {
+             *       "world": {}
+             *     }
+             */
+            resources: components["schemas"]["ResourcesPatch"];
+        };
+        /**
+         * JobSpec
+         * @description Everything that a job is, apart from what happens to it.
+         *
+         *     A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
+         *     ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
+         *     not say how many it makes, is one more than there can be.
+         *
+         *     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
+         *     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
+         *     dp_shard unless ``mesh`` says otherwise, and the units that are known of a built-in model.
+         *     ``code`` is the digest of an uploaded archive: ranks and probes of this job import from it first.
+         */
+        JobSpec: {
+            /**
+             * @default {
+             *       "every_steps": 0,
+             *       "keep_last": 2,
+             *       "mode": "async"
+             *     }
+             */
+            checkpoint: components["schemas"]["CheckpointSpec"];
+            /**
+             * Code
+             * @description an uploaded archive, from which this job imports first
+             */
+            code?: string | null;
+            /** @description may be left out where trainable builds it */
+            data?: components["schemas"]["Factory"] | null;
+            /** @description a script or module to run in each rank, in the place of our loop */
+            entrypoint?: components["schemas"]["EntryPoint"] | null;
+            /** @description metrics of validation data beside those that the loss gives */
+            evaluation?: components["schemas"]["EvaluationSpec"] | null;
+            /**
+             * @default {
+             *       "hang_timeout_s": "auto",
+             *       "max_restarts": 3,
+             *       "on_nan": "stop"
+             *     }
+             */
+            faults: components["schemas"]["FaultSpec"];
+            /** Labels */
+            labels?: {
+                [key: string]: string;
+            };
+            /** @description null: the model's own, else the cross entropy of the next token */
+            loss?: components["schemas"]["Factory"] | null;
+            /**
+             * Mesh
+             * @default auto
+             */
+            mesh: components["schemas"]["MeshSpec"] | "auto";
+            /** @description services that take the metrics, beside files and the API */
+            metrics?: components["schemas"]["MetricsSpec"] | null;
+            model?: components["schemas"]["Factory"] | null;
+            /**
+             * Name
+             * @default job
+             */
+            name: string;
+            /**
+             * @default {
+             *       "args": {},
+             *       "factory": "adamw",
+             *       "groups": []
+             *     }
+             */
+            optimizer: components["schemas"]["OptimizerSpec"];
+            /**
+             * Plan
+             * @default auto
+             */
+            plan: {
+                [key: string]: unknown;
+            } | ("auto" | "default");
+            /**
+             * Priority
+             * @default 0
+             */
+            priority: number;
+            /**
+             * @default {
+             *       "device": "auto",
+             *       "ranks": 1
+             *     }
+             */
+            resources: components["schemas"]["ResourceSpec"];
+            /**
+             * @default {
+             *       "args": {},
+             *       "factory": "constant"
+             *     }
+             */
+            schedule: components["schemas"]["Factory"];
+            train?: components["schemas"]["TrainSpec"];
+            /** @description a subclass of meshloom.Trainable, in place of model */
+            trainable?: components["schemas"]["Factory"] | null;
+        };
+        /**
+         * JobState
+         * @description Where a job stands (the transitions are in ``services.controller.domain.job.job``).
+         * @enum {string}
+         */
+        JobState: "QUEUED" | "PLACING" | "STARTING" | "RUNNING" | "PAUSING" | "PAUSED" | "RESTARTING" | "CANCELLING" | "CANCELLED" | "SUCCEEDED" | "FAILED";
+        /**
+         * JobView
+         * @description A job: what was asked, where it stands and why, how far it is.
+         */
+        JobView: {
+            /**
+             * Attempt
+             * @description number of the newest attempt, its fence; 0 before
+             * @default 0
+             */
+            attempt: number;
+            cloned_from: components["schemas"]["CloneOrigin"] | null;
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Ended At */
+            ended_at: string | null;
+            /** @description what its plan estimated, and what was measured; null without a plan_id */
+            estimate: components["schemas"]["EstimateView"] | null;
+            evaluation: components["schemas"]["Evaluation"] | null;
+            exit_reason: components["schemas"]["ExitReason"] | null;
+            failure: components["schemas"]["FailureView"] | null;
+            /** Id */
+            id: string;
+            /**
+             * Labels
+             * @default {}
+             */
+            labels: {
+                [key: string]: string;
+            };
+            /** Latest Checkpoint */
+            latest_checkpoint: string | null;
+            /** Name */
+            name: string;
+            /**
+             * Owner
+             * @default local
+             */
+            owner: string;
+            plan: components["schemas"]["GangPlan"] | null;
+            /**
+             * Priority
+             * @default 0
+             */
+            priority: number;
+            progress: components["schemas"]["Progress"];
+            /**
+             * Reason
+             * @description why it stands there, in a sentence
+             */
+            reason: string | null;
+            /**
+             * Restarts
+             * @default 0
+             */
+            restarts: number;
+            /**
+             * Revision
+             * @description how often people changed it; the ETag begins with it
+             * @default 0
+             */
+            revision: number;
+            spec: components["schemas"]["JobSpec"];
+            /** Started At */
+            started_at: string | null;
+            state: components["schemas"]["JobState"];
+            /**
+             * Updated At
+             * Format: date-time
+             */
+            updated_at: string;
+            /** @description the bounds of an elastic job */
+            world: components["schemas"]["WorldSpec"] | null;
+            /**
+             * World Size
+             * @description ranks of the newest attempt; before the first one, how many it needs
+             * @default 1
+             */
+            world_size: number;
+        };
+        JsonValue: unknown;
+        /**
+         * KeepBestSpec
+         * @description Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step.
+         */
+        KeepBestSpec: {
+            /**
+             * Count
+             * @default 1
+             */
+            count: number;
+            /**
+             * Metric
+             * @default loss
+             */
+            metric: string;
+            /**
+             * Mode
+             * @default min
+             * @enum {string}
+             */
+            mode: "min" | "max";
+        };
+        /**
+         * LogPage
+         * @description Log lines, oldest first.
+         */
+        LogPage: {
+            /** Items */
+            items: components["schemas"]["LogView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * LogView
+         * @description A line of output. ``id`` resumes a stream (``Last-Event-ID``).
+         */
+        LogView: {
+            /** Fence */
+            fence: number;
+            /** Id */
+            id: string;
+            /**
+             * Level
+             * @default info
+             * @enum {string}
+             */
+            level: "debug" | "info" | "warning" | "error";
+            /** Rank */
+            rank: number;
+            /**
+             * Stream
+             * @enum {string}
+             */
+            stream: "stdout" | "stderr";
+            /** Text */
+            text: string;
+            /** Time Ms */
+            time_ms: number;
+        };
+        /**
+         * MeasuredView
+         * @description What a node found when it last measured its devices: figures, or why there are none.
+         */
+        MeasuredView: {
+            facts: components["schemas"]["NodeFacts"] | null;
+            /** Failure */
+            failure: string | null;
+            /**
+             * Measured At
+             * Format: date-time
+             */
+            measured_at: string;
+        };
+        /**
+         * MemoryView
+         * @description Bytes of device memory at one moment, by what they are for.
+         *
+         *     ``parameters``: slices, padded. ``unsharded``: whole parameters. ``whole_gradients``: as autograd
+         *     makes them, until they are reduced. ``communication``: what is being gathered or reduced, and
+         *     what of memory that ranks share is this rank's, but for its slices.
+         *     ``workspace``: what operators take within themselves.
+         */
+        MemoryView: {
+            /**
+             * Activations
+             * @default 0
+             */
+            activations: number;
+            /**
+             * Buffers
+             * @default 0
+             */
+            buffers: number;
+            /**
+             * Communication
+             * @default 0
+             */
+            communication: number;
+            /**
+             * Gradients
+             * @default 0
+             */
+            gradients: number;
+            /**
+             * Optimizer
+             * @default 0
+             */
+            optimizer: number;
+            /**
+             * Parameters
+             * @default 0
+             */
+            parameters: number;
+            /**
+             * Total
+             * @default 0
+             */
+            total: number;
+            /**
+             * Unsharded
+             * @default 0
+             */
+            unsharded: number;
+            /**
+             * Whole Gradients
+             * @default 0
+             */
+            whole_gradients: number;
+            /**
+             * Workspace
+             * @default 0
+             */
+            workspace: number;
+        };
+        /**
+         * MeshPlan
+         * @description Ranks along each mesh axis, each at least 1.
+         *
+         *     Attributes:
+         *         dp_replicate: Copies of the sharded model.
+         *         dp_shard: Ranks that share one copy's parameters.
+         *         tp: Ranks that share one matrix multiplication.
+         */
+        MeshPlan: {
+            /**
+             * Dp Replicate
+             * @default 1
+             */
+            dp_replicate: number;
+            /**
+             * Dp Shard
+             * @default 1
+             */
+            dp_shard: number;
+            /**
+             * Tp
+             * @default 1
+             */
+            tp: number;
+        };
+        /**
+         * MeshSpec
+         * @description Sizes of the mesh axes; their product is the number of ranks.
+         *
+         *     Of an elastic job ``dp_replicate`` is left out: it grows and shrinks with the number of ranks.
+         */
+        MeshSpec: {
+            /**
+             * Dp Replicate
+             * @default 1
+             */
+            dp_replicate: number;
+            /**
+             * Dp Shard
+             * @default 1
+             */
+            dp_shard: number;
+            /**
+             * Tp
+             * @default 1
+             */
+            tp: number;
+        };
+        /**
+         * MetricPoint
+         * @description What the user's code measured at a step; validation's names begin with ``validation/``.
+         */
+        MetricPoint: {
+            /** Fence */
+            fence: number;
+            /** Step */
+            step: number;
+            /** Values */
+            values: {
+                [key: string]: number | null;
+            };
+        };
+        /**
+         * MetricsPart
+         * @description The same with some metrics alone: each item has ``step``, ``fence`` and those it knows.
+         */
+        MetricsPart: {
+            /**
+             * Evaluations
+             * @default []
+             */
+            evaluations: components["schemas"]["Evaluation"][];
+            /** Items */
+            items: {
+                [key: string]: number | null;
+            }[];
+            /**
+             * Loss Unit
+             * @description nats a token, or no unit that is known
+             * @default nats
+             * @enum {string}
+             */
+            loss_unit: "nats" | "";
+            /**
+             * Names
+             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @default []
+             */
+            names: string[];
+            /**
+             * Names Left Out
+             * @description further names, of which nothing is kept
+             * @default 0
+             */
+            names_left_out: number;
+            /**
+             * Throughput Unit
+             * @description what `tokens_per_s` counts
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
+            /**
+             * Total
+             * @description how many records the range has before downsampling
+             */
+            total: number;
+        };
+        /**
+         * MetricsSpec
+         * @description Where the metrics go beside the API, JSON lines and TensorBoard's event files.
+         */
+        MetricsSpec: {
+            mlflow?: components["schemas"]["MlflowSpec"] | null;
+            wandb?: components["schemas"]["WandbSpec"] | null;
+        };
+        /**
+         * MetricsView
+         * @description Training steps, oldest first, at most ``max_points`` of them, the first and last kept.
+         *
+         *     ``user_metrics``: as many points of the user's metrics.
+         */
+        MetricsView: {
+            /**
+             * Evaluations
+             * @default []
+             */
+            evaluations: components["schemas"]["Evaluation"][];
+            /** Items */
+            items: components["schemas"]["StepView"][];
+            /**
+             * Loss Unit
+             * @description nats a token, or no unit that is known
+             * @default nats
+             * @enum {string}
+             */
+            loss_unit: "nats" | "";
+            /**
+             * Names
+             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @default []
+             */
+            names: string[];
+            /**
+             * Names Left Out
+             * @description further names, of which nothing is kept
+             * @default 0
+             */
+            names_left_out: number;
+            /**
+             * Throughput Unit
+             * @description what `tokens_per_s` counts
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
+            /**
+             * Total
+             * @description how many records the range has before downsampling
+             */
+            total: number;
+            /**
+             * User Metrics
+             * @default []
+             */
+            user_metrics: components["schemas"]["MetricPoint"][];
+        };
+        /**
+         * MlflowSpec
+         * @description MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+         *
+         *     Each attempt is a run of the experiment, the job's name unless another is given. Without a
+         *     ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
+         *     read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
+         */
+        MlflowSpec: {
+            /** Experiment */
+            experiment?: string | null;
+            password?: components["schemas"]["SecretReference"] | null;
+            token?: components["schemas"]["SecretReference"] | null;
+            /** Tracking Uri */
+            tracking_uri?: string | null;
+            username?: components["schemas"]["SecretReference"] | null;
+        };
+        /**
+         * NodeCapacity
+         * @description The room on one node. Nothing is free on one that takes no gangs now.
+         */
+        NodeCapacity: {
+            /** Accelerators */
+            accelerators: number;
+            /** Accelerators Free */
+            accelerators_free: number;
+            /** Cpu Slots */
+            cpu_slots: number;
+            /** Cpu Slots Free */
+            cpu_slots_free: number;
+            /** Node Id */
+            node_id: string;
+            state: components["schemas"]["NodeState"];
+        };
+        /**
+         * NodeFacts
+         * @description What a node's self-test measured; for each rank, with its fellows at work.
+         *
+         *     Attributes:
+         *         matmul_flops: Floating-point operations a second of large matrix products, by dtype word.
+         *         memory_bandwidth: Bytes a second of its memory.
+         *         link_bandwidth: Bytes a second that a rank sends to another one of the node.
+         *         network_bandwidth: Bytes a second that it sends to other nodes.
+         *         collective_latency: Seconds that a collective takes at least.
+         *         ranks: Ranks that the node seats.
+         *         overlap: Part of communication, 0 to 1, that computation can hide.
+         *         dispatch_s: Seconds that the host takes to launch an operator.
+         *         exchanges: By kind of collective; a kind that is missing goes at `link_bandwidth`.
+         *         shared_exchanges: The same through memory that ranks of the node share, where they do; what is
+         *             missing is taken from `exchanges`.
+         *         unit_s: Seconds of the engine in a pass for each unit, without collectives.
+         *         parameter_s: The same for each parameter.
+         *         sharded_parameter_s: The same where there are several ranks along dp_shard.
+         *         update_s: Seconds of a step for each parameter that is clipped and updated.
+         *         norm_s: Seconds of a step until ranks along dp_shard know the norm of all gradients.
+         *         scale: By which all seconds are multiplied: what steps were seen to take longer.
+         */
+        NodeFacts: {
+            /** Collective Latency */
+            collective_latency: number;
+            /**
+             * Dispatch S
+             * @default 0
+             */
+            dispatch_s: number;
+            /** Exchanges */
+            exchanges: {
+                [key: string]: components["schemas"]["Exchange"];
+            };
+            /** Link Bandwidth */
+            link_bandwidth: number;
+            /** Matmul Flops */
+            matmul_flops: {
+                [key: string]: number;
+            };
+            /** Memory Bandwidth */
+            memory_bandwidth: number;
+            /** Network Bandwidth */
+            network_bandwidth: number;
+            /**
+             * Norm S
+             * @default 0
+             */
+            norm_s: number;
+            /**
+             * Overlap
+             * @default 0.9
+             */
+            overlap: number;
+            /**
+             * Parameter S
+             * @default 0
+             */
+            parameter_s: number;
+            /** Ranks */
+            ranks: number;
+            /**
+             * Scale
+             * @default 1
+             */
+            scale: number;
+            /**
+             * Sharded Parameter S
+             * @default 0
+             */
+            sharded_parameter_s: number;
+            /** Shared Exchanges */
+            shared_exchanges: {
+                [key: string]: {
+                    [key: string]: components["schemas"]["Exchange"];
+                };
+            };
+            /**
+             * Unit S
+             * @default 0
+             */
+            unit_s: number;
+            /**
+             * Update S
+             * @default 0
+             */
+            update_s: number;
+        };
+        /**
+         * NodeList
+         * @description All nodes that ever joined.
+         */
+        NodeList: {
+            /** Items */
+            items: components["schemas"]["NodeView"][];
+        };
+        /**
+         * NodeState
+         * @description Where a node stands: its lease is renewed, or it is over.
+         * @enum {string}
+         */
+        NodeState: "READY" | "DRAINING" | "LOST";
+        /**
+         * NodeView
+         * @description A node: what it has, whether its lease lives, what runs there.
+         *
+         *     ``measured``, by type of device, is known once a plan has asked for it.
+         */
+        NodeView: {
+            /**
+             * Accelerators Used
+             * @default 0
+             */
+            accelerators_used: number;
+            /**
+             * Cpu Slots Used
+             * @default 0
+             */
+            cpu_slots_used: number;
+            /** Id */
+            id: string;
+            inventory: components["schemas"]["Inventory"];
+            /**
+             * Jobs
+             * @default []
+             */
+            jobs: string[];
+            /**
+             * Joined At
+             * Format: date-time
+             */
+            joined_at: string;
+            /**
+             * Lease S
+             * @description seconds that the lease still has
+             */
+            lease_s: number | null;
+            /**
+             * Measured
+             * @default {}
+             */
+            measured: {
+                [key: string]: components["schemas"]["MeasuredView"];
+            };
+            state: components["schemas"]["NodeState"];
+        };
+        /**
+         * OptimizerSpec
+         * @description An optimizer, and what is different for some of the parameters.
+         */
+        OptimizerSpec: {
+            /** Args */
+            args?: {
+                [key: string]: components["schemas"]["JsonValue"];
+            };
+            /** Factory */
+            factory: string;
+            /**
+             * Groups
+             * @default []
+             */
+            groups: components["schemas"]["ParameterGroup"][];
+        };
+        /**
+         * ParameterGroup
+         * @description Options of the optimizer for the parameters whose names ``match``, such as ``weight_decay``.
+         *
+         *     ``match`` is a pattern in which ``*`` stands for any characters, dots too; a parameter belongs to
+         *     the first group that matches it, and to the optimizer's own groups if none does.
+         */
+        ParameterGroup: {
+            /** Match */
+            match: string;
+        } & {
+            [key: string]: components["schemas"]["JsonValue"];
+        };
+        /**
+         * PlanAlternative
+         * @description Another plan that was considered, and why it lost.
+         */
+        PlanAlternative: {
+            /** Fits */
+            fits: boolean;
+            /** Lost Because */
+            lost_because: string;
+            mesh: components["schemas"]["MeshPlan"];
+            /** Micro Batch */
+            micro_batch: number;
+            /** Peak Bytes */
+            peak_bytes: number | null;
+            /** Step Time S */
+            step_time_s: number | null;
+            /** Title */
+            title: string;
+        };
+        /**
+         * PlanFailure
+         * @description Why there is no plan: the code tells programs, the reason people, and what they can do.
+         */
+        PlanFailure: {
+            /** Advice */
+            advice: string;
+            /**
+             * Code
+             * @enum {string}
+             */
+            code: "timed_out" | "out_of_memory" | "crashed" | "refused" | "raised" | "wrong_spec" | "no_answer" | "search_failed";
+            /** Reason */
+            reason: string;
+            /** Traceback */
+            traceback: string | null;
+        };
+        /**
+         * PlanList
+         * @description A page of the plans of the last seven days, newest first.
+         */
+        PlanList: {
+            /** Items */
+            items: components["schemas"]["PlanSummary"][];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * PlanProbe
+         * @description Where the model was profiled. ``cached``: an earlier plan had asked the same.
+         */
+        PlanProbe: {
+            /** Cached */
+            cached: boolean;
+            /** Id */
+            id: string;
+            /** Node Id */
+            node_id: string;
+            /** Took S */
+            took_s: number | null;
+        };
+        /**
+         * PlanState
+         * @description Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be.
+         * @enum {string}
+         */
+        PlanState: "PROBING" | "READY" | "FAILED";
+        /**
+         * PlanSummary
+         * @description A plan in a list. ``peak_bytes``: what its fullest rank needs; ``ranks``: how many.
+         */
+        PlanSummary: {
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Device Type */
+            device_type: ("cpu" | "cuda") | null;
+            /**
+             * Expires At
+             * Format: date-time
+             */
+            expires_at: string;
+            /** Feasible */
+            feasible: boolean | null;
+            /** Id */
+            id: string;
+            /** Memory Limit Bytes */
+            memory_limit_bytes: number | null;
+            mesh: components["schemas"]["MeshPlan"] | null;
+            /** Micro Batch */
+            micro_batch: number | null;
+            /** Name */
+            name: string;
+            /** Owner */
+            owner: string;
+            /** Peak Bytes */
+            peak_bytes: number | null;
+            /** Ranks */
+            ranks: number;
+            /** Reason */
+            reason: string;
+            state: components["schemas"]["PlanState"];
+            /** Step Time S */
+            step_time_s: number | null;
+        };
+        /**
+         * PlanUnit
+         * @description One unit: its modules, and how they are sharded, gathered and computed.
+         *
+         *     ``parameters`` are counted whole, ``rank_bytes`` is what the fullest rank keeps of them.
+         *     ``shared_memory``: how ranks of one host gather: by copies from memory that they share, or with
+         *     one copy of the parameters for all (``storage``). null: through their process group.
+         */
+        PlanUnit: {
+            /**
+             * Compile
+             * @default false
+             */
+            compile: boolean;
+            /** Modules */
+            modules: string[];
+            /**
+             * Offload
+             * @default false
+             */
+            offload: boolean;
+            /** Param Dtype */
+            param_dtype: string | null;
+            /** Parameters */
+            parameters: number;
+            /** Prefetch */
+            prefetch: number | null;
+            /** Rank Bytes */
+            rank_bytes: number;
+            /**
+             * Recompute
+             * @default false
+             */
+            recompute: boolean;
+            /** Reduce Dtype */
+            reduce_dtype: string | null;
+            /** Reshard After Forward */
+            reshard_after_forward: boolean | number;
+            /** Shared Memory */
+            shared_memory: ("copy" | "storage") | null;
+        };
+        /**
+         * PlanView
+         * @description A plan: where it stands, and what it comes to once its model is profiled.
+         */
+        PlanView: {
+            /**
+             * Accumulation
+             * @description forwards and backwards of a step
+             */
+            accumulation: number | null;
+            /**
+             * Advice
+             * @default []
+             */
+            advice: string[];
+            /**
+             * Alternatives
+             * @default []
+             */
+            alternatives: components["schemas"]["PlanAlternative"][];
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Device Type */
+            device_type: ("cpu" | "cuda") | null;
+            /**
+             * Expires At
+             * Format: date-time
+             */
+            expires_at: string;
+            failure: components["schemas"]["PlanFailure"] | null;
+            /** Feasible */
+            feasible: boolean | null;
+            /** Id */
+            id: string;
+            /**
+             * Memory
+             * @default []
+             */
+            memory: components["schemas"]["RankMemory"][];
+            /** Memory Limit Bytes */
+            memory_limit_bytes: number | null;
+            mesh: components["schemas"]["MeshPlan"] | null;
+            /** Micro Batch */
+            micro_batch: number | null;
+            /**
+             * Model Flops
+             * @description floating-point operations of a step over all ranks, none counted twice
+             */
+            model_flops: number | null;
+            /** Owner */
+            owner: string;
+            /**
+             * Peak Flops
+             * @description of a rank's device in a second, measured by large matrix products
+             */
+            peak_flops: number | null;
+            /** Placement */
+            placement: string | null;
+            probe: components["schemas"]["PlanProbe"];
+            /**
+             * Ranks
+             * @default []
+             */
+            ranks: components["schemas"]["RankPlacement"][];
+            /** Reason */
+            reason: string;
+            /**
+             * Reasons
+             * @default []
+             */
+            reasons: string[];
+            sharding: components["schemas"]["ShardingPlan"] | null;
+            spec: components["schemas"]["JobSpec"];
+            state: components["schemas"]["PlanState"];
+            step_time: components["schemas"]["StepTimeView"] | null;
+            /**
+             * Traffic
+             * @default []
+             */
+            traffic: components["schemas"]["AxisTraffic"][];
+            /**
+             * Units
+             * @default []
+             */
+            units: components["schemas"]["PlanUnit"][];
+        };
+        /**
+         * PrecisionSpec
+         * @description Element types: of the gathered parameters and of the gradient reduction.
+         *
+         *     With fp16 anywhere in them or in the plan, losses are scaled so that gradients do not underflow.
+         */
+        PrecisionSpec: {
+            /**
+             * Params
+             * @default fp32
+             * @enum {string}
+             */
+            params: "fp32" | "bf16" | "fp16";
+            /**
+             * Reduce
+             * @default fp32
+             * @enum {string}
+             */
+            reduce: "fp32" | "bf16" | "fp16";
+        };
+        /**
+         * Problem
+         * @description The body of every error answer. Clients branch on ``code``, people read ``detail``.
+         */
+        Problem: {
+            /** Code */
+            code: string;
+            /** Detail */
+            detail: string;
+            /**
+             * Errors
+             * @default []
+             */
+            errors: components["schemas"]["Fault"][];
+            /** Instance */
+            instance: string | null;
+            /** Request Id */
+            request_id: string | null;
+            /** Status */
+            status: number;
+            /** Title */
+            title: string;
+            /** Type */
+            type: string;
+        };
+        /**
+         * Progress
+         * @description How far a job is. ``eta_s`` from the median of the last step times.
+         *
+         *     ``of`` is null as long as a script has not told how many steps it makes.
+         *     ``tokens_per_s`` counts what ``throughput_unit`` says; the losses of the job, validation's too,
+         *     are in ``loss_unit``: nats a token, or none that is known. ``metrics``: the newest values of the user's
+         *     metrics, by name. ``mfu``: model FLOPs utilisation of the newest step, from 0 to 1.
+         */
+        Progress: {
+            /** Eta S */
+            eta_s: number | null;
+            /** Loss */
+            loss: number | null;
+            /**
+             * Loss Unit
+             * @default nats
+             * @enum {string}
+             */
+            loss_unit: "nats" | "";
+            /**
+             * Metrics
+             * @default {}
+             */
+            metrics: {
+                [key: string]: number | null;
+            };
+            /** Mfu */
+            mfu: number | null;
+            /** Of */
+            of: number | null;
+            /**
+             * Step
+             * @default 0
+             */
+            step: number;
+            /** Step Time S */
+            step_time_s: number | null;
+            /**
+             * Throughput Unit
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
+            /** Tokens Per S */
+            tokens_per_s: number | null;
+        };
+        /**
+         * QueueEntry
+         * @description A job that waits for seats. ``position`` counts from 1.
+         */
+        QueueEntry: {
+            /**
+             * Blocked By
+             * @default []
+             */
+            blocked_by: string[];
+            /**
+             * Device
+             * @enum {string}
+             */
+            device: "auto" | "cpu" | "cuda";
+            /**
+             * Expected Start At
+             * @description by the speed of the jobs in its way so far; null: nobody can say
+             */
+            expected_start_at: string | null;
+            /** Job Id */
+            job_id: string;
+            /** Name */
+            name: string;
+            /** Position */
+            position: number;
+            /** Priority */
+            priority: number;
+            /**
+             * Ranks
+             * @description how many it needs; an elastic job begins with no fewer
+             */
+            ranks: number;
+            /**
+             * Reason
+             * @description why it waits, in a sentence
+             */
+            reason: string;
+            state: components["schemas"]["JobState"];
+            /**
+             * Waiting Since
+             * Format: date-time
+             */
+            waiting_since: string;
+            /** @description the bounds of an elastic job */
+            world: components["schemas"]["WorldSpec"] | null;
+        };
+        /**
+         * QueueView
+         * @description All jobs that wait for seats, the next one first.
+         */
+        QueueView: {
+            /** Items */
+            items: components["schemas"]["QueueEntry"][];
+        };
+        /**
+         * RankList
+         * @description All ranks of the newest attempt, by number. ``throughput_unit``: what ``tokens_per_s`` counts.
+         */
+        RankList: {
+            /** Attempt */
+            attempt: number;
+            /** Items */
+            items: components["schemas"]["RankView"][];
+            /**
+             * Throughput Unit
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
+        };
+        /**
+         * RankMemory
+         * @description What each of ``ranks`` will need: at its peak, and between two steps.
+         *
+         *     ``where`` and ``unit`` say in which phase of the step the peak is and which unit is at work
+         *     there ("": the root, or none). Beyond 16 ranks along dp_shard the fullest speaks for all.
+         */
+        RankMemory: {
+            /**
+             * Host Bytes
+             * @description of the host, for what is offloaded
+             * @default 0
+             */
+            host_bytes: number;
+            peak: components["schemas"]["MemoryView"];
+            /** Ranks */
+            ranks: number[];
+            resting: components["schemas"]["MemoryView"];
+            /** Unit */
+            unit: string;
+            /** Where */
+            where: string;
+        };
+        /**
+         * RankPlacement
+         * @description One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``).
+         */
+        RankPlacement: {
+            /** Device */
+            device: string;
+            /** Local Rank */
+            local_rank: number;
+            /** Node Id */
+            node_id: string;
+            /** Rank */
+            rank: number;
+        };
+        /**
+         * RankStacks
+         * @description The Python stacks of all threads of a rank, when it was last looked into.
+         *
+         *     Empty where it did not answer.
+         */
+        RankStacks: {
+            /** Fence */
+            fence: number;
+            /** Node Id */
+            node_id: string;
+            /** Rank */
+            rank: number;
+            /** Text */
+            text: string;
+        };
+        /**
+         * RankView
+         * @description One rank of the newest attempt as its board told last. Memory in bytes, times in seconds.
+         */
+        RankView: {
+            /**
+             * Arrival Lag S
+             * @description how much later than the first rank it issues a collective, on average
+             */
+            arrival_lag_s: number | null;
+            /** Beat Age S */
+            beat_age_s: number | null;
+            /**
+             * Collectives Behind
+             * @description behind the foremost rank of its groups
+             * @default 0
+             */
+            collectives_behind: number;
+            /**
+             * Completed
+             * @default {}
+             */
+            completed: {
+                [key: string]: number;
+            };
+            /**
+             * Data Wait S
+             * @description of step_time_s, what the rank waited for its data
+             */
+            data_wait_s: number | null;
+            /** Device */
+            device: string;
+            /**
+             * Is Straggler
+             * @description the job is RUNNING, and this is the highest score of the attempt, at least 0.2
+             * @default false
+             */
+            is_straggler: boolean;
+            /**
+             * Issued
+             * @default {}
+             */
+            issued: {
+                [key: string]: number;
+            };
+            /** Last Seen At */
+            last_seen_at: string | null;
+            /** Local Rank */
+            local_rank: number;
+            /** Loss */
+            loss: number | null;
+            /**
+             * Memory Bytes
+             * @description after the last step: on CPUs all that is resident of the process, on GPUs the most that PyTorch's allocator had given out
+             * @default 0
+             */
+            memory_bytes: number;
+            /** Node Id */
+            node_id: string;
+            /**
+             * Peak Bytes
+             * @description the most that its steps took, without the process itself
+             */
+            peak_bytes: number | null;
+            /** Phase */
+            phase: string;
+            /** Pid */
+            pid: number | null;
+            /** Rank */
+            rank: number;
+            /**
+             * Step
+             * @default 0
+             */
+            step: number;
+            /** Step Time S */
+            step_time_s: number | null;
+            /**
+             * Straggler Score
+             * @description share of the time in which it was late at a collective that most ranks had issued
+             */
+            straggler_score: number | null;
+            /** Tokens Per S */
+            tokens_per_s: number | null;
+            /** Unit */
+            unit: string | null;
+        };
+        /**
+         * ResourcesPatch
+         * @description What an elastic job may have.
+         */
+        ResourcesPatch: {
+            /** @default {} */
+            world: components["schemas"]["BoundsPatch"];
+        };
+        /**
+         * ResourceSpec
+         * @description How many ranks, on what kind of device (``auto``: GPUs where a node has them).
+         *
+         *     Either ``ranks``, a fixed number, or ``world``, the bounds of an elastic job, of which ``ranks``
+         *     then is the lower one. As JSON there is only the one that was given.
+         */
+        ResourceSpec: {
+            /**
+             * Device
+             * @default auto
+             * @enum {string}
+             */
+            device: "auto" | "cpu" | "cuda";
+            /**
+             * Memory Gib
+             * @description host memory that a rank may take; beyond it allocations fail
+             */
+            memory_gib?: number | null;
+            /**
+             * Ranks
+             * @default 1
+             */
+            ranks: number;
+            world?: components["schemas"]["WorldSpec"] | null;
+        };
+        /**
+         * ResumeRequest
+         * @description From where to go on: a checkpoint of the job, or its latest committed one.
+         */
+        ResumeRequest: {
+            /** From Checkpoint */
+            from_checkpoint?: string | null;
+        };
+        /**
+         * RetentionPatch
+         * @description How many committed checkpoints are kept; null: as many as by default.
+         *
+         *     ``keep_best``: beside these the best ones, null: none. It holds for what is committed from now on,
+         *     and for what has an evaluation already. Ranks that run go on evaluating as they did: where they did
+         *     not before each checkpoint, they do so from the next attempt on.
+         */
+        RetentionPatch: {
+            keep_best?: components["schemas"]["BestPatch"] | null;
+            /** Keep Last */
+            keep_last?: number | null;
+        };
+        /**
+         * Scope
+         * @description What a token is good for. Each of the first three includes those before it.
+         * @enum {string}
+         */
+        Scope: "viewer" | "submitter" | "operator" | "agent";
+        /**
+         * SecretReference
+         * @description A secret by name: the value lies in a file on the nodes.
+         */
+        SecretReference: {
+            /** Secret */
+            secret: string;
+        };
+        /**
+         * ShardDim
+         * @description A parameter of a unit and the dim along which it is sharded.
+         *
+         *     Attributes:
+         *         parameter: Its name below the unit's module, segments joined by dots; a segment may be
+         *             ``*``.
+         *         dim: From 0; negative counts from the end.
+         */
+        ShardDim: {
+            /** Dim */
+            dim: number;
+            /** Parameter */
+            parameter: string;
+        };
+        /**
+         * ShardingPlan
+         * @description How a model is sharded.
+         *
+         *     The root is always a unit, the last one, whether or not `units` names it; naming it ("")
+         *     sets its options. Units may be given in any order; they are applied bottom-up.
+         *
+         *     Attributes:
+         *         mesh: Ranks per axis.
+         *         units: Modules that communicate together, besides the root.
+         *         param_dtype: Of computation and gathers; None means each parameter's own.
+         *         reduce_dtype: Of gradient reduction; None means `param_dtype`.
+         *         output_dtype: To which the root's floating-point outputs are cast; None leaves them.
+         *         tensor_parallel: What is split over the `tp` axis; everything else is whole on each of
+         *             its ranks.
+         *         shared_memory: How CPU ranks of one host exchange what `dp_shard` gathers and reduces.
+         *             ``none``: through their process group. ``copy``: through memory that all map, from which
+         *             each copies whole parameters. ``storage``: the same, and all compute with one copy of
+         *             the parameters. ``auto``: ``storage`` for units of which nothing is cast and whose forward
+         *             writes no parameter, as far as that is known; else ``copy``. On accelerators it changes
+         *             nothing.
+         *         version: Of this schema.
+         */
+        ShardingPlan: {
+            mesh: components["schemas"]["MeshPlan"];
+            /** Output Dtype */
+            output_dtype?: ("fp64" | "fp32" | "bf16" | "fp16") | null;
+            /** Param Dtype */
+            param_dtype?: ("fp64" | "fp32" | "bf16" | "fp16") | null;
+            /** Reduce Dtype */
+            reduce_dtype?: ("fp64" | "fp32" | "bf16" | "fp16") | null;
+            /**
+             * Shared Memory
+             * @default none
+             * @enum {string}
+             */
+            shared_memory: "auto" | "none" | "copy" | "storage";
+            /**
+             * Tensor Parallel
+             * @default []
+             */
+            tensor_parallel: components["schemas"]["TensorParallelPlan"][];
+            /**
+             * Units
+             * @default []
+             */
+            units: components["schemas"]["UnitPlan"][];
+            /**
+             * Version
+             * @default 1
+             */
+            version: number;
+        };
+        /**
+         * ShardView
+         * @description One rank's file of a checkpoint.
+         */
+        ShardView: {
+            /** Bytes */
+            bytes: number;
+            /** Name */
+            name: string;
+            /** Rank */
+            rank: number;
+            /** Sha256 */
+            sha256: string;
+        };
+        /**
+         * SparseJobPage
+         * @description A page of jobs of which only some fields were asked for; ``id`` is always there.
+         */
+        SparseJobPage: {
+            /** Items */
+            items: {
+                [key: string]: unknown;
+            }[];
+            /** Next Cursor */
+            next_cursor: string | null;
+        };
+        /**
+         * StepTimeView
+         * @description Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+         *
+         *     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
+         *     them; all seconds are multiplied by it.
+         */
+        StepTimeView: {
+            /** Compute S */
+            compute_s: number;
+            /** Optimizer S */
+            optimizer_s: number;
+            /**
+             * Scale
+             * @default 1
+             */
+            scale: number;
+            /** Tokens Per S */
+            tokens_per_s: number;
+            /** Total S */
+            total_s: number;
+        };
+        /**
+         * StepView
+         * @description A training step.
+         *
+         *     ``mfu``: model FLOPs utilisation, from 0 to 1: the floating-point operations that forward and
+         *     backward of the model need, none computed again counted, over those that its devices could have
+         *     made in the step's time (PaLM, arXiv:2204.02311, appendix B). The operations are those of the
+         *     model's profile, the devices' peak is measured by large matrix products. None where either is not
+         *     known.
+         */
+        StepView: {
+            /**
+             * Data Wait S
+             * @description of step_time_s, what rank 0 waited for its data
+             */
+            data_wait_s: number | null;
+            /** Fence */
+            fence: number;
+            /** Grad Norm */
+            grad_norm: number | null;
+            /** Learning Rate */
+            learning_rate: number | null;
+            /** Loss */
+            loss: number | null;
+            /** Mfu */
+            mfu: number | null;
+            /**
+             * Of
+             * @description how many steps there will be, as the job's script says
+             */
+            of: number | null;
+            /** Step */
+            step: number;
+            /** Step Time S */
+            step_time_s: number;
+            /** Tokens Per S */
+            tokens_per_s: number;
+        };
+        /**
+         * StopRequest
+         * @description How to stop: the body of pause and cancel.
+         */
+        StopRequest: {
+            /**
+             * Checkpoint
+             * @default best_effort
+             * @enum {string}
+             */
+            checkpoint: "required" | "best_effort" | "none";
+            /**
+             * Grace S
+             * @default 60
+             */
+            grace_s: number;
+        };
+        /**
+         * TensorParallelPlan
+         * @description Linear and embedding modules whose weights are split over the `tp` axis.
+         *
+         *     Attributes:
+         *         modules: Patterns as of a unit; each match is split by itself.
+         *         style: ``colwise`` splits what comes out: each rank computes its part of the outputs from
+         *             whole inputs. ``rowwise`` splits what goes in: each rank computes a summand of whole
+         *             outputs from its part of the inputs. ``colwise_gather`` is ``colwise``, with the
+         *             outputs gathered afterwards. Source: Shoeybi et al. 2019 (arXiv:1909.08053).
+         */
+        TensorParallelPlan: {
+            /** Modules */
+            modules: string[];
+            /**
+             * Style
+             * @enum {string}
+             */
+            style: "colwise" | "rowwise" | "colwise_gather";
+        };
+        /**
+         * TokenCreated
+         * @description A new token. ``token`` is the secret itself, shown here and never again.
+         */
+        TokenCreated: {
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Created By */
+            created_by: string;
+            /**
+             * Expired
+             * @default false
+             */
+            expired: boolean;
+            /** Expires At */
+            expires_at: string | null;
+            /** Id */
+            id: string;
+            /**
+             * Label
+             * @default
+             */
+            label: string;
+            scope: components["schemas"]["Scope"];
+            /** Subject */
+            subject: string;
+            /** Token */
+            token: string;
+        };
+        /**
+         * TokenList
+         * @description All tokens, oldest first.
+         */
+        TokenList: {
+            /** Items */
+            items: components["schemas"]["TokenView"][];
+        };
+        /**
+         * TokenRequest
+         * @description A token to be made. ``subject``: who will hold it, and so the owner of what it submits.
+         */
+        TokenRequest: {
+            /** Expires In S */
+            expires_in_s?: number | null;
+            /**
+             * Label
+             * @default
+             */
+            label: string;
+            scope: components["schemas"]["Scope"];
+            /** Subject */
+            subject: string;
+        };
+        /**
+         * TokenView
+         * @description A token as it may be shown: all but its secret, which nobody keeps.
+         */
+        TokenView: {
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Created By */
+            created_by: string;
+            /**
+             * Expired
+             * @default false
+             */
+            expired: boolean;
+            /** Expires At */
+            expires_at: string | null;
+            /** Id */
+            id: string;
+            /**
+             * Label
+             * @default
+             */
+            label: string;
+            scope: components["schemas"]["Scope"];
+            /** Subject */
+            subject: string;
+        };
+        /**
+         * TraceFileView
+         * @description One rank's file. ``path`` is on the node; ``bytes`` compressed; the steps are the first and last.
+         */
+        TraceFileView: {
+            /** Bytes */
+            bytes: number;
+            /** First Step */
+            first_step: number;
+            /** Last Step */
+            last_step: number;
+            /** Node Id */
+            node_id: string;
+            /** Path */
+            path: string;
+            /** Rank */
+            rank: number;
+        };
+        /**
+         * TraceList
+         * @description A job's newest traces, newest first.
+         */
+        TraceList: {
+            /** Items */
+            items: components["schemas"]["TraceView"][];
+        };
+        /**
+         * TraceRequest
+         * @description Record the next ``steps`` whole steps of these ranks, or of all.
+         */
+        TraceRequest: {
+            /**
+             * Ranks
+             * @default [
+             *       0
+             *     ]
+             */
+            ranks: number[] | "all";
+            /**
+             * Steps
+             * @default 3
+             */
+            steps: number;
+        };
+        /**
+         * TraceState
+         * @description Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why.
+         * @enum {string}
+         */
+        TraceState: "REQUESTED" | "RECORDING" | "DONE" | "FAILED";
+        /**
+         * TraceView
+         * @description What ranks recorded of their steps.
+         *
+         *     ``folder`` is below the storage root. A trace that FAILED may have the files of some ranks; then
+         *     ``reason`` says which of the others failed first, and why.
+         */
+        TraceView: {
+            /** Attempt */
+            attempt: number;
+            /**
+             * Bytes
+             * @default 0
+             */
+            bytes: number;
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Ended At */
+            ended_at: string | null;
+            /**
+             * Files
+             * @default []
+             */
+            files: components["schemas"]["TraceFileView"][];
+            /** Folder */
+            folder: string;
+            /** Id */
+            id: string;
+            /** Job Id */
+            job_id: string;
+            /** Ranks */
+            ranks: number[];
+            /** Reason */
+            reason: string | null;
+            state: components["schemas"]["TraceState"];
+            /** Steps */
+            steps: number;
+        };
+        /**
+         * TrainSpec
+         * @description The loop: how many steps, how large a batch over all ranks, how exact.
+         */
+        TrainSpec: {
+            /**
+             * Clip Norm
+             * @default 1
+             */
+            clip_norm: number | null;
+            /**
+             * Deterministic
+             * @description only operators that give the same bits each time; slower
+             * @default false
+             */
+            deterministic: boolean;
+            /** @description null: all steps are made; needs eval_every */
+            early_stop?: components["schemas"]["EarlyStopSpec"] | null;
+            /** @description null: no average of the weights is kept */
+            ema?: components["schemas"]["EmaSpec"] | null;
+            /**
+             * Eval Every
+             * @description 0: only after the last step
+             * @default 0
+             */
+            eval_every: number;
+            /**
+             * Global Batch
+             * @default 32
+             */
+            global_batch: number;
+            /**
+             * Micro Batch
+             * @default auto
+             */
+            micro_batch: number | "auto";
+            /**
+             * @default {
+             *       "params": "fp32",
+             *       "reduce": "fp32"
+             *     }
+             */
+            precision: components["schemas"]["PrecisionSpec"];
+            /**
+             * Seed
+             * @default 0
+             */
+            seed: number;
+            /** Steps */
+            steps: number;
+        };
+        /**
+         * UnitPlan
+         * @description Modules that become units.
+         *
+         *     A pattern is a module's name from the root, segments joined by dots, in which a whole
+         *     segment may be ``*`` for any one name. ``"blocks.*"`` is each direct child of ``blocks``,
+         *     ``"*"`` each direct child of the root, ``""`` the root itself.
+         *
+         *     A pattern with ``*`` stands alone and makes *each* match a unit. Names without it may stand
+         *     together and make *one* unit of all.
+         *
+         *     Attributes:
+         *         modules: Patterns, at least one.
+         *         reshard_after_forward: None means yes, except for the root. A number reshards to groups
+         *             of so many ranks; it divides `dp_shard`.
+         *         param_dtype: Of computation and gathers; None means the plan's.
+         *         reduce_dtype: Of gradient reduction; None means the plan's.
+         *         offload: Whether slices, gradients and optimizer state live in host memory.
+         *         shard_dims: Parameters that are sharded along another dim than 0.
+         *         prefetch: How many units after it are gathered while it computes, and how many before
+         *             it in backward. None leaves the order to the engine.
+         *         recompute: Whether its activations are computed again in backward instead of being kept.
+         *         compile: Whether its forward goes through `torch.compile`.
+         */
+        UnitPlan: {
+            /**
+             * Compile
+             * @default false
+             */
+            compile: boolean;
+            /** Modules */
+            modules: string[];
+            /**
+             * Offload
+             * @default false
+             */
+            offload: boolean;
+            /** Param Dtype */
+            param_dtype?: ("fp64" | "fp32" | "bf16" | "fp16") | null;
+            /** Prefetch */
+            prefetch?: number | null;
+            /**
+             * Recompute
+             * @default false
+             */
+            recompute: boolean;
+            /** Reduce Dtype */
+            reduce_dtype?: ("fp64" | "fp32" | "bf16" | "fp16") | null;
+            /** Reshard After Forward */
+            reshard_after_forward?: boolean | number | null;
+            /**
+             * Shard Dims
+             * @default []
+             */
+            shard_dims: components["schemas"]["ShardDim"][];
+        };
+        /**
+         * UnreadableList
+         * @description Records in the store that this version cannot read: keys, with the field or entry where one is meant.
+         *
+         *     ``left_out``: how many more there are.
+         */
+        UnreadableList: {
+            /** Items */
+            items: string[];
+            /**
+             * Left Out
+             * @default 0
+             */
+            left_out: number;
+        };
+        /**
+         * Version
+         * @description Which build answers.
+         */
+        Version: {
+            /**
+             * Api
+             * @default v1
+             */
+            api: string;
+            /** Version */
+            version: string;
+        };
+        /**
+         * WandbSpec
+         * @description Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+         *
+         *     Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
+         *     logs, for ``wandb sync``.
+         */
+        WandbSpec: {
+            api_key?: components["schemas"]["SecretReference"] | null;
+            /** Base Url */
+            base_url?: string | null;
+            /** Entity */
+            entity?: string | null;
+            /**
+             * Mode
+             * @default online
+             * @enum {string}
+             */
+            mode: "online" | "offline";
+            /** Project */
+            project?: string | null;
+            /**
+             * Tags
+             * @default []
+             */
+            tags: string[];
+        };
+        /**
+         * WorldSpec
+         * @description An elastic job's bounds: it goes on with as many ranks, in between, as there is room for.
+         */
+        WorldSpec: {
+            /** Max */
+            max: number;
+            /**
+             * Min
+             * @default 1
+             */
+            min: number;
+        };
+    };
+    responses: never;
+    parameters: never;
+    requestBodies: never;
+    headers: never;
+    pathItems: never;
+}
+export type AttemptList = components['schemas']['AttemptList'];
+export type AttemptView = components['schemas']['AttemptView'];
+export type AuditEntryView = components['schemas']['AuditEntryView'];
+export type AuditPage = components['schemas']['AuditPage'];
+export type AxisTraffic = components['schemas']['AxisTraffic'];
+export type BestPatch = components['schemas']['BestPatch'];
+export type BoundsPatch = components['schemas']['BoundsPatch'];
+export type BudgetPatch = components['schemas']['BudgetPatch'];
+export type CapacityView = components['schemas']['CapacityView'];
+export type CheckpointList = components['schemas']['CheckpointList'];
+export type CheckpointSpec = components['schemas']['CheckpointSpec'];
+export type CheckpointState = components['schemas']['CheckpointState'];
+export type CheckpointView = components['schemas']['CheckpointView'];
+export type CloneOrigin = components['schemas']['CloneOrigin'];
+export type CloneRequest = components['schemas']['CloneRequest'];
+export type CodeView = components['schemas']['CodeView'];
+export type Device = components['schemas']['Device'];
+export type DiagnosisView = components['schemas']['DiagnosisView'];
+export type DrainRequest = components['schemas']['DrainRequest'];
+export type EarlyStopSpec = components['schemas']['EarlyStopSpec'];
+export type EmaSpec = components['schemas']['EmaSpec'];
+export type EntryPoint = components['schemas']['EntryPoint'];
+export type EstimateView = components['schemas']['EstimateView'];
+export type Evaluation = components['schemas']['Evaluation'];
+export type EvaluationSpec = components['schemas']['EvaluationSpec'];
+export type EventPage = components['schemas']['EventPage'];
+export type EventView = components['schemas']['EventView'];
+export type Exchange = components['schemas']['Exchange'];
+export type ExitReason = components['schemas']['ExitReason'];
+export type ExportView = components['schemas']['ExportView'];
+export type Factory = components['schemas']['Factory'];
+export type FailureClass = components['schemas']['FailureClass'];
+export type FailureView = components['schemas']['FailureView'];
+export type Fault = components['schemas']['Fault'];
+export type FaultSpec = components['schemas']['FaultSpec'];
+export type FromPlan = components['schemas']['FromPlan'];
+export type GangPlan = components['schemas']['GangPlan'];
+export type Health = components['schemas']['Health'];
+export type Inventory = components['schemas']['Inventory'];
+export type JobPage = components['schemas']['JobPage'];
+export type JobPatch = components['schemas']['JobPatch'];
+export type JobSpec = components['schemas']['JobSpec'];
+export type JobState = components['schemas']['JobState'];
+export type JobView = components['schemas']['JobView'];
+export type JsonValue = components['schemas']['JsonValue'];
+export type KeepBestSpec = components['schemas']['KeepBestSpec'];
+export type LogPage = components['schemas']['LogPage'];
+export type LogView = components['schemas']['LogView'];
+export type MeasuredView = components['schemas']['MeasuredView'];
+export type MemoryView = components['schemas']['MemoryView'];
+export type MeshPlan = components['schemas']['MeshPlan'];
+export type MeshSpec = components['schemas']['MeshSpec'];
+export type MetricPoint = components['schemas']['MetricPoint'];
+export type MetricsPart = components['schemas']['MetricsPart'];
+export type MetricsSpec = components['schemas']['MetricsSpec'];
+export type MetricsView = components['schemas']['MetricsView'];
+export type MlflowSpec = components['schemas']['MlflowSpec'];
+export type NodeCapacity = components['schemas']['NodeCapacity'];
+export type NodeFacts = components['schemas']['NodeFacts'];
+export type NodeList = components['schemas']['NodeList'];
+export type NodeState = components['schemas']['NodeState'];
+export type NodeView = components['schemas']['NodeView'];
+export type OptimizerSpec = components['schemas']['OptimizerSpec'];
+export type ParameterGroup = components['schemas']['ParameterGroup'];
+export type PlanAlternative = components['schemas']['PlanAlternative'];
+export type PlanFailure = components['schemas']['PlanFailure'];
+export type PlanList = components['schemas']['PlanList'];
+export type PlanProbe = components['schemas']['PlanProbe'];
+export type PlanState = components['schemas']['PlanState'];
+export type PlanSummary = components['schemas']['PlanSummary'];
+export type PlanUnit = components['schemas']['PlanUnit'];
+export type PlanView = components['schemas']['PlanView'];
+export type PrecisionSpec = components['schemas']['PrecisionSpec'];
+export type Problem = components['schemas']['Problem'];
+export type Progress = components['schemas']['Progress'];
+export type QueueEntry = components['schemas']['QueueEntry'];
+export type QueueView = components['schemas']['QueueView'];
+export type RankList = components['schemas']['RankList'];
+export type RankMemory = components['schemas']['RankMemory'];
+export type RankPlacement = components['schemas']['RankPlacement'];
+export type RankStacks = components['schemas']['RankStacks'];
+export type RankView = components['schemas']['RankView'];
+export type ResourcesPatch = components['schemas']['ResourcesPatch'];
+export type ResourceSpec = components['schemas']['ResourceSpec'];
+export type ResumeRequest = components['schemas']['ResumeRequest'];
+export type RetentionPatch = components['schemas']['RetentionPatch'];
+export type Scope = components['schemas']['Scope'];
+export type SecretReference = components['schemas']['SecretReference'];
+export type ShardDim = components['schemas']['ShardDim'];
+export type ShardingPlan = components['schemas']['ShardingPlan'];
+export type ShardView = components['schemas']['ShardView'];
+export type SparseJobPage = components['schemas']['SparseJobPage'];
+export type StepTimeView = components['schemas']['StepTimeView'];
+export type StepView = components['schemas']['StepView'];
+export type StopRequest = components['schemas']['StopRequest'];
+export type TensorParallelPlan = components['schemas']['TensorParallelPlan'];
+export type TokenCreated = components['schemas']['TokenCreated'];
+export type TokenList = components['schemas']['TokenList'];
+export type TokenRequest = components['schemas']['TokenRequest'];
+export type TokenView = components['schemas']['TokenView'];
+export type TraceFileView = components['schemas']['TraceFileView'];
+export type TraceList = components['schemas']['TraceList'];
+export type TraceRequest = components['schemas']['TraceRequest'];
+export type TraceState = components['schemas']['TraceState'];
+export type TraceView = components['schemas']['TraceView'];
+export type TrainSpec = components['schemas']['TrainSpec'];
+export type UnitPlan = components['schemas']['UnitPlan'];
+export type UnreadableList = components['schemas']['UnreadableList'];
+export type Version = components['schemas']['Version'];
+export type WandbSpec = components['schemas']['WandbSpec'];
+export type WorldSpec = components['schemas']['WorldSpec'];
+export type $defs = Record<string, never>;
+export type operations = Record<string, never>;
