@@ -64,6 +64,50 @@ def _differ(job: Job, before: Job, name: str) -> bool:
     return one is not other and one != other
 
 
+def keys_of_commit(job_id: str) -> list[str]:
+    """The keys of a job as a commit takes them."""
+    return [
+        keys.job(job_id),
+        keys.ACTIVE_JOBS,
+        keys.EPOCH,
+        keys.job_events(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
+        keys.job_records(job_id),
+        keys.CHANGED_JOBS,
+    ]
+
+
+def keys_of_deletion(job_id: str) -> list[str]:
+    """The keys of a job that is deleted, as the scripts take them."""
+    return [
+        keys.job(job_id),
+        keys.JOBS,
+        keys.DELETED_JOBS,
+        keys.job_events(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+        keys.job_records(job_id),
+        keys.job_last(job_id),
+        keys.recalled(job_id),
+        keys.recalled_steps(job_id),
+        keys.recalled_metrics(job_id),
+        keys.recalled_logs(job_id),
+        keys.recalled_events(job_id),
+        keys.job_older_events(job_id),
+    ]
+
+
 def read_row(row: Row) -> Stored:
     """The job of a row.
 

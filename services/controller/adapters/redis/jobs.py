@@ -21,6 +21,8 @@ from services.controller.adapters.redis.job_rows import (
     SPLIT_MARK,
     KnownRows,
     Row,
+    keys_of_commit,
+    keys_of_deletion,
     read_row,
     split,
     unreadable,
@@ -187,7 +189,7 @@ class RedisJobs:
             doc, changed = (job.model_dump_json(), {}) if epoch is None else split(job, None)
             status, told = await self._commit_as(change, epoch, doc, changed)
         self._refuse(status, job.id, told)
-        for key in _own_keys(job.id)[:_TYPED]:
+        for key in keys_of_commit(job.id)[:_TYPED]:
             self._clients.unreadable.forget(key)
         if change.deletes is not None:
             self._forget_names(change.deletes.job.id)
@@ -214,11 +216,15 @@ class RedisJobs:
             for part in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
         ]
         doomed = change.deletes
-        its_own = _own_keys(job.id)
+        its_own = keys_of_commit(job.id)
         first_inbox = len(its_own) + 1  # as Lua counts
         with answering():
             status, told = await self._commit(
-                keys=[*its_own, *inboxes, *([] if doomed is None else _doomed(doomed.job.id))],
+                keys=[
+                    *its_own,
+                    *inboxes,
+                    *([] if doomed is None else keys_of_deletion(doomed.job.id)),
+                ],
                 args=[
                     change.before.version,
                     "" if epoch is None else epoch,
@@ -383,7 +389,7 @@ class RedisJobs:
     async def _forget(self, job_id: str, version: str) -> None:
         with answering():
             status, told = await self._delete(
-                keys=[keys.ACTIVE_JOBS, *_doomed(job_id), keys.CHANGED_JOBS],
+                keys=[keys.ACTIVE_JOBS, *keys_of_deletion(job_id), keys.CHANGED_JOBS],
                 args=[version, job_id, keys.CHANGES_KEPT],
             )
         self._refuse(status, job_id, told)
@@ -392,7 +398,7 @@ class RedisJobs:
     def _forget_names(self, job_id: str) -> None:
         """Nothing of a deleted job is unreadable any more, nor known."""
         self._known.forget(job_id)
-        for key in _doomed(job_id):
+        for key in keys_of_deletion(job_id):
             if job_id in key:
                 self._clients.unreadable.forget_key(key)
 
@@ -413,50 +419,6 @@ class RedisJobs:
 
 def _claim_key(claim: Claim | None) -> str:
     return keys.idempotency("", "") if claim is None else keys.idempotency(claim.subject, claim.key)
-
-
-def _own_keys(job_id: str) -> list[str]:
-    """The keys of a job as a commit takes them."""
-    return [
-        keys.job(job_id),
-        keys.ACTIVE_JOBS,
-        keys.EPOCH,
-        keys.job_events(job_id),
-        keys.job_checkpoints(job_id),
-        keys.job_history(job_id),
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_logs(job_id),
-        keys.job_stacks(job_id),
-        keys.job_metrics(job_id),
-        keys.job_records(job_id),
-        keys.CHANGED_JOBS,
-    ]
-
-
-def _doomed(job_id: str) -> list[str]:
-    """The keys of a job that is deleted, as the scripts take them."""
-    return [
-        keys.job(job_id),
-        keys.JOBS,
-        keys.DELETED_JOBS,
-        keys.job_events(job_id),
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_logs(job_id),
-        keys.job_stacks(job_id),
-        keys.job_metrics(job_id),
-        keys.job_checkpoints(job_id),
-        keys.job_history(job_id),
-        keys.job_records(job_id),
-        keys.job_last(job_id),
-        keys.recalled(job_id),
-        keys.recalled_steps(job_id),
-        keys.recalled_metrics(job_id),
-        keys.recalled_logs(job_id),
-        keys.recalled_events(job_id),
-        keys.job_older_events(job_id),
-    ]
 
 
 def _claimed(claim: Claim, text: str) -> Stored:

@@ -93,6 +93,7 @@ class RecordKeeper:
 
     async def close_older(self, job_id: str, fence: int) -> None:
         """Put together what attempts before this one left, so that their files do not grow in number."""
+        await self._journal.flush(job_id)
         try:
             for kind in KINDS.values():
                 await asyncio.to_thread(close, self._root, job_id, kind, {}, before_fence=fence)
@@ -102,6 +103,10 @@ class RecordKeeper:
     async def _recall(self, command: RecallRecords) -> None:
         """Bring back what storage has; whoever asked waits for it."""
         job_id = command.job_id
+        if not await asyncio.to_thread((self._root / job_id).is_dir):
+            # It would be told that there is nothing, by a node whose storage is not mounted.
+            _log.warning("storage_has_no_such_job", job=job_id, root=str(self._root))
+            return
         await self._journal.flush(job_id)
         try:
             for kind in (*KINDS.values(), EVENTS):
