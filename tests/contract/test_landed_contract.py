@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import pytest
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped] # it has no stubs
 
-from services.contract.messages.base import Message
-from services.contract.messages.commands import Command, OfAttempt
+from services.contract.messages.base import Message, OfAttempt
+from services.contract.messages.commands import Command
 from tests.contract.record_contract import contract
 from tests.contract.test_versions import SPOKEN
 

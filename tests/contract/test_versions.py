@@ -112,7 +112,7 @@ def members(union: object) -> list[type[Message]]:
     return list(typing.get_args(typing.get_args(union)[0]))
 
 
-SPOKEN = [
+SPOKEN: Final[list[type[Message]]] = [
     *members(Fact),
     *members(Command),
     RankSample,

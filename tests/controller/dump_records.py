@@ -66,7 +66,7 @@ def dump(redis: Redis) -> dict[str, Any]:
     reads: dict[str, Any] = {
         "string": redis.get,
         "hash": redis.hgetall,
-        "set": lambda key: sorted(redis.smembers(key)),  # type: ignore[type-var] # texts
+        "set": lambda key: sorted(redis.smembers(key)),
         "list": lambda key: redis.lrange(key, 0, -1),
         "zset": lambda key: redis.zrange(key, 0, -1, withscores=True),
         "stream": redis.xrange,
