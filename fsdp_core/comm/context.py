@@ -130,6 +130,7 @@ class CommContext:
         self._gathered: list[tuple[torch.Tensor, Event]] = []
         self._held: list[tuple[torch.Tensor, Event]] = []
         self._awaited: list[Event] = []
+        self._averages: list[InFlightReduction] = []
         self._undecided: list[tuple[object, Event, Callable[[], None]]] = []
         self._with_results: dict[Stream, None] = {}
 
@@ -190,6 +191,22 @@ class CommContext:
     def forget_undecided(self) -> None:
         """The iteration failed: its gradients are lost."""
         self._undecided.clear()
+
+    def average_later(self, pending: InFlightReduction) -> None:
+        """Keeps an all-reduce over replicas until the next reduction lands, or backward ends."""
+        self._averages.append(pending)
+
+    def land_averages(self) -> None:
+        """Lands all-reduces over replicas, in order."""
+        averages, self._averages = self._averages, []
+        for pending in averages:
+            pending.land(self)
+
+    def drop_averages(self) -> None:
+        """Waits for them and forgets their results."""
+        averages, self._averages = self._averages, []
+        for pending in averages:
+            pending.drop(self)
 
     # -- Slices that others copy
 

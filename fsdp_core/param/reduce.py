@@ -159,6 +159,7 @@ class PendingReduce:
         The result lives in the reduce stream's memory pool and must not be read on another stream
         before that one follows; the end of backward sees to it.
         """
+        comm.land_averages()
         if isinstance(self._ticket, SharedReduction) and self._needs_no_row:
             self._land_slices(self._ticket, comm)
             return
@@ -217,14 +218,31 @@ class PendingReduce:
                 param.add_own_grad(each, comm, stream)
 
     def _finish(self, result: torch.Tensor, comm: CommContext) -> None:
-        stream = Stream.REDUCE
-        if self._route.replicas.size > 1:
-            stream = Stream.ALL_REDUCE
-            comm.streams.wait_stream(stream, Stream.REDUCE)
-            what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
-            keep_step(self._route.replicas.group, result.device, what)
-            with comm.streams.enter(stream):
-                self._all_reduce(result, comm)
+        if self._route.replicas.size == 1:
+            self.give(result, comm, Stream.REDUCE)
+            return
+        stream = Stream.ALL_REDUCE
+        comm.streams.wait_stream(stream, Stream.REDUCE)
+        what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
+        keep_step(self._route.replicas.group, result.device, what)
+        with comm.streams.enter(stream):
+            ticket = self._all_reduce(result, comm)
+            if comm.streams.run_apart:
+                ticket.wait()
+        if comm.streams.run_apart:
+            self.give(result, comm, stream)
+        else:
+            # The host would wait: meanwhile it can go backward through the next unit.
+            comm.average_later(_PendingAverage(self, ticket))
+
+    def give(self, result: torch.Tensor, comm: CommContext, stream: Stream) -> None:
+        """Makes a row that nothing more is added to the gradients of the slices.
+
+        Args:
+            result: This rank's padded row.
+            comm: Streams and counts.
+            stream: Where the row was made.
+        """
         if (hook := self._route.options.all_reduce_hook) is not None:
             comm.streams.wait_stream(Stream.ALL_REDUCE, stream)
             stream = Stream.ALL_REDUCE
@@ -242,7 +260,7 @@ class PendingReduce:
             # It came from the reduce stream's pool, which could give it to the next reduction.
             comm.hold_until_passed(result, comm.streams.record_event(stream))
 
-    def _all_reduce(self, result: torch.Tensor, comm: CommContext) -> None:
+    def _all_reduce(self, result: torch.Tensor, comm: CommContext) -> Ticket:
         replicas = self._route.replicas
         sequence = comm.counts.issue(replicas.name)
         work = replicas.all_reduce(
@@ -250,7 +268,7 @@ class PendingReduce:
         )
         waited_on = None if work is None else Stream.ALL_REDUCE
         ended = comm.completion(replicas.name, sequence, Stream.ALL_REDUCE, waited_on)
-        Ticket(work, result, group=replicas.group, on_complete=ended).wait()
+        return Ticket(work, result, group=replicas.group, on_complete=ended)
 
     def _run_hook(
         self, hook: Callable[[torch.Tensor], None], result: torch.Tensor, comm: CommContext
@@ -321,6 +339,24 @@ class PendingReduce:
         if self._knows_flags:
             return [True] * len(self._batch.present)
         return [bool(flag) for flag in (flags != 0).tolist()]
+
+
+class _PendingAverage:
+    """An all-reduce over replicas in flight, which the host has to wait for."""
+
+    def __init__(self, reduce: PendingReduce, ticket: Ticket) -> None:
+        self._reduce = reduce
+        self._ticket = ticket
+
+    @torch.no_grad()
+    def land(self, comm: CommContext) -> None:
+        """Waits, and gives the gradients."""
+        self._reduce.give(self._ticket.wait(), comm, Stream.ALL_REDUCE)
+
+    def drop(self, comm: CommContext) -> None:
+        """Waits, and forgets the result: the iteration it belongs to failed."""
+        del comm
+        self._ticket.wait()
 
 
 def _pack(

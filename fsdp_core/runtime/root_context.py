@@ -302,6 +302,7 @@ class RootContext:
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():
                 pending.land(self.comm)
+            self.comm.land_averages()
             self.comm.decide()
             if self.root.options.is_last_backward:
                 if ends_all:
@@ -333,6 +334,7 @@ class RootContext:
 
         Ranks that failed alike started the same collectives, so waiting for them ends.
         """
+        self.comm.drop_averages()
         for pending in self.reduces.drain():
             pending.drop(self.comm)
         for unit in self.units:

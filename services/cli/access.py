@@ -26,8 +26,8 @@ tokens = typer.Typer(help="Make, list and revoke bearer tokens.", no_args_is_hel
 def create(
     subject: Annotated[str, typer.Argument(help="Who will hold it: the owner of what it submits.")],
     *,
-    scope: Annotated[Scope, typer.Option(help="What it is good for.")] = Scope.VIEWER,
-    label: Annotated[str, typer.Option(help="A note to know it by.")] = "",
+    scope: Annotated[Scope, typer.Option(help="Permission scope.")] = Scope.VIEWER,
+    label: Annotated[str, typer.Option(help="Free-text label.")] = "",
     expires: Annotated[
         str | None, typer.Option(help="How long it lives: 90s, 30m, 12h, 30d; else for ever.")
     ] = None,
@@ -57,12 +57,12 @@ def ls() -> None:
 def revoke(
     token: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As `tokens ls` shows it.")],
 ) -> None:
-    """Have a token open nothing from now on."""
+    """Revoke a token."""
     try:
         token_id = _TOKEN_ID.validate_python(token)
     except ValidationError:
         # Not echoed: it may be the token itself.
-        raise CliError("this is no token id; `meshloom tokens ls` lists them") from None
+        raise CliError("this is not a token id; `meshloom tokens ls` lists them") from None
     with connect() as client:
         client.revoke_token(token_id)
     console.print(f"{token_id} is revoked")

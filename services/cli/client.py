@@ -191,7 +191,7 @@ class Client:
         return JobView.model_validate_json(response.content)
 
     def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
-        """Forget a job that has ended; False while its checkpoints are still being removed."""
+        """Delete a finished job; False while its checkpoints are still being removed."""
         params = {"purge_checkpoints": "true"} if purge_checkpoints else {}
         response = self._request("DELETE", f"/v1/jobs/{job_id}", params=params)
         return response.status_code == _NO_CONTENT
@@ -348,7 +348,7 @@ class Client:
         return self._get("/v1/tokens", TokenList)
 
     def revoke_token(self, token_id: str) -> None:
-        """Have a token open nothing from now on."""
+        """Revoke a token."""
         self._request("DELETE", f"/v1/tokens/{token_id}")
 
     def audit(self, *, limit: int = 100) -> AuditPage:

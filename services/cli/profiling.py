@@ -8,7 +8,7 @@ from tenacity import Retrying, retry_if_result, wait_fixed
 from services.cli.client import Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
-from services.cli.naming import Job, resolve
+from services.cli.job_names import Job, resolve
 from services.cli.spec_file import read_model
 from services.cli.tables import size
 from services.cli.terminal import console, errors, print_json

@@ -32,26 +32,27 @@ from services.worker.agent.gangs.decisions import (
     ECHO_WAITS_S,
     FAILED_LEAVES_WITHIN_S,
     WEDGED_AFTER_S,
+    decide,
+)
+from services.worker.agent.gangs.events import (
     CheckpointAsked,
     CheckVote,
     Condemned,
     Effect,
     Event,
     Exited,
-    GangState,
     Instruct,
     Kill,
     LookedAt,
     MessageCame,
     Misbehaved,
-    RankState,
     StopAsked,
     Tell,
     Ticked,
     VoteChecked,
-    decide,
 )
 from services.worker.agent.gangs.exit_order import exits
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
 from services.worker.agent.telemetry.hang import LOOKS_EVERY_S, SLOW_PHASE_S, Mark
 from tests.agent.conftest import JOB, NODE

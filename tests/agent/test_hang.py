@@ -11,22 +11,20 @@ from services.contract.messages.facts import GangDiagnosed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import RankFinished
 from services.contract.words.states import RankPhase
-from services.worker.agent.gangs.decisions import (
-    LOOKED_INTO_WITHIN_S,
+from services.worker.agent.gangs.decisions import LOOKED_INTO_WITHIN_S, decide
+from services.worker.agent.gangs.events import (
     DiagnosisAsked,
     Effect,
-    GangState,
     Kill,
     LookedAt,
     LookedInto,
     LookInto,
     MessageCame,
-    RankState,
     StopAsked,
     Tell,
     Ticked,
-    decide,
 )
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.hang import (
     SLOW_PHASE_S,
     STOPPED_ALLOWED_S,
@@ -118,6 +116,7 @@ def test_a_stopped_rank_of_a_script_that_reports_nothing_is_noticed(
 ) -> None:
     state = replace(gang(stepped=False, asked_s=asked_s), is_script=True)
     moving = [LookedAt({0: mark(n), 1: mark(4)}, None) for n in range(2)]
+    found: LookInto | None = None
     for stops, expected in ((False, False), (True, True)):
         found = None
         now = 0.0

@@ -12,8 +12,8 @@ from services.contract.messages.facts import GangEnded, GangProgressed
 from services.contract.words.states import FailureClass
 from services.controller.domain.decisions.diagnose import classify
 from services.controller.domain.job.attempt import Attempt, Failure
-from services.worker.agent.gangs.decisions import GangState, RankState
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
 from services.worker.rank.process.host_memory import ThreadRefusals

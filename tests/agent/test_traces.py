@@ -25,7 +25,7 @@ from services.contract.messages.rank_pipe import (
     TraceOrder,
 )
 from services.contract.words.ids import new_trace_id
-from services.worker.agent.gangs.decisions import (
+from services.worker.agent.gangs.events import (
     DropTrace,
     Exited,
     Instruct,

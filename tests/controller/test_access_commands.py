@@ -50,7 +50,7 @@ def test_a_token_from_its_making_to_its_revocation(
     ("arguments", "words"),
     [
         (("tokens", "create", "alice", "--expires", "soon"), "30d"),
-        (("tokens", "revoke", "mlt_the-token-itself"), "no token id"),
+        (("tokens", "revoke", "mlt_the-token-itself"), "not a token id"),
     ],
 )
 def test_what_is_no_duration_or_id_is_refused_before_anything_is_asked(

@@ -10,8 +10,8 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.cli.moments import moment
 from services.cli.terminal import console
+from services.cli.times import moment
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.cli.app import _best
+from services.cli.course import _best
 from services.cli.spec_file import read_model
 from services.contract.api.requests import JobPatch
-from services.contract.jobs.specs import KeepBestSpec
+from services.contract.jobs.spec_parts import KeepBestSpec
 from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.messages.facts import Evaluated
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError

@@ -13,14 +13,19 @@ from redis import Redis
 
 from services.contract.api.views import StopRequest
 from services.contract.redis import redis_keys as keys
+from services.contract.system import long_work
 from services.contract.words.ids import new_job_id
 from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports, working_set
-from services.controller.adapters.redis.connection import connected
+from services.controller.adapters.redis.connection import answering, connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
-from services.controller.domain.errors import DeposedError, StateConflictError
+from services.controller.domain.errors import (
+    DeposedError,
+    StateConflictError,
+    StoreUnavailableError,
+)
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import JobEvent, KillAsked, PauseAsked, ResumeAsked
 from services.controller.domain.job.job import Job
@@ -177,6 +182,24 @@ async def test_a_write_by_a_controller_that_tells_no_changes_is_found(redis_url:
         assert (await there.jobs.counts())[JobState.CANCELLED] == 1
 
 
+async def test_a_redis_that_takes_no_writes_hides_no_active_jobs(redis_url: str) -> None:
+    async with connected(redis_url) as clients, redis_ports(redis_url) as there:
+        here = RedisJobs(clients, compared_every_s=0.0)
+        job = _job(0)
+        await there.jobs.create(first_decision(job), ACTOR, None)
+        await there.jobs.index()
+        assert len(await here.active()) == 1
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            _as_before(redis, play(job, [KillAsked()]).job, active=False)
+            redis.config_set("min-replicas-to-write", 1)
+            try:
+                assert await here.active() == []
+            finally:
+                redis.config_set("min-replicas-to-write", 0)
+        assert await here.active() == []
+        assert (await there.jobs.counts())[JobState.CANCELLED] == 1
+
+
 async def test_jobs_that_many_write_at_once_are_seen_as_they_are(pair: Pair) -> None:
     chance = random.Random(7)  # noqa: S311 no secret
     names = [await pair.keep(number) for number in range(8)]
@@ -262,3 +285,44 @@ def _as_before(redis: Redis, job: Job, *, active: bool) -> None:
     )
     if not active:
         redis.srem(keys.ACTIVE_JOBS, job.id)
+
+
+async def test_a_look_that_is_cancelled_wherever_it_is_leaves_out_nothing_of_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Others have their turn after each record, so that there is a place to be cancelled at.
+    monkeypatch.setattr(long_work, "_TURN_S", -1.0)
+    names = {await pair.keep(number) for number in range(3)}
+    await pair.seen()
+    steps = 0
+    is_done = False
+    while not is_done:
+        names |= {await pair.keep(10 + 2 * steps), await pair.keep(11 + 2 * steps)}
+        looking = asyncio.create_task(pair.here.jobs.active())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        is_done = not looking.cancel()
+        await asyncio.wait([looking])
+        assert set(await pair.seen()) == names
+        steps += 1
+    assert steps > 5
+
+
+@pytest.mark.parametrize("transaction", [True, False])
+async def test_what_redis_refuses_within_a_pipeline_is_told_as_that(
+    redis_url: str, *, transaction: bool
+) -> None:
+    async with connected(redis_url) as clients:
+
+        async def write() -> None:
+            with answering():
+                async with clients.writes.pipeline(transaction=transaction) as pipe:
+                    pipe.set("ml:test", "1")
+                    await pipe.execute()
+
+        await clients.writes.config_set("min-replicas-to-write", 1)
+        try:
+            with pytest.raises(StoreUnavailableError, match="too few replicas follow it"):
+                await write()
+        finally:
+            await clients.writes.config_set("min-replicas-to-write", 0)

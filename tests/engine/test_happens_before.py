@@ -222,6 +222,7 @@ NEEDED: dict[str, tuple[Scenario, int]] = {
     "PendingReduce.land: COMPUTE after REDUCE": (sharded, 4),
     "PendingReduce.drop: COMPUTE after REDUCE": (fault_before_any_gradient_arrived, 4),
     "PendingReduce._finish: ALL_REDUCE after REDUCE": (replicated, 4),
+    "PendingReduce.give: ALL_REDUCE after REDUCE": (hook_on_a_stream_of_its_own, 4),
     "PendingReduce._run_hook: USER after ALL_REDUCE": (hook_on_a_stream_of_its_own, 4),
     "PendingReduce._run_hook: ALL_REDUCE after USER": (hook_on_a_stream_of_its_own, 4),
     "CommContext._let_go: REDUCE after ALL_REDUCE": (replicated, 4),

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_core import observe
+from fsdp_core.runtime import NullObserver
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Decoder, Recompute, decoder, loss_of, tokens_of
 from tests.engine.versus import (
@@ -255,3 +257,37 @@ def compare_integer_reshard(ctx: RankContext) -> None:
             engine.shard(unit, mesh=mesh, reshard_after_forward=2)
         traces.append(train(model, lambda m, s: m(ctx.batch(s, 2, 8)).square().mean(), steps=2))
     assert_equal(*traces)
+
+
+class Board(NullObserver):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def on_issue(self, group: str, sequence: int) -> None:
+        del sequence
+        self.events.append(("issue", group))
+
+    def on_complete(self, group: str, sequence: int) -> None:
+        del sequence
+        self.events.append(("complete", group))
+
+
+def test_backward_goes_on_while_replicas_average(gangs: Gangs) -> None:
+    gangs(4).run(check_overlap)
+
+
+def check_overlap(ctx: RankContext) -> None:
+    board = Board()
+    model = sharded(ctx, ours(), grid(ctx, 2, 2))
+    observe(model, board)
+    for step in range(2):
+        board.events.clear()
+        torch.autograd.backward(on_own_tokens(ctx)(model, step))
+        assert model.blocks[-1].down.weight.grad is not None
+    averages = [place for place, each in enumerate(board.events) if each[1] == "dp_replicate"]
+    issues, ends = averages[::2], averages[1::2]
+    assert [board.events[place][0] for place in issues] == ["issue"] * len(issues)
+    assert len(issues) == len(ends) == len(model.blocks) + 1
+    # Between the two of all but the last, collectives of the next units are started.
+    for began, ended in list(zip(issues, ends, strict=True))[:-1]:
+        assert ("issue", "dp_shard") in board.events[began:ended]

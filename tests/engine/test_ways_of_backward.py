@@ -17,8 +17,9 @@ from torch import nn
 from torch.autograd import backward
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_core import FSDPModule, share_comm_ctx
+from fsdp_core import FSDPModule, Owned, share_comm_ctx
 from fsdp_core.errors import StateError
+from fsdp_core.param import owned_over
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import Engine, assert_same_tensor, full, ours, theirs
 
@@ -101,6 +102,8 @@ class Run:
             grad = None if param.grad is None else full(param.grad).clone()
             if self.shard is None and grad is not None:
                 dist.all_reduce(grad, dist.ReduceOp.AVG)
+            if owned_over(param) is not None:
+                grad = _of_its_owner(grad)
             found[name] = grad
         self.grads.append(found)
 
@@ -117,6 +120,13 @@ class Run:
         optimizer = torch.optim.SGD(self.params.values(), lr=0.1)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _of_its_owner(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient that one rank has, on all of them."""
+    found: list[torch.Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, grad)
+    return next((each for each in found if each is not None and each.numel()), None)
 
 
 def chunks_of(hidden: torch.Tensor, *, grad: bool = True) -> Iterator[torch.Tensor]:
@@ -812,12 +822,37 @@ def compare(ctx: RankContext, name: str) -> None:
         assert_same(mine, plain, rtol=1e-5, atol=1e-5)
 
 
-def assert_same(mine: list[Grads], other: list[Grads], *, rtol: float, atol: float) -> None:
+@pytest.mark.parametrize("owns", [False, True], ids=["offloaded", "owned and offloaded"])
+def test_gradients_of_offloaded_and_owned_parameters_are_there_in_all_ways(
+    gangs: Gangs, *, owns: bool
+) -> None:
+    gangs(2).run(compare_with_options, owns)
+
+
+def compare_with_options(ctx: RankContext, owns: bool) -> None:  # noqa: FBT001 - shipped positionally
+    def with_options(engine: Engine) -> Callable[..., object]:
+        chosen: dict[str, object] = {"offload_policy": engine.offload(pin_memory=False)}
+        if owns and engine.is_ours:
+            chosen["shard_placement_fn"] = lambda param: Owned() if param.ndim == 2 else None
+        return lambda module, **options: engine.shard(module, **(chosen | options))
+
+    mine, reference = with_options(ours()), with_options(theirs())
+    for name, function in WAYS.items():
+        found = go(ctx, function, mine), go(ctx, function, reference)
+        assert_same(*found, rtol=0.0, atol=0.0, of=name)
+    for name, function in BEYOND.items():
+        found = go(ctx, function, mine), go(ctx, function, None)
+        assert_same(*found, rtol=1e-5, atol=1e-5, of=name)
+
+
+def assert_same(
+    mine: list[Grads], other: list[Grads], *, rtol: float, atol: float, of: str = "all"
+) -> None:
     assert len(mine) == len(other) > 0
     for number, (one, two) in enumerate(zip(mine, other, strict=True)):
         assert one.keys() == two.keys()
         for name, grad in one.items():
-            assert_same_tensor(f"backward {number}: {name}", grad, two[name], rtol, atol)
+            assert_same_tensor(f"{of}: backward {number}: {name}", grad, two[name], rtol, atol)
 
 
 class Keeping(nn.Module):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankEvaluated,
     RankFailed,

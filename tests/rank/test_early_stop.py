@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contract.jobs.specs import EarlyStopSpec, JobSpec
+from services.contract.jobs.spec_parts import EarlyStopSpec
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import RankEvaluated, RankFinished, RankVote
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.words.ids import checkpoint_id, new_job_id

@@ -13,7 +13,7 @@ from pyarrow import ipc, parquet
 
 from meshloom import MapSource
 from meshloom.data import Batch
-from services.contract.jobs.specs import Factory
+from services.contract.jobs.spec_parts import Factory
 from services.worker.rank import registry
 from services.worker.rank.data.batches import predicted_tokens
 from services.worker.rank.data.feeds import feed_of

@@ -14,7 +14,8 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]  
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]  # it has no types
 
 from meshloom.trainable import Trainable
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RANK_MESSAGE,
     RankMessage,
@@ -120,6 +121,18 @@ class Refusing(Taking):
     def write(self, points: Sequence[Point]) -> None:  # noqa: ARG002 an outlet's
         self.tries += 1
         raise OSError("gone")
+
+
+def test_a_name_that_is_no_unicode_costs_no_file(
+    tmp_path: Path, spec: Spec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seat = seat_of(tmp_path, spec()).model_copy(update={"log_folder": str(tmp_path)})
+    with MetricsReporter(seat, lambda _: None) as metrics:
+        metrics.report(1, {"a\udc80b": 2.0})
+        metrics.report(2, {"plain": 3.0})
+    assert capsys.readouterr().err == ""
+    (events,) = (Path(seat.log_folder) / "tensorboard").iterdir()
+    assert [(step, tag) for step, tag, _ in scalars(events)] == [(1, "a\\udc80b"), (2, "plain")]
 
 
 def test_a_loop_of_thousands_of_steps_a_second_sends_few_messages() -> None:

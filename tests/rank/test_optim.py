@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
-from services.contract.jobs.specs import EmaSpec, Factory, OptimizerSpec, ParameterGroup
+from services.contract.jobs.spec_parts import EmaSpec, Factory, OptimizerSpec, ParameterGroup
 from services.worker.rank import registry
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.optim.ema import Ema

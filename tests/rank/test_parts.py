@@ -9,7 +9,7 @@ import torch
 
 from fsdp_core import TrainingState
 from services.contract.jobs.plans import default_micro_batch
-from services.contract.jobs.specs import Factory
+from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.board import BoardReader, BoardWriter
 from services.contract.words.states import RankPhase
 from services.worker.rank import registry

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.contract.jobs.specs import Factory
+from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank import registry
 from services.worker.rank.data.roots import PathOutsideRootsError, inside

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from services.cli.app import app
 from services.cli.errors import CliError
-from services.contract.jobs.specs import Factory
+from services.contract.jobs.spec_parts import Factory
 from services.contract.storage.token_shards import TokenShardError, read_index
 from services.worker.rank import registry
 from services.worker.rank.data.feeds import feed_of

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.contract.jobs.specs import WorldSpec
+from services.contract.jobs.spec_parts import WorldSpec
 from services.contract.words.ids import JobId, NodeId
 from services.contract.words.states import JobState, NodeState
 

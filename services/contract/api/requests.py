@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 
 from services.contract.jobs.bounded_json import bounded
-from services.contract.jobs.specs import LabelKey, MetricName
+from services.contract.jobs.spec_parts import LabelKey, MetricName
 from services.contract.words.ids import CheckpointId
 
 

@@ -9,7 +9,8 @@ from fsdp_core.plan.model import MeshPlan, NodeFacts
 from services.contract.api.plan_views import EstimateView
 from services.contract.jobs.code_archives import CodeDigest
 from services.contract.jobs.plans import GangPlan
-from services.contract.jobs.specs import CarriedSpec, WorldSpec
+from services.contract.jobs.spec_parts import WorldSpec
+from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.facts import Inventory
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.messages.telemetry import LogLine, RankStacks, StepRecord

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 
 ANY: Final = "*"
 

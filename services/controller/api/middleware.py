@@ -76,7 +76,7 @@ class Framing:
                 raise
             answer = problem_response(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
-                "the controller has a fault; its log tells more under the request's id",
+                "internal error; see the log for this request id",
                 code="internal_error",
                 scope=scope,
             )

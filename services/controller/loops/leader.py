@@ -108,7 +108,7 @@ class Leader:
 
     @contextlib.asynccontextmanager
     async def _released_at_the_end(self) -> AsyncIterator[None]:
-        """A clean end frees the office at once, so that the next controller need not wait."""
+        """A clean end releases the lease at once, so that the next controller need not wait."""
         try:
             yield
         finally:

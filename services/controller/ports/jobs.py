@@ -215,7 +215,7 @@ class JobStore(Protocol):
         ...
 
     async def delete(self, stored: Stored) -> None:
-        """Forget a job and all that is kept with it.
+        """Delete a job and all that is kept with it.
 
         Raises:
             StaleWriteError: The job changed since it was read.
@@ -223,7 +223,7 @@ class JobStore(Protocol):
         ...
 
     async def delete_unread(self, job_id: str) -> None:
-        """Forget a job whose record cannot be read, and all that is kept with it.
+        """Delete a job whose record cannot be read, and all that is kept with it.
 
         Raises:
             NotFoundError: There is none.

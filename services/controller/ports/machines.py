@@ -89,7 +89,7 @@ class FactQueue(Protocol):
         ...
 
     async def unacknowledged(self, limit: int) -> list[Entry]:
-        """Facts that were delivered before, to this office's present or an earlier holder."""
+        """Facts that were delivered before, to the present leader or an earlier one."""
         ...
 
     async def next(self, limit: int, timeout_s: float) -> list[Entry]:

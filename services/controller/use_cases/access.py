@@ -47,7 +47,7 @@ async def identify(ports: Ports, shown: str) -> Principal | Refusal:
     """Whose token this is."""
     parts = parts_of(shown)
     if parts is None:
-        return Refusal("this is no token of this controller")
+        return Refusal("unrecognised token")
     token_id, secret = parts
     token = await ports.tokens.get(token_id)
     if token is None or not token.is_shown_by(secret):
@@ -115,7 +115,7 @@ async def list_tokens(ports: Ports) -> TokenList:
 
 
 async def revoke_token(ports: Ports, token_id: str) -> None:
-    """Have a token open nothing from now on.
+    """Revoke a token.
 
     Raises:
         NotFoundError: There is no such token.

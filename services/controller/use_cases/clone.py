@@ -143,7 +143,7 @@ async def release_origin(ports: Ports, job: Job, actor: Actor, epoch: int | None
 async def delete_with_holds(
     ports: Ports, stored: Stored, actor: Actor, epoch: int | None = None
 ) -> None:
-    """Forget a job, and let go of the checkpoint that it began with: both, or neither.
+    """Delete a job, and let go of the checkpoint that it began with: both, or neither.
 
     Raises:
         StaleWriteError: The job changed since it was read; it goes on, and so does its hold.

@@ -74,7 +74,7 @@ async def change_course(ports: Ports, job_id: str, request: JobEvent, actor: Act
 
 
 async def delete_job(ports: Ports, job_id: str, actor: Actor) -> None:
-    """Forget a job that has ended; its checkpoints stay in storage.
+    """Delete a finished job; its checkpoints stay in storage.
 
     Raises:
         NotFoundError: There is no such job.

@@ -38,7 +38,7 @@ from services.contract.messages.telemetry import RankSample
 from services.contract.messages.warm_channel import RankForked, RankReaped
 from services.contract.storage.commit_chain import ChainError
 from services.contract.system.durable import CHECKPOINT_DISK, node_condition
-from services.worker.agent.gangs.decisions import (
+from services.worker.agent.gangs.events import (
     CheckpointAsked,
     Condemned,
     DiagnosisAsked,

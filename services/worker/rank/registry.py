@@ -12,7 +12,8 @@ from typing import Any, Final, Self
 
 from services.contract.jobs.entry_points import is_entry_point
 from services.contract.jobs.secret_references import resolved
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank.data.hf_datasets import hf_dataset

@@ -57,11 +57,12 @@ _REFUSAL_CODES: Final = {
     "BUSY": _WAIT,
     "UNBLOCKED": _WAIT,
 }
-_REFUSAL_CODE: Final = re.compile(rf"(?:^|caused error: )({'|'.join(_REFUSAL_CODES)})\b")
+# Of an error within a pipeline redis-py says which command it was of, and then what Redis said: as it is,
+# or as a tuple.
+_BEGINS: Final = r"(?:^|caused error: (?:\([\"'])?)"
+_REFUSAL_CODE: Final = re.compile(rf"{_BEGINS}({'|'.join(_REFUSAL_CODES)})\b")
 # Of another type, or no number where one is counted.
-_MISTYPED: Final = re.compile(
-    r"(?:^|caused error: )(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)"
-)
+_MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)")
 _UNREADABLE_KEPT: Final = 1_000
 _LONGEST_WORD: Final = 2_000
 _LAST_MS: Final = 1 << 53  # as a score holds whole numbers

@@ -23,7 +23,7 @@ from services.controller.domain.errors import (
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry
 
-# The consumer is the office, not its holder: whoever takes the lead finds what the last holder
+# The consumer is the lead, not its holder: whoever takes it finds what the last holder
 # left unacknowledged as its own, and no consumer is left behind.
 _CONSUMER: Final = "leader"
 _BEGINNING: Final = "0-0"

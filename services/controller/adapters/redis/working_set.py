@@ -7,6 +7,7 @@ its data, a write of a controller that knows no stream. The set is a cache: comm
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -61,12 +62,14 @@ class WorkingSet:
         self._stamps: dict[str, str] = {}
         self._jobs: dict[str, Stored] = {}
         self._in_order: list[Stored] | None = None
+        self._to_list: set[str] = set()
 
     async def jobs(self) -> list[Stored]:
         """All active jobs as of now, by id."""
         async with self._turn:
             if not await self._follow() or await self._has_diverged():
                 await self._load_all()
+            await self._list_others()
             if self._in_order is None:
                 self._in_order = [self._jobs[name] for name in sorted(self._jobs)]
             return list(self._in_order)
@@ -126,9 +129,16 @@ class WorkingSet:
         members = await self._members()
         theirs = await self._stamps_of(members)
         names = theirs.keys() | self._stamps.keys()
-        others = [name for name in names if theirs.get(name) != self._stamps.get(name)]
-        await self._list_again(sorted(others))
+        others = {name for name in names if theirs.get(name) != self._stamps.get(name)}
+        self._to_list |= others
         return bool(others)
+
+    async def _list_others(self) -> None:
+        """Have lists hold what such a controller wrote: later, if Redis takes no writes now."""
+        if self._to_list:
+            with contextlib.suppress(StoreUnavailableError):
+                await self._list_again(sorted(self._to_list))
+                self._to_list.clear()
 
     async def _load_all(self) -> None:
         # Before the jobs: what is written while they are read is read again.
@@ -146,12 +156,13 @@ class WorkingSet:
             return
         # Before the records, for the same reason.
         stamps = await self._stamps_of(names)
-        rows = await self._read(names)
+        found = await self._parse(await self._read(names))
+        # Nothing waits from here on: a look that is cancelled half-way must not leave the stamp of a job
+        # that is missing, which no comparison would find.
         for name in names:
             self._drop(name)
         self._stamps |= stamps
-        for stored in await self._parse(rows):
-            self._jobs[stored.job.id] = stored
+        self._jobs |= {stored.job.id: stored for stored in found}
 
     async def _members(self) -> list[str]:
         with self._clients.answering(keys.ACTIVE_JOBS):

@@ -216,7 +216,7 @@ async def delete_job(
         bool, Query(description="Remove its checkpoints, too; it is forgotten when they are gone")
     ] = False,
 ) -> Response:
-    """Forget a job that has ended. Its checkpoints stay in storage unless they are purged."""
+    """Delete a finished job. Its checkpoints stay in storage unless they are purged."""
     if purge_checkpoints:
         view = await use_cases.purge_job(ports, job_id, actor)
         if view is not None:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from services.contract.jobs.specs import CheckpointSpec, KeepBestSpec
+from services.contract.jobs.spec_parts import CheckpointSpec, KeepBestSpec
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words.bounds import metric_name

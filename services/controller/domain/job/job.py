@@ -8,7 +8,8 @@ from pydantic import Field
 from services.contract.api.plan_views import JobEstimate
 from services.contract.api.views import Evaluation
 from services.contract.jobs.plans import GangPlan
-from services.contract.jobs.specs import CarriedSpec, KeepBestSpec
+from services.contract.jobs.spec_parts import KeepBestSpec
+from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.words.ids import CheckpointId, JobId, PlanId
 from services.contract.words.states import TERMINAL_STATES, CheckpointState, ExitReason, JobState

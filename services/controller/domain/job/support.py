@@ -2,7 +2,8 @@
 
 from services.contract.jobs.built_ins import BUILT_IN_NAMES
 from services.contract.jobs.entry_points import factories_of, is_entry_point
-from services.contract.jobs.specs import Factory, JobSpec
+from services.contract.jobs.spec_parts import Factory
+from services.contract.jobs.specs import JobSpec
 from services.contract.words.problems import Fault
 
 _NOT_YET = "not_supported_yet"

@@ -30,7 +30,8 @@ from fsdp_core.plan.model import (
 )
 from services.contract.api.plan_views import PlanAlternative, PlanOutcome
 from services.contract.jobs.plans import default_micro_batch
-from services.contract.jobs.specs import JobSpec, MeshSpec
+from services.contract.jobs.spec_parts import MeshSpec
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_ids import probe_id
 from services.contract.messages.probing import DeviceType, ProbeModel
 from services.controller.domain.plans import breakdown, default_plan

@@ -7,15 +7,12 @@ once what was found is known. Performing the effects is ``runtime``'s; what a ra
 is judged in ``rank_reports``, who failed first is worked out in ``exit_order``.
 """
 
-import re
-import signal
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Final, Literal
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
 
 from services.contract.messages.commands import RecordTrace, StopGang
-from services.contract.messages.facts import Fact, GangDiagnosed, GangProgressed
+from services.contract.messages.facts import GangDiagnosed, GangProgressed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
@@ -31,6 +28,29 @@ from services.contract.messages.rank_pipe import (
     RankVote,
     TraceOrder,
 )
+from services.worker.agent.gangs.events import (
+    CheckpointAsked,
+    CheckVote,
+    Condemned,
+    DiagnosisAsked,
+    DropTrace,
+    Effect,
+    Event,
+    Exited,
+    Instruct,
+    Kill,
+    LookedAt,
+    LookedInto,
+    LookInto,
+    MessageCame,
+    Misbehaved,
+    Stepped,
+    StopAsked,
+    Tell,
+    Ticked,
+    TraceAsked,
+    VoteChecked,
+)
 from services.worker.agent.gangs.rank_reports import (
     fact_of,
     no_trace,
@@ -38,9 +58,8 @@ from services.worker.agent.gangs.rank_reports import (
     trace_ordered,
     vote_fact,
 )
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.hang import (
-    Mark,
-    Progress,
     Stall,
     allowance_s,
     look,
@@ -51,271 +70,7 @@ WEDGED_AFTER_S: Final = 20.0
 FAILED_LEAVES_WITHIN_S: Final = 5.0
 ECHO_WAITS_S: Final = 1.0
 LOOKED_INTO_WITHIN_S: Final = 5.0
-# What the survivors of a lost rank say: the consequence of a failure, never its cause.
-_LOST_PEER: Final = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
-    r"|closed by (peer|remote)|remote process exited|unexpected eof|connectFullMesh|NCCL"
-    r"|(gloo|store|rendezvous|watchdog|collective).*(timed? ?out|connect)"
-    r"|dist(network|store|backend)error"
-    r"|PeerError: Rank \d+ of group .*(ended|has not taken part)",
-    re.IGNORECASE,
-)
 
-
-@dataclass(frozen=True)
-class RankState:
-    """One rank as its agent knows it.
-
-    ``arrived`` is the place of its first failure or exit among those of the gang, None before.
-    ``killed``: by us, while it was well. ``misbehaved``: it did what no rank of ours does; what
-    it says from then on counts for nothing.
-    """
-
-    rank: int
-    pid: int
-    ready: RankReady | None = None
-    failed: RankFailed | None = None
-    finished: RankFinished | None = None
-    spoke_last_at: float = 0.0
-    step_seen: bool = False
-    killed: bool = False
-    misbehaved: bool = False
-    exit_code: int | None = None
-    signal: int | None = None
-    arrived: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process is reaped."""
-        return self.exit_code is not None or self.signal is not None
-
-    @property
-    def echoes(self) -> bool:
-        """Whether its failure says that a peer was lost, or is the abort that follows."""
-        if self.failed is not None:
-            return _LOST_PEER.search(self.failed.error) is not None
-        return self.signal == signal.SIGABRT
-
-
-@dataclass(frozen=True)
-class GangState:
-    """All ranks of one attempt on this node, by number.
-
-    ``progressed`` is the first step that all have made. ``storage_root``: below which they write.
-    ``resume_from`` is the checkpoint that its ranks load, ``began`` the step of the last one that
-    any of them began to write. ``hang_timeout_s`` is the spec's, None for auto. ``hung_at`` is when
-    the ranks were found to hang, and ``hang`` what was found then. ``waited_at`` is when a rank last
-    said that it waits for room on the disk: it makes no progress then, and those that have finished
-    wait for it. ``is_script``: its ranks run a script: they make steps only as far as it reports them,
-    and an exit with code 0 is its end, however it left. ``tracing``: by rank, the trace that it was told
-    to record and has said nothing of yet; ``traces``: all that ranks here were told to record.
-    """
-
-    job_id: str
-    fence: int
-    node_id: str
-    ranks: Mapping[int, RankState]
-    storage_root: Path = Path()
-    resume_from: str | None = None
-    words: int = 0
-    progressed: int | None = None
-    began: int = -1
-    kill_at: float | None = None
-    echo_until: float | None = None
-    stopped: str | None = None
-    hang_timeout_s: float | None = None
-    is_script: bool = False
-    progress: Progress = field(default_factory=Progress)
-    hung_at: float | None = None
-    hang: Findings | None = None
-    waited_at: float = 0.0
-    tracing: Mapping[int, str] = field(default_factory=dict)
-    traces: frozenset[str] = frozenset()
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether its ranks hang and are being looked into.
-
-        They are killed right after. Whoever else wants them dead waits so long: on other nodes of
-        the gang the ranks hang too, and only here it may be seen why.
-        """
-        return self.hung_at is not None and self.hang is None
-
-    @property
-    def ended(self) -> bool:
-        """Whether every rank is reaped."""
-        return all(rank.ended for rank in self.ranks.values())
-
-
-# --- events -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MessageCame:
-    """A line on a rank's pipe."""
-
-    rank: int
-    message: RankMessage
-
-
-@dataclass(frozen=True)
-class Misbehaved:
-    """A rank did ``what`` no rank of ours does, in words that follow "rank 1 …"."""
-
-    rank: int
-    what: str
-
-
-@dataclass(frozen=True)
-class VoteChecked:
-    """The shard for which a rank voted was read; ``fault``: it is not what was voted for."""
-
-    rank: int
-    vote: RankVote
-    fault: str | None
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A rank was reaped. ``by_itself``: it was dying before any signal of ours."""
-
-    rank: int
-    exit_code: int | None
-    signal: int | None
-    by_itself: bool = False
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A rank's board shows its first finished step of this attempt."""
-
-    rank: int
-    step: int
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """The controller wants the gang to stop."""
-
-    command: StopGang
-
-
-@dataclass(frozen=True)
-class CheckpointAsked:
-    """The controller wants a checkpoint."""
-
-
-@dataclass(frozen=True)
-class TraceAsked:
-    """The controller wants ranks to record their next steps."""
-
-    command: RecordTrace
-
-
-@dataclass(frozen=True)
-class Condemned:
-    """The gang must not live on: its attempt is fenced, or the agent stops."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class DiagnosisAsked:
-    """The controller wants to know what the ranks are doing."""
-
-
-@dataclass(frozen=True)
-class LookedAt:
-    """The boards were read: what they show, by rank, and the median time of the last steps.
-
-    ``stopped``: the ranks whose processes are stopped.
-    """
-
-    marks: Mapping[int, Mark]
-    usual_step_s: float | None = None
-    stopped: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class LookedInto:
-    """The ranks were looked into, as ``LookInto`` asked."""
-
-    findings: Findings
-
-
-@dataclass(frozen=True)
-class Ticked:
-    """Time passes."""
-
-
-Event = (
-    MessageCame
-    | Misbehaved
-    | VoteChecked
-    | Exited
-    | Stepped
-    | StopAsked
-    | CheckpointAsked
-    | TraceAsked
-    | Condemned
-    | DiagnosisAsked
-    | LookedAt
-    | LookedInto
-    | Ticked
-)
-
-
-# --- effects ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Append a fact."""
-
-    fact: Fact
-
-
-@dataclass(frozen=True)
-class CheckVote:
-    """Read the shard for which a rank voted; answered by ``VoteChecked``."""
-
-    rank: int
-    vote: RankVote
-
-
-@dataclass(frozen=True)
-class Instruct:
-    """Write an order on the pipes of ``ranks``."""
-
-    ranks: tuple[int, ...]
-    order: RankOrder
-
-
-@dataclass(frozen=True)
-class DropTrace:
-    """Remove what a rank that is dead had not finished of a trace, then append the fact."""
-
-    rank: int
-    trace_id: str
-    fact: Fact
-
-
-@dataclass(frozen=True)
-class Kill:
-    """SIGKILL the process groups of ``ranks``."""
-
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LookInto:
-    """Collect the stacks of all live ranks; answered by ``LookedInto``. They are left running."""
-
-    why: Literal["asked", "hang"]
-    stall: Stall
-
-
-Effect = Tell | CheckVote | Instruct | DropTrace | Kill | LookInto
 Decision = tuple[GangState, tuple[Effect, ...]]
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.system.durable import open_plain
-from services.worker.agent.gangs.decisions import GangState, RankState
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
 
 # Before what the signal's handler writes of all threads.

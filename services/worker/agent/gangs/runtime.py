@@ -22,13 +22,13 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.system.mask import Mask
-from services.worker.agent.gangs.decisions import (
+from services.worker.agent.gangs.decisions import decide
+from services.worker.agent.gangs.events import (
     CheckVote,
     Condemned,
     DropTrace,
     Event,
     Exited,
-    GangState,
     Instruct,
     Kill,
     LookedAt,
@@ -36,14 +36,13 @@ from services.worker.agent.gangs.decisions import (
     LookInto,
     MessageCame,
     Misbehaved,
-    RankState,
     Stepped,
     Tell,
     Ticked,
     VoteChecked,
-    decide,
 )
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
+from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.memory_events import oom_kills

@@ -68,7 +68,7 @@ class ProgramEnd:
     def how(self) -> str:
         """In a few words for people."""
         if self.code is None:
-            return "its time was over"
+            return "it timed out"
         if self.code >= 0:
             return f"its process left with code {self.code}"
         with contextlib.suppress(ValueError):

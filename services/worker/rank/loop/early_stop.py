@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from meshloom.data import Batch
-from services.contract.jobs.specs import EarlyStopSpec, JobSpec
+from services.contract.jobs.spec_parts import EarlyStopSpec
+from services.contract.jobs.specs import JobSpec
 
 _LOSS: Final = "loss"
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from services.contract.messages.rank_pipe import RankMessage, RankSeat
+from services.contract.words.bounds import encodable
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.event_file import EventFile
 from services.worker.rank.metrics.files import MetricFiles
@@ -93,7 +94,10 @@ class MetricsReporter:
         if not self._is_effective or not values:
             return
         before = VALIDATION if validation else ""
-        taken = {f"{before}{name}": _number(name, value) for name, value in values.items()}
+        # What is no Unicode neither TensorBoard nor the pipe takes.
+        taken = {
+            encodable(f"{before}{name}"): _number(name, value) for name, value in values.items()
+        }
         self._pending.append(Point(step, taken, time.time()))
 
     def __enter__(self) -> Self:

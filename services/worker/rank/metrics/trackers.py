@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from services.contract.jobs.specs import MlflowSpec, SecretReference, WandbSpec
+from services.contract.jobs.spec_parts import MlflowSpec, SecretReference, WandbSpec
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank.metrics.points import Point, thinned
 

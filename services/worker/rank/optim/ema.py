@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from services.contract.jobs.specs import EmaSpec
+from services.contract.jobs.spec_parts import EmaSpec
 
 PREFIX: Final = "ema."
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from services.contract.jobs.specs import ParameterGroup
+from services.contract.jobs.spec_parts import ParameterGroup
 
 Named = tuple[str, torch.nn.Parameter]
 Parameters = Iterable[Named] | Iterable[Mapping[str, Any]]

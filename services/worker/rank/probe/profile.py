@@ -34,7 +34,7 @@ from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
 from meshloom.data import Batch
 from meshloom.trainable import Trainable
 from services.contract.jobs.plans import default_micro_batch
-from services.contract.jobs.specs import Factory
+from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened

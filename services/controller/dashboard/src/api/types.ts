@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document a39af0e98da51d5790b60ed787290676166fe6706e556aac18d6cd33d0cf6f7b
+// document cf6090d3901b333032ae482b19908598a68647855a79fff1c24f9da87d169da5
 // types d9bfb54bfe245a6598f29d3b93034151feb6aa67e10f6cfd2d34c86fabe05df3
 
 export type paths = Record<string, never>;

@@ -92,7 +92,7 @@ interface Choice {
 const CHOICES: Record<"pause" | "cancel", Choice[]> = {
   pause: [
     { value: "best_effort", label: "Take a checkpoint if that works" },
-    { value: "required", label: "Take a checkpoint; without it, train on" },
+    { value: "required", label: "Require a checkpoint, else keep running" },
     { value: "none", label: "No checkpoint: steps since the last one are lost" },
   ],
   cancel: [

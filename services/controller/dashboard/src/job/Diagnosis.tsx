@@ -60,7 +60,7 @@ export function Diagnosis({ job }: { job: JobView }) {
           ))}
         </div>
       ) : (
-        <Quiet>{asked ? "The agents are looking…" : "Nothing is wrong as far as anybody looked."}</Quiet>
+        <Quiet>{asked ? "The agents are looking…" : "No problems found."}</Quiet>
       )}
     </Panel>
   );

@@ -24,7 +24,7 @@ def resolve(client: Client, job: str) -> str:
         try:
             return _JOB_ID.validate_python(job)
         except ValidationError:
-            raise CliError(f"{job!r} is no job id; `meshloom ls` lists them") from None
+            raise CliError(f"{job!r} is not a job id; `meshloom ls` lists them") from None
     newest = client.jobs(limit=1).items
     if not newest:
         raise CliError("there is no job yet; submit one with `meshloom submit FILE`")
