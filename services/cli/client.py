@@ -47,6 +47,7 @@ from services.contract.api.views import (
     RankList,
     ResumeRequest,
     StopRequest,
+    UnreadableList,
     Version,
 )
 from services.contract.jobs.code_archives import digest_of
@@ -307,6 +308,10 @@ class Client:
     def version(self) -> Version:
         """Which build answers."""
         return self._get("/version", Version)
+
+    def unreadable(self, *, limit: int = 100) -> UnreadableList:
+        """Records that the controller cannot read; only who operates it may ask."""
+        return self._get("/v1/unreadable", UnreadableList, {"limit": limit})
 
     def readiness(self) -> Health:
         """Whether the controller and its Redis can serve, and if not, what is wrong."""

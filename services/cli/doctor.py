@@ -11,8 +11,9 @@ from services.cli.errors import CliError
 from services.cli.settings import CliSettings
 from services.contract.words.states import NodeState
 
+_MOST_NAMED: Final = 5
 _RECORDS: Final = (
-    "the controller's log names each (record_unreadable): run the version that wrote it, or delete "
+    "the controller's log says why (record_unreadable): run the version that wrote it, or delete "
     "the job; a node's record is written anew when its agent starts; a key of another type is renamed "
     "or deleted in Redis"
 )
@@ -47,7 +48,7 @@ def examine(client: Client, settings: CliSettings) -> Iterator[Finding]:
         yield Finding(
             part,
             healthy=state == "ok" or (health.status == "ok" and part != "records"),
-            detail=state,
+            detail=_named(client, state) if part == "records" else state,
             advice=_RECORDS if part == "records" else "see the controller's log",
         )
     try:
@@ -70,3 +71,13 @@ def examine(client: Client, settings: CliSettings) -> Iterator[Finding]:
             detail=f"{node.inventory.cpu_slots} CPU slots, {accelerators} GPUs, "
             f"{len(node.jobs)} jobs",
         )
+
+
+def _named(client: Client, state: str) -> str:
+    """With the first of the records, for who may know them."""
+    try:
+        known = client.unreadable(limit=_MOST_NAMED)
+    except CliError:  # another scope's token, or an older controller
+        return state
+    more = f" and {known.left_out} more" if known.left_out else ""
+    return f"{state}: {', '.join(known.items)}{more}"

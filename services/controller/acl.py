@@ -69,7 +69,12 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     """What an agent may do to which keys."""
     own = [keys.node_lease(node_id), keys.node_beat(node_id), keys.node_inbox(node_id)]
     told = [
-        key(_ANY_JOB) for key in (keys.job_ranks, keys.job_steps, keys.job_metrics, keys.job_logs)
+        key(_ANY_JOB)
+        for key in (
+            *(keys.job_ranks, keys.job_steps, keys.job_metrics, keys.job_logs),
+            *(keys.recalled, keys.recalled_steps, keys.recalled_metrics),
+            *(keys.recalled_logs, keys.recalled_events),
+        )
     ]
     record = keys.job(_ANY_JOB)
     # Running a script takes all rights on the keys that it names; what it does to them is judged
@@ -82,6 +87,7 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     yield f"+hget +hmget %R~{record}"
     yield f"+sismember %R~{keys.DELETED_JOBS}"
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
+    yield f"+xrange %R~{keys.job_events(_ANY_JOB)}"
     yield f"+hget %R~{keys.code(_ANY_DIGEST)}"
     yield f"+rpush %W~{keys.ARRIVED_FACTS}"
 

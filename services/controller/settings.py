@@ -39,7 +39,8 @@ class Settings(BaseSettings):
     ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
     An archive of uploaded code has up to ``max_code_mib``, all of them ``max_code_store_mib``.
     ``uploaded_code`` says whether jobs may run such code; unset, where every entry point is allowed.
-    So many days after its end a job's steps, output and history are kept: ``keep_telemetry_days``.
+    So many days after its end Redis keeps samples and stacks of a job, and steps, output and history that
+    storage could not take: ``keep_telemetry_days``.
     """
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")

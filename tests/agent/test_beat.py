@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from redis.exceptions import NoPermissionError
@@ -56,6 +56,22 @@ def test_a_repeated_beat_renews_the_lease_and_writes_no_record_twice(
     assert job.steps() == [STEP, STEP]
     lease_ms = job.client.pttl(redis_keys.node_lease(NODE))
     assert 0 < lease_ms <= redis_keys.NODE_LEASE_MS
+
+
+def test_a_beat_tells_the_ids_of_its_records_and_tells_them_again_when_it_is_repeated(
+    job: Controller, redis_url: str
+) -> None:
+    async def beat(number: int, count: int) -> str:
+        async with writing_client(redis_url) as redis:
+            steps = tuple(STEP.model_copy(update={"step": n + 1}) for n in range(count))
+            told = [Records(JOB, 2, steps, ())]
+            answer = await Beat(redis, NODE, "one").write(number, {}, told)
+            return answer.ids[GANG]["steps"]
+
+    first, again, second = (run(beat(n, count)) for n, count in ((1, 2_000), (1, 2_000), (2, 1)))
+    rows: Any = job.client.xrange(redis_keys.job_steps(JOB))
+    assert first == again
+    assert [name for name, _ in rows] == [*first.split(" "), second]
 
 
 def test_the_moment_of_a_sample_is_redis_time(job: Controller, redis_url: str) -> None:

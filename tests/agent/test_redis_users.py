@@ -27,7 +27,7 @@ from services.controller.settings import Settings
 from services.local.settings import child_environment
 from tests.agent.conftest import NODE, StartAgent
 from tests.controller.conftest import job_body
-from tests.controller.test_process import started
+from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
 OLDEST = 7
@@ -121,6 +121,16 @@ def _free_port() -> Iterator[int]:
         yield int(probe.getsockname()[1])
 
 
+def assert_told_again_from_storage(guarded: Guarded, controller: Controller, job_id: str) -> None:
+    path = f"/v1/jobs/{job_id}/metrics"
+    with guarded.client("admin", ADMIN) as admin:
+        until(lambda: admin.hexists(keys.job_last(job_id), "steps"), timeout_s=30)
+        told = controller.client.get(path).json()
+        assert told["items"]
+        admin.delete(keys.job_records(job_id), keys.job_steps(job_id))
+        assert controller.client.get(path).json() == told
+
+
 @pytest.mark.ranks
 def test_a_job_runs_and_no_role_meets_a_refusal(guarded: Guarded, start_agent: StartAgent) -> None:
     with guarded.client("admin", ADMIN) as admin:
@@ -146,6 +156,7 @@ def test_a_job_runs_and_no_role_meets_a_refusal(guarded: Guarded, start_agent: S
         done = client.post("/v1/jobs", json=body).json()["id"]
         until(lambda: controller.state(done) == "SUCCEEDED", timeout_s=120)
         assert (agent.folder.code / hex_of(digest_of(code)) / "brought.py").is_file()
+        assert_told_again_from_storage(guarded, controller, done)
         endless = job_body(
             model={"factory": "rank_program:train", "args": {"pause_s": 0.01, "lines": 3}},
             train={"steps": 10**6},
@@ -188,6 +199,9 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("XADD", keys.job_events(JOB), "*", "m", "{}"),
         ("HSET", keys.job_checkpoints(JOB), "c", "{}"),
         ("DEL", keys.job_logs(JOB)),
+        ("XADD", keys.job_older_events(JOB), "*", "m", "{}"),
+        ("HSET", keys.job_last(JOB), "steps", "{}"),
+        ("RENAME", keys.recalled_logs(JOB), keys.job_logs(JOB)),
         ("HSET", keys.NODES, other, "{}"),
         ("SET", keys.node_lease(other), "mine"),
         ("GET", keys.node_lease(other)),

@@ -104,6 +104,7 @@ REQUIRED: Final[Mapping[str, object]] = {
     "standing": "PAUSED",
     "file": "rank-0.bin",
     "text": "a line",
+    "asked": "0123456789abcdef",
 } | dict.fromkeys(NUMBERS, 1)
 
 
@@ -111,7 +112,7 @@ def members(union: object) -> list[type[Message]]:
     return list(typing.get_args(typing.get_args(union)[0]))
 
 
-SPOKEN = [
+SPOKEN: Final[list[type[Message]]] = [
     *members(Fact),
     *members(Command),
     RankSample,

@@ -62,6 +62,7 @@ LET_IN: dict[str, set[str]] = {
     "GET /v1/tokens": OPERATING,
     "DELETE /v1/tokens/{token_id}": OPERATING,
     "GET /v1/audit": OPERATING,
+    "GET /v1/unreadable": OPERATING,
     "PUT /v1/code/{digest}": SUBMITTING,
     "GET /v1/code/{digest}": SUBMITTING,
 }

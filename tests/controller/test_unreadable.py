@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from services.cli.client import Client
+from services.cli.doctor import Finding, examine
+from services.cli.settings import CliSettings
 from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys as keys
@@ -102,6 +105,13 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
         assert "cannot be read" in checks["records"]
         named = {str(e["key"]) for e in controller.lines if e["event"] == "record_unreadable"}
         assert {keys.job(strange), f"{keys.NODES} torn", f"{keys.NODES} other"} <= named
+        told = controller.client.get("/v1/unreadable").json()
+        assert keys.job(strange) in told["items"]
+        assert (len(told["items"]), told["left_out"]) == (len(set(told["items"])), 0)
+        (found,) = (one for one in doctors_findings(controller) if one.what == "records")
+        assert not found.healthy
+        assert f"{told['items'][0]}, " in found.detail
+        assert f"and {len(told['items']) - 5} more" in found.detail
         assert not controller.said("reign_failed")
         # A record of a node that trains, too: its lease says that it lives.
         redis.hset(keys.NODES, agent.node_id, OTHER)
@@ -114,6 +124,12 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
         agent.join(slots=8)
         until(lambda: controller.client.get(f"/v1/nodes/{agent.node_id}").status_code == 200)
         assert controller.client.get(f"/v1/jobs/{first}").json()["attempt"] == 1
+
+
+def doctors_findings(controller: Controller) -> list[Finding]:
+    url = str(controller.client.base_url)
+    with Client(url) as client:
+        return list(examine(client, CliSettings(url=url)))
 
 
 UNAVAILABLE = {
@@ -139,8 +155,17 @@ OF_A_JOB = {
     keys.job_steps: 200,
     keys.job_logs: 200,
     keys.job_stacks: 200,
+    keys.job_records: 200,
+    keys.job_last: 200,
+    keys.job_older_events: 200,
+    keys.recalled: 200,
 }
 """What all that is asked of the job says, by the key of it that has another type."""
+UNNEEDED = {
+    *(keys.job_ranks, keys.job_steps, keys.job_logs),
+    *(keys.job_stacks, keys.job_last, keys.job_older_events),
+}
+"""Of these, what a change of a job does without."""
 LISTS = ("/v1/jobs", "/v1/nodes", "/v1/queue", "/v1/plans", "/v1/tokens", "/v1/audit", "/metrics")
 PARTS = ("", "/events", "/logs", "/ranks", "/metrics", "/checkpoints", "/diagnosis")
 
@@ -210,10 +235,11 @@ def test_a_key_of_another_type_costs_itself_alone_and_is_named(redis_url: str) -
                     json={"labels": {"key": build.__name__}},
                     headers={"If-Match": "*"},
                 )
-                is_written = build in {keys.job_ranks, keys.job_steps, keys.job_logs}
-                is_written |= build is keys.job_stacks
+                # Those are texts, or were not asked for here.
+                is_text = build in {keys.job_records, keys.recalled}
+                is_written = is_text or build in UNNEEDED
                 assert patch.status_code == (200 if is_written else 409)
-                if build is not keys.job_history:  # it is written alone
+                if build is not keys.job_history and not is_text:  # it is written alone
                     assert "cannot be read" in ask.get("/readyz").json()["checks"]["records"]
         assert not any(controller.said(word) for word in ("reign_failed", "no_longer_leading"))
         assert not any(controller.said(word) for word in ("request_failed", "leader_died"))

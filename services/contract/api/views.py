@@ -436,6 +436,16 @@ class Health(_View):
     checks: dict[str, str] = {}
 
 
+class UnreadableList(_View):
+    """Records in the store that this version cannot read: keys, with the field or entry where one is meant.
+
+    ``left_out``: how many more there are.
+    """
+
+    items: tuple[str, ...]
+    left_out: int = 0
+
+
 class Version(_View):
     """Which build answers."""
 

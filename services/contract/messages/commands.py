@@ -122,6 +122,26 @@ class KeepStanding(OfAttempt):
     exit_reason: ExitReason | None = None
 
 
+class CloseRecords(OfAttempt):
+    """The job has ended: put its curve and output together in storage, and tell when they are there.
+
+    ``fence`` is that of its newest attempt.
+    """
+
+    kind: Literal["close_records"] = "close_records"
+
+
+class RecallRecords(OfAttempt):
+    """Bring the job's curve and output back from storage into Redis, for whoever ``asked``.
+
+    It is not answered by a fact: what was brought back lies beside what there is, until the controller
+    puts both together.
+    """
+
+    kind: Literal["recall_records"] = "recall_records"
+    asked: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
 class PurgeJob(OfAttempt):
     """Remove all that storage holds of a job that has ended. ``fence``: its newest attempt's."""
 
@@ -140,6 +160,8 @@ Command = Annotated[
     | VerifyCheckpoint
     | ExportCheckpoint
     | KeepStanding
+    | CloseRecords
+    | RecallRecords
     | PurgeJob
     | ProbeModel
     | MeasureNode,

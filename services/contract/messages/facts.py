@@ -279,6 +279,16 @@ class JobFound(_GangFact):
     last_step: int = Field(default=0, ge=0)
 
 
+class RecordsClosed(_GangFact):
+    """Storage has all of the job's curve and output that there is: Redis need not keep them.
+
+    ``events_to``: the id of the last of its events that is there, too; None: none is.
+    """
+
+    kind: Literal["records_closed"] = "records_closed"
+    events_to: Annotated[str, Field(pattern=r"^[0-9]{1,14}-[0-9]{1,9}$")] | None = None
+
+
 class JobPurged(_GangFact):
     """Storage holds nothing of the job any more; or, with ``error``, it may still hold some."""
 
@@ -388,6 +398,7 @@ Fact = Annotated[
     | TraceFailed
     | ChainDamaged
     | JobFound
+    | RecordsClosed
     | JobPurged
     | Evaluated
     | GangDiagnosed

@@ -8,13 +8,18 @@
 | ``ml:jobs:owner:<owner>`` | zset: the same of an owner's jobs | with its jobs |
 | ``ml:jobs:label:<key>``, ``ml:jobs:label:<key>=<value>`` | zset: the same of jobs with that label | with its jobs |
 | ``ml:jobs:index`` | string: the format of these indexes, once they hold all jobs | permanent |
-| ``ml:job:<id>`` | hash: ``doc``, ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
-| ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed |
-| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>`` | hash: ``doc``, without its ``spec``, ``plan`` and ``attempts`` once a leader wrote it, which are beside it; ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
+| ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 8, once storage has them |
+| ``ml:job:<id>:events:older`` | stream: the same, of storage | TTL 15 min, when somebody asked |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
-| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end, trimmed |
-| ``ml:job:<id>:metrics`` | stream: ``m`` = MetricRecord JSON | with the job, 7 days after its end, trimmed |
-| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end, trimmed |
+| ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
+| ``ml:job:<id>:metrics`` | stream: ``m`` = MetricRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
+| ``ml:job:<id>:logs`` | stream: ``m`` = LogLine JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
+| ``ml:job:<id>:records`` | string: that the three streams above hold all that is kept of them | with those streams |
+| ``ml:job:<id>:last`` | hash: ``steps``, ``metrics``: the newest few, a JSON a line; ``events``: the first that is kept beside them | from the end of a job whose records storage has, with the job |
+| ``ml:job:<id>:recalled`` | hash: ``asked``: by whom records are wanted back from storage, ``done`` | TTL, until they are back |
+| ``ml:job:<id>:recalled:steps``, ``…:metrics``, ``…:logs``, ``…:events`` | stream: what an agent reads there | the same |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:changes`` | stream: ``m`` = job id, ``v`` = its version, ``a`` = 1 while it is active | permanent, trimmed |
@@ -83,6 +88,11 @@ PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
 TELEMETRY_KEPT_S: Final = 7 * 86_400
+# What storage has is kept this long: whoever reads it reads on, and it is brought back for whoever comes later.
+RECALLED_S: Final = 900
+# Of an ended job whose records are in storage, so many of each kind tell how it stood.
+LAST_KEPT: Final = 4
+LAST_EVENTS_KEPT: Final = 8
 # Of a model's profile the most; to parse so much takes less than a lease.
 LONGEST_FACT: Final = 8 << 20
 LOGS_KEPT: Final = 20_000
@@ -123,6 +133,11 @@ def job_events(job_id: str) -> str:
     return f"ml:job:{job_id}:events"
 
 
+def job_older_events(job_id: str) -> str:
+    """What happened to a job that has ended, before the last few things, brought back from storage."""
+    return f"ml:job:{job_id}:events:older"
+
+
 def job_history(job_id: str) -> str:
     """All that was decided upon, from its creation on."""
     return f"ml:job:{job_id}:history"
@@ -146,6 +161,41 @@ def job_metrics(job_id: str) -> str:
 def job_logs(job_id: str) -> str:
     """The ranks' output."""
     return f"ml:job:{job_id}:logs"
+
+
+def job_records(job_id: str) -> str:
+    """That the streams of steps, metrics and output hold all that is kept of them."""
+    return f"ml:job:{job_id}:records"
+
+
+def job_last(job_id: str) -> str:
+    """The newest steps and metrics of an ended job whose records are in storage."""
+    return f"ml:job:{job_id}:last"
+
+
+def recalled(job_id: str) -> str:
+    """Who wants the job's records back from storage, and whether they are."""
+    return f"ml:job:{job_id}:recalled"
+
+
+def recalled_steps(job_id: str) -> str:
+    """Steps on their way back from storage."""
+    return f"ml:job:{job_id}:recalled:steps"
+
+
+def recalled_metrics(job_id: str) -> str:
+    """Metrics on their way back from storage."""
+    return f"ml:job:{job_id}:recalled:metrics"
+
+
+def recalled_logs(job_id: str) -> str:
+    """Output on its way back from storage."""
+    return f"ml:job:{job_id}:recalled:logs"
+
+
+def recalled_events(job_id: str) -> str:
+    """Events on their way back from storage."""
+    return f"ml:job:{job_id}:recalled:events"
 
 
 def job_stacks(job_id: str) -> str:

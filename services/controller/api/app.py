@@ -23,6 +23,7 @@ from services.controller.api.routes import (
     system,
     tokens,
     traces,
+    unreadable,
     watch,
 )
 from services.controller.api.scopes import unscoped
@@ -30,7 +31,7 @@ from services.controller.api.scopes import unscoped
 ROUTERS: Final = (
     *(jobs.router, watch.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
-    *(tokens.router, audit.router),
+    *(tokens.router, audit.router, unreadable.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

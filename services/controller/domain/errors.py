@@ -185,6 +185,15 @@ class StoreUnavailableError(MeshloomError):
     retry_after_s = 1
 
 
+class RecordsAwayError(MeshloomError):
+    """The job's curve and output are in storage, and no agent has brought them back yet."""
+
+    status = 503
+    code = "records_away"
+    title = "The records are in storage"
+    retry_after_s = 2
+
+
 class StaleWriteError(MeshloomError):
     """The record changed since it was read; read again and decide again."""
 

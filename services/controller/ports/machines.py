@@ -144,6 +144,42 @@ class Telemetry(Protocol):
         """What ranks were last found in, by rank."""
         ...
 
+    async def is_whole(self, job_id: str) -> bool:
+        """Whether what is here of a job's steps, metrics and output is all that is kept of them.
+
+        If not, storage may have more: the store lost its data, or the job ended and was closed.
+        """
+        ...
+
+    async def is_empty(self, job_id: str) -> bool:
+        """Whether nothing of a job's steps, metrics and output is here."""
+        ...
+
+    async def ask_back(self, job_id: str, fence: int, node_id: str) -> bool:
+        """Have a node's agent bring the rest from storage; answers whether nobody had asked yet."""
+        ...
+
+    async def put_together(self, job_id: str) -> bool:
+        """Put what an agent has brought back beside what is here, once that is all of it.
+
+        Answers whether it was, and all that is kept is here now.
+        """
+        ...
+
+    async def lacks_events(self, job_id: str) -> bool:
+        """Whether storage has events of the job that are not here until they are brought back."""
+        ...
+
+    async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
+        """Storage has all records of a job that has ended: the last few stay here, with its record.
+
+        Its events up to ``events_to`` (None: none), too.
+
+        The others go after a while, so that whoever reads them reads on. Nothing happens if another
+        attempt of it began meanwhile.
+        """
+        ...
+
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """Up to ``limit`` entries behind ``after``, oldest first.
 

@@ -19,6 +19,7 @@ from services.contract.messages.facts import (
     JobPurged,
     NodeJoined,
     NodeLeft,
+    RecordsClosed,
     RunningGang,
 )
 from services.contract.messages.findings import Findings
@@ -76,7 +77,7 @@ async def apply_facts(ports: Ports, entries: Sequence[Entry], epoch: int) -> Non
                 await _apply_node_fact(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
             await recover_job(ports, group[0].fact, group[0].time_ms, epoch)
-        elif isinstance(group[0].fact, ModelProbed | NodeMeasured):
+        elif isinstance(group[0].fact, ModelProbed | NodeMeasured | RecordsClosed):
             for one in group:
                 await _keep_answer(ports, one, epoch)
         else:
@@ -116,7 +117,7 @@ def _addressee(told: ReceivedFact) -> tuple[str, str]:
         return ("finding", told.entry.id)
     if isinstance(fact, NodeJoined | NodeLeft):
         return ("node", fact.node_id)
-    if isinstance(fact, ModelProbed | NodeMeasured):
+    if isinstance(fact, ModelProbed | NodeMeasured | RecordsClosed):
         return ("answer", told.entry.id)
     return ("job", fact.job_id)
 
@@ -132,6 +133,9 @@ async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
         found = nodes.measurement(fact, told.time_ms)
         await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
         _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
+    elif isinstance(fact, RecordsClosed):
+        await ports.telemetry.closed(fact.job_id, fact.fence, fact.events_to)
+        _log.info("records_closed", job_id=fact.job_id, node_id=fact.node_id)
 
 
 async def _apply_gang_facts(ports: Ports, group: Sequence[ReceivedFact], epoch: int) -> None:

@@ -5,7 +5,6 @@ from typing import Final
 
 from services.contract.api.views import AttemptList, JobPage, JobView
 from services.contract.words.bounds import MOST_RANKS
-from services.contract.words.states import NodeState
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import refuse_unless_ended
 from services.controller.domain.errors import RecordUnreadableError, StateConflictError
@@ -18,6 +17,7 @@ from services.controller.use_cases.clone import delete_with_holds, release_all_h
 from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import METRICS_FOR_NEWEST, STEPS_FOR_ETA
+from services.controller.use_cases.records import living_nodes
 from services.controller.use_cases.waiting import with_reasons
 
 _RANKS_LISTED: Final = 64
@@ -106,9 +106,7 @@ async def purge_job(ports: Ports, job_id: str, actor: Actor) -> JobView | None:
     if job.is_terminal and job.fence == 0:
         await delete_job(ports, job_id, actor)
         return None
-    nodes = [node for node in await ports.nodes.nodes() if node.state == NodeState.READY]
-    leases = await ports.nodes.leases([node.id for node in nodes])
-    living = [n.id for n in nodes if n.id in leases and leases[n.id].incarnation == n.incarnation]
+    living = await living_nodes(ports)
     if not living:
         refuse_unless_ended(job)
         raise StateConflictError(

@@ -12,6 +12,7 @@ from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import utilisation
+from services.controller.use_cases.records import bring_back
 
 _KEYS: Final = frozenset({"step", "fence"})
 _FIGURES: Final = frozenset(StepView.model_fields) - _KEYS
@@ -45,8 +46,10 @@ async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsVi
 
     Raises:
         NotFoundError: There is no such job.
+        RecordsAwayError: They are in storage, and no agent has brought them back.
     """
     job = (await ports.jobs.load(job_id)).job
+    await bring_back(ports, job)
     inside = _inside(newest_of_each_step(await ports.telemetry.steps(job_id)), wanted)
     told = await ports.telemetry.metrics(job_id)
     names = _names(told)
@@ -66,9 +69,11 @@ async def get_some_metrics(
 
     Raises:
         NotFoundError: There is no such job.
+        RecordsAwayError: They are in storage, and no agent has brought them back.
         InvalidRequestError: There is no such metric.
     """
     job = (await ports.jobs.load(job_id)).job
+    await bring_back(ports, job)
     told = await ports.telemetry.metrics(job_id)
     names = _names(told)
     unknown = sorted(asked - _FIGURES - set(names.kept))

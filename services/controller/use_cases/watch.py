@@ -14,6 +14,7 @@ from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import EventRecord
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.present import moment
+from services.controller.use_cases.records import bring_back, bring_events_back
 
 Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
@@ -57,8 +58,9 @@ async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: in
     Raises:
         NotFoundError: There is no such job.
         CursorExpiredError: They may have been trimmed.
+        RecordsAwayError: Some are in storage, and no agent has brought them back.
     """
-    await ports.jobs.load(job_id)
+    await bring_events_back(ports, (await ports.jobs.load(job_id)).job)
     entries = await ports.telemetry.read(job_id, Log.EVENTS, after, limit + 1)
     told = (_event(ports, job_id, entry) for entry in entries[:limit])
     cursor = entries[limit - 1].id if len(entries) > limit else None
@@ -73,8 +75,9 @@ async def page_of_lines(
     Raises:
         NotFoundError: There is no such job.
         CursorExpiredError: They may have been trimmed.
+        RecordsAwayError: They are in storage, and no agent has brought them back.
     """
-    await ports.jobs.load(job_id)
+    await bring_back(ports, (await ports.jobs.load(job_id)).job)
     found: list[LogView] = []
     while len(found) <= limit:
         entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
@@ -97,8 +100,11 @@ async def follow(
     Raises:
         NotFoundError: There is no such job.
         CursorExpiredError: Entries behind ``after`` may have been trimmed.
+        RecordsAwayError: They are in storage, and no agent has brought them back.
     """
     log = Log.EVENTS if selection is None else Log.OUTPUT
+    job = (await ports.jobs.load(job_id)).job
+    await (bring_events_back if selection is None else bring_back)(ports, job)
     while True:
         # Before the read: what a job said before it ended is then surely in what is read.
         may_say_more = to_the_end and await _lives(ports, job_id)

@@ -25,10 +25,12 @@ from services.worker.agent.ranks.code_cache import CodeCache, forget_drafts
 from services.worker.agent.ranks.launch import Launcher
 from services.worker.agent.ranks.template_link import Imported
 from services.worker.agent.ranks.warm_keeper import WarmKeeper
-from services.worker.agent.session import LeaseTakenError, Session
+from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.storage.records import RecordKeeper
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
 from services.worker.agent.streams.inbox import Inbox
 from services.worker.agent.streams.outbox import Outbox
@@ -102,12 +104,14 @@ class Agent:
         storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
         runner = ProgramRunner(imported, folder.path)
         codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
+        self._journal = Journal(settings.checkpoint_root, f"{node_id}.{self._incarnation}")
         node_commands = NodeCommands(
             node_id,
             storage,
             Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Prober(node_id, settings.admission, runner, codes),
             SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
+            RecordKeeper(writing, node_id, settings.checkpoint_root, self._journal),
         )
         self._supervisor = Supervisor(
             node_id,
@@ -126,11 +130,10 @@ class Agent:
         )
         self._session = Session(
             writing,
-            node_id,
-            self._incarnation,
-            inventory,
+            Life(node_id, self._incarnation, inventory),
             self._supervisor,
             self._outbox.tell,
+            self._journal,
         )
         self._rounds = StorageRounds(
             writing,
@@ -164,6 +167,7 @@ class Agent:
                 background += [
                     group.create_task(self._outbox.run()),
                     group.create_task(self._session.run()),
+                    group.create_task(self._journal.run()),
                     group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                 ]
@@ -199,6 +203,7 @@ class Agent:
             async with asyncio.timeout(_TOLD_WITHIN_S):
                 await self._outbox.emptied()
                 await self._session.release_lease()
+                await self._journal.flush()
         except (TimeoutError, *REDIS_AWAY) as error:
             _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
         else:

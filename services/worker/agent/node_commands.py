@@ -8,10 +8,12 @@ from typing import Final
 import structlog
 
 from services.contract.messages.commands import (
+    CloseRecords,
     CommitCheckpoint,
     ExportCheckpoint,
     KeepStanding,
     PurgeJob,
+    RecallRecords,
     RemoveTraces,
     RetireCheckpoint,
     VerifyCheckpoint,
@@ -31,6 +33,7 @@ from services.worker.agent.probes.prober import Prober
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage, purge
+from services.worker.agent.storage.records import RecordKeeper
 
 Question = (
     CommitCheckpoint
@@ -40,6 +43,8 @@ Question = (
     | ExportCheckpoint
     | KeepStanding
     | PurgeJob
+    | CloseRecords
+    | RecallRecords
     | ProbeModel
     | MeasureNode
 )
@@ -64,6 +69,7 @@ class NodeCommands:
         exporter: Puts their models together.
         prober: Profiles models.
         self_test: Measures the node.
+        records: Curves and output between Redis and storage.
     """
 
     def __init__(
@@ -73,15 +79,37 @@ class NodeCommands:
         exporter: Exporter,
         prober: Prober,
         self_test: SelfTest,
+        records: RecordKeeper,
     ) -> None:
         self._node_id = node_id
         self._storage = storage
         self._exporter = exporter
         self._prober = prober
         self._self_test = self_test
+        self._records = records
 
     async def to(self, command: Question, ranks_are_here: Callable[[], bool]) -> Sequence[Fact]:
         """Carry a command out, and answer with what is to be told."""
+        facts: Sequence[Fact]
+        match command:
+            case ExportCheckpoint():
+                facts = await self._exporter.export(command)
+            case KeepStanding():
+                facts = await self._keep_standing(command)
+            case CloseRecords() | RecallRecords():
+                facts = await self._records.carry_out(command)
+            case ProbeModel():
+                facts = (await self._prober.probe(command),)
+            case MeasureNode():
+                facts = (await self._self_test.measure(command, ranks_are_here),)
+            case _:
+                facts = await self._of_storage(command)
+        return facts
+
+    async def _of_storage(
+        self,
+        command: CommitCheckpoint | RetireCheckpoint | RemoveTraces | VerifyCheckpoint | PurgeJob,
+    ) -> Sequence[Fact]:
         facts: Sequence[Fact]
         match command:
             case CommitCheckpoint():
@@ -91,18 +119,10 @@ class NodeCommands:
             case RemoveTraces():
                 await asyncio.to_thread(self._storage.remove_traces, command)
                 facts = ()
-            case ExportCheckpoint():
-                facts = await self._exporter.export(command)
             case VerifyCheckpoint():
                 facts = await asyncio.to_thread(self._storage.verify, command)
-            case KeepStanding():
-                facts = await self._keep_standing(command)
             case PurgeJob():
                 facts = (await asyncio.to_thread(purge, self._storage, command, self._node_id),)
-            case ProbeModel():
-                facts = (await self._prober.probe(command),)
-            case MeasureNode():
-                facts = (await self._self_test.measure(command, ranks_are_here),)
         return facts
 
     def refusal(self, body: str, why: str) -> Fact | None:
@@ -128,6 +148,10 @@ class NodeCommands:
             return _REFUSALS[said["kind"]].model_validate(about)
         except (ValueError, TypeError, KeyError):
             return None  # what it asked, or of which job, cannot be made out
+
+    async def put_together(self, job_id: str, fence: int) -> None:
+        """An attempt begins: what those before it left of records becomes one file a kind."""
+        await self._records.close_older(job_id, fence)
 
     def give_way(self) -> None:
         """Ranks are about to start."""

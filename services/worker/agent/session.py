@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import structlog
@@ -15,9 +15,10 @@ from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLe
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
 from services.contract.system.cancellation import end_if_told
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, while_away
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry.beat import Beat
+from services.worker.agent.telemetry.beat import Beat, GangKey
 from services.worker.agent.telemetry.gang_telemetry import (
     LINES_PER_BEAT,
     METRICS_PER_BEAT,
@@ -36,12 +37,20 @@ if not holder or holder == ARGV[1] or holder == ARGV[2] then
 end
 return holder
 """
-_RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
 _log = structlog.get_logger()
 
 
 class LeaseTakenError(Exception):
     """Another living agent has this node id."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Who joins: a node, in one life of its agent, with what it has."""
+
+    node_id: str
+    incarnation: str
+    inventory: Inventory
 
 
 class Session:
@@ -54,6 +63,7 @@ class Session:
         inventory: What the node has.
         supervisor: What the beats tell about.
         tell: Takes the facts, in order.
+        journal: Takes what Redis has taken, for storage.
 
     Attributes:
         loss_suspected: Set when Redis may have lost jobs that storage holds.
@@ -62,22 +72,22 @@ class Session:
     def __init__(
         self,
         redis: Redis,
-        node_id: str,
-        incarnation: str,
-        inventory: Inventory,
+        life: Life,
         supervisor: Supervisor,
         tell: Callable[[Fact], None],
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self.loss_suspected = asyncio.Event()
         self._redis = redis
-        self._node_id = node_id
-        self._incarnation = incarnation
-        self._inventory = inventory
+        self._node_id = life.node_id
+        self._incarnation = life.incarnation
+        self._inventory = life.inventory
         self._supervisor = supervisor
         self._tell = tell
         self._held: list[Records] = []
         self._beats_held = 0
-        self._beat = Beat(redis, node_id, incarnation)
+        self._beat = Beat(redis, life.node_id, life.incarnation)
         self._number = 0
         self._joins = 0
         self._unconfirmed: Sequence[Records] | None = None
@@ -190,11 +200,20 @@ class Session:
         answer = await self._beat.write(self._number, self._supervisor.samples(), self._unconfirmed)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
-        await self._write_metrics(self._unconfirmed)
+        metric_ids = await self._write_metrics(self._unconfirmed)
         # What nobody would take now is brought again once the job is known again.
         self._beats_held = self._beats_held + 1 if answer.unknown else 0
         lost = set(answer.unknown) if self._beats_held < _BEATS_HELD else set()
         self._held = [r for r in self._unconfirmed if (r.job_id, r.fence) in lost]
+        for told in self._unconfirmed:
+            key = (told.job_id, told.fence)
+            if key not in lost and key not in answer.fenced:
+                ids = answer.ids.get(key, {})
+                self._journal.take(
+                    *key,
+                    {"steps": told.steps, "metrics": told.metrics, "logs": told.logs},
+                    {**ids, "metrics": metric_ids.get(key, "")},
+                )
         self._unconfirmed = None
         if not self._connected:
             self._connected = True
@@ -209,13 +228,14 @@ class Session:
         self._supervisor.fence_off(list(answer.fenced))
         self._supervisor.records_written(held_back=lost)
 
-    async def _write_metrics(self, records: Sequence[Records]) -> None:
+    async def _write_metrics(self, records: Sequence[Records]) -> Mapping[GangKey, str]:
         try:
-            await self._beat.write_metrics(records)
+            return await self._beat.write_metrics(records)
         except NoPermissionError as error:
             if not self._metrics_refused:
-                _log.error("metrics_refused", why=str(error), advice=_RULES_ARE_OLD)
+                _log.error("metrics_refused", why=str(error), advice=RULES_ARE_OLD)
             self._metrics_refused = True
+            return {}
 
     def _lost(self, why: str) -> None:
         if self._connected:

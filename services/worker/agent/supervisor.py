@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Final
 
 import structlog
 
 from services.contract.messages.commands import (
+    CloseRecords,
     Command,
     CommitCheckpoint,
     DiagnoseGang,
@@ -16,6 +17,7 @@ from services.contract.messages.commands import (
     KeepStanding,
     LaunchGang,
     PurgeJob,
+    RecallRecords,
     RecordTrace,
     RemoveTraces,
     RetireCheckpoint,
@@ -94,7 +96,7 @@ class Supervisor:
         self._silent: set[GangKey] = set()
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
-        self._removals: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
         # which may be slow and must not hold up a kill. Long readings hold up neither.
         self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -257,6 +259,8 @@ class Supervisor:
                 self._refuse(key, f"its agent failed at it: {type(error).__name__}: {error}")
             )
             return
+        if command.store is None:  # its ranks begin the attempt: one node is enough
+            self._begin(self._put_together(*key))
         gang = GangRuntime(crew, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
@@ -336,7 +340,7 @@ class Supervisor:
         self._note_if_empty()
 
     def _note_if_empty(self) -> None:
-        if not self._gangs and not self._removals:
+        if not self._gangs and not self._under_way:
             self._empty.set()
 
     def _conclude(self, key: GangKey, gang: GangRuntime) -> None:
@@ -349,12 +353,20 @@ class Supervisor:
         self._tell(end)
         _log.info("gang_ended", job=key[0], fence=key[1])
         # A rank may have put any number of files beside its board: the lease must not wait for them.
-        removal = asyncio.create_task(asyncio.to_thread(self._folder.attempt(*key).remove_boards))
-        self._removals.add(removal)
-        removal.add_done_callback(self._removed)
+        self._begin(asyncio.to_thread(self._folder.attempt(*key).remove_boards))
 
-    def _removed(self, removal: "asyncio.Task[None]") -> None:
-        self._removals.discard(removal)
+    async def _put_together(self, job_id: str, fence: int) -> None:
+        async with self._lanes[job_id, "records"]:
+            await self._node_commands.put_together(job_id, fence)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        """Have it done while gangs go on; the agent does not leave before."""
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._under_way.discard(task)
         self._note_if_empty()
 
 
@@ -362,6 +374,8 @@ def _lane(command: Command) -> tuple[str, str]:
     match command:
         case CommitCheckpoint() | RetireCheckpoint() | RemoveTraces() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
+        case CloseRecords() | RecallRecords():
+            return command.job_id, "records"
         case ProbeModel() | MeasureNode():
             return "", "asking"
         case VerifyCheckpoint() | ExportCheckpoint():

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from services.contract.messages.commands import RecallRecords
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
+from services.controller.domain.job.effects import Send
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.ports.machines import Entry, Log
 
@@ -143,6 +145,33 @@ class MemoryTelemetry:
         """See ``Telemetry.stacks``."""
         kept = self._server.stacks.get(job_id, {})
         return [kept[rank] for rank in sorted(kept)]
+
+    async def is_whole(self, job_id: str) -> bool:
+        """See ``Telemetry.is_whole``: nothing of a job goes before the job."""
+        return job_id not in self._server.deleted
+
+    async def is_empty(self, job_id: str) -> bool:
+        """See ``Telemetry.is_empty``."""
+        kept = self._server.steps, self._server.metrics
+        has_lines = bool(self._server.logs.get((job_id, Log.OUTPUT)))
+        return not (has_lines or any(records.get(job_id) for records in kept))
+
+    async def ask_back(self, job_id: str, fence: int, node_id: str) -> bool:
+        """See ``Telemetry.ask_back``."""
+        command = RecallRecords(job_id=job_id, fence=fence, asked=f"{fence:016x}")
+        self._server.deliver((Send(node_id, command),))
+        return True
+
+    async def put_together(self, job_id: str) -> bool:
+        """See ``Telemetry.put_together``."""
+        return await self.is_whole(job_id)
+
+    async def lacks_events(self, job_id: str) -> bool:
+        """See ``Telemetry.lacks_events``."""
+        return not await self.is_whole(job_id)
+
+    async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
+        """See ``Telemetry.closed``: all of them stay, and the last few with them."""
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""

@@ -5,20 +5,24 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
-from services.contract.redis.redis_keys import TELEMETRY_KEPT_S
+from services.contract.redis.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
 from services.controller.adapters.redis.jobs import RedisJobs
-from services.controller.adapters.redis.machines import RedisFacts, RedisNodes, RedisTelemetry
+from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
+from services.controller.adapters.redis.telemetry import RedisTelemetry
 from services.controller.ports.coordination import Ports
 
 
 @contextlib.asynccontextmanager
 async def redis_ports(
-    url: str, max_streams: int = MAX_STREAMS, telemetry_kept_s: int = TELEMETRY_KEPT_S
+    url: str,
+    max_streams: int = MAX_STREAMS,
+    telemetry_kept_s: int = TELEMETRY_KEPT_S,
+    recalled_s: int = RECALLED_S,
 ) -> AsyncIterator[Ports]:
     """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet."""
     async with connected(url, max_streams) as clients:
@@ -28,7 +32,7 @@ async def redis_ports(
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
             codes=RedisCode(clients),
-            telemetry=RedisTelemetry(clients),
+            telemetry=RedisTelemetry(clients, recalled_s),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),
             tokens=RedisTokens(clients),

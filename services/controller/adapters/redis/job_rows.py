@@ -1,6 +1,13 @@
-"""What Redis stores of a job, how it is read, and what is known from the last time."""
+"""What Redis stores of a job, how it is read, and what is known from the last time.
+
+A record is split by how its parts change: ``doc`` has what changes at any commit, ``spec``, ``plan`` and
+``attempts`` are fields of the same hash that are written when they change. A ``doc`` without the mark is
+whole: older versions wrote such, and so does who does not lead (see ``RedisJobs.commit``).
+"""
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -11,17 +18,94 @@ from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Stored
 
+PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"spec": ("spec", "asked"), "plan": ("plan", "estimate"), "attempts": ("attempts",)}
+)
+"""By field of the hash, which fields of a job it has."""
+SPLIT_MARK: Final = '{"split":1,'
+"""With this begins a ``doc`` that lacks the parts."""
+_IN_PARTS: Final = frozenset(name for names in PARTS.values() for name in names)
 _VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])
 _KEPT_CHARACTERS: Final = 16 << 20
 
 
 class Row(NamedTuple):
-    """What is stored of a job; None where a key has another type."""
+    """What is stored of a job; None where a key has another type. ``parts``: as in ``PARTS``."""
 
     job_id: str
     doc: str | None
     version: str | None
     checkpoints: dict[str, str] | None
+    parts: tuple[str | None, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """The job as one JSON object."""
+        doc = self.doc or ""
+        if not doc.startswith(SPLIT_MARK):
+            return doc
+        parts = [part[1:-1] for part in self.parts if part is not None]
+        return "".join(["{", ",".join([*parts, doc.removeprefix(SPLIT_MARK)])])
+
+
+def split(job: Job, before: Job | None) -> tuple[str, dict[str, str]]:
+    """A job's ``doc`` with the mark, and those of its parts that differ from ``before`` (None: all)."""
+    doc = job.model_dump_json(exclude=set(_IN_PARTS))
+    changed = {
+        part: job.model_dump_json(include=set(names))
+        for part, names in PARTS.items()
+        if before is None or any(_differ(job, before, name) for name in names)
+    }
+    return f"{SPLIT_MARK}{doc[1:]}", changed
+
+
+def _differ(job: Job, before: Job, name: str) -> bool:
+    one, other = getattr(job, name), getattr(before, name)
+    return one is not other and one != other
+
+
+def keys_of_commit(job_id: str) -> list[str]:
+    """The keys of a job as a commit takes them."""
+    return [
+        keys.job(job_id),
+        keys.ACTIVE_JOBS,
+        keys.EPOCH,
+        keys.job_events(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
+        keys.job_records(job_id),
+        keys.CHANGED_JOBS,
+    ]
+
+
+def keys_of_deletion(job_id: str) -> list[str]:
+    """The keys of a job that is deleted, as the scripts take them."""
+    return [
+        keys.job(job_id),
+        keys.JOBS,
+        keys.DELETED_JOBS,
+        keys.job_events(job_id),
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_logs(job_id),
+        keys.job_stacks(job_id),
+        keys.job_metrics(job_id),
+        keys.job_checkpoints(job_id),
+        keys.job_history(job_id),
+        keys.job_records(job_id),
+        keys.job_last(job_id),
+        keys.recalled(job_id),
+        keys.recalled_steps(job_id),
+        keys.recalled_metrics(job_id),
+        keys.recalled_logs(job_id),
+        keys.recalled_events(job_id),
+        keys.job_older_events(job_id),
+    ]
 
 
 def read_row(row: Row) -> Stored:
@@ -33,12 +117,14 @@ def read_row(row: Row) -> Stored:
     if row.doc is None or row.checkpoints is None:
         key = keys.job(row.job_id) if row.doc is None else keys.job_checkpoints(row.job_id)
         raise RecordUnreadableError(unreadable(row.job_id, f"{key} has another type"))
+    if row.doc.startswith(SPLIT_MARK) and (len(row.parts) < len(PARTS) or None in row.parts):
+        raise RecordUnreadableError(unreadable(row.job_id, "parts of it are gone"))
     try:
         version = _VERSION.validate_python(row.version)
         checkpoints = {
             name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
         }
-        job = Job.model_validate_json(row.doc)
+        job = Job.model_validate_json(row.whole)
     except ValidationError as error:
         raise RecordUnreadableError(unreadable(row.job_id, "its log says why")) from error
     return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)
@@ -88,4 +174,5 @@ class KnownRows:
 
 
 def _size(row: Row) -> int:
-    return len(row.doc or "") + sum(map(len, (row.checkpoints or {}).values()))
+    parts = sum(len(part or "") for part in row.parts)
+    return len(row.doc or "") + parts + sum(map(len, (row.checkpoints or {}).values()))

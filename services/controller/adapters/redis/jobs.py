@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from services.contract.messages.commands import COMMAND
@@ -17,9 +17,14 @@ from services.controller.adapters.redis.connection import (
 )
 from services.controller.adapters.redis.job_index import JobIndex, listing_of
 from services.controller.adapters.redis.job_rows import (
+    PARTS,
+    SPLIT_MARK,
     KnownRows,
     Row,
+    keys_of_commit,
+    keys_of_deletion,
     read_row,
+    split,
     unreadable,
 )
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
@@ -93,6 +98,7 @@ class RedisJobs:
                     _claim_key(claim),
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
+                    keys.job_records(job.id),
                 ],
                 args=[
                     job.id,
@@ -171,7 +177,36 @@ class RedisJobs:
         return self._read(rows[0])
 
     async def commit(self, change: Change, epoch: int | None = None) -> Stored:
-        """See ``JobStore.commit``."""
+        """See ``JobStore.commit``.
+
+        Who leads splits the record, and from then on a commit writes the parts that it changed. Who
+        does not leads none astray: beside a leader of an older version records stay as it reads them.
+        """
+        job, before = change.decision.job, change.before.job
+        doc, changed = split(job, before)
+        status, told = await self._commit_as(change, epoch, doc, changed, must_be_split=True)
+        if status == "whole":
+            doc, changed = (job.model_dump_json(), {}) if epoch is None else split(job, None)
+            status, told = await self._commit_as(change, epoch, doc, changed)
+        self._refuse(status, job.id, told)
+        for key in keys_of_commit(job.id)[:_TYPED]:
+            self._clients.unreadable.forget(key)
+        if change.deletes is not None:
+            self._forget_names(change.deletes.job.id)
+        stored = Stored(job, int(told))
+        self._active.committed(stored, doc)
+        return stored
+
+    async def _commit_as(
+        self,
+        change: Change,
+        epoch: int | None,
+        doc: str,
+        parts: Mapping[str, str],
+        *,
+        must_be_split: bool = False,
+    ) -> tuple[str, str]:
+        """What the script answers. ``must_be_split``: nothing is written to a record that is whole."""
         job, sends = change.decision.job, change.decision.sends
         inboxes = list(dict.fromkeys(keys.node_inbox(send.node_id) for send in sends))
         puts = [part for c in change.changed_checkpoints for part in (c.id, c.model_dump_json())]
@@ -181,38 +216,30 @@ class RedisJobs:
             for part in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
         ]
         doomed = change.deletes
-        text = job.model_dump_json()
-        its_own = [
-            keys.job(job.id),
-            keys.ACTIVE_JOBS,
-            keys.EPOCH,
-            keys.job_events(job.id),
-            keys.job_checkpoints(job.id),
-            keys.job_history(job.id),
-            keys.job_ranks(job.id),
-            keys.job_steps(job.id),
-            keys.job_logs(job.id),
-            keys.job_stacks(job.id),
-            keys.job_metrics(job.id),
-            keys.CHANGED_JOBS,
-        ]
+        its_own = keys_of_commit(job.id)
         first_inbox = len(its_own) + 1  # as Lua counts
         with answering():
             status, told = await self._commit(
-                keys=[*its_own, *inboxes, *([] if doomed is None else _doomed(doomed.job.id))],
+                keys=[
+                    *its_own,
+                    *inboxes,
+                    *([] if doomed is None else keys_of_deletion(doomed.job.id)),
+                ],
                 args=[
                     change.before.version,
                     "" if epoch is None else epoch,
                     job.id,
                     keys.WAKE,
                     keys.MESSAGE_FIELD,
-                    text,
+                    doc,
                     job.fence,
                     job.state,
                     int(job.is_active),
                     keys.EVENTS_KEPT,
                     job.created_ms,
                     *listing_of(job),
+                    SPLIT_MARK if must_be_split else "",
+                    *_listed([text for part in parts.items() for text in part]),
                     first_inbox,
                     *(
                         _NOTHING_DOOMED
@@ -229,14 +256,7 @@ class RedisJobs:
                     keys.CHANGES_KEPT,
                 ],
             )
-        self._refuse(status, job.id, told)
-        for key in its_own[:_TYPED]:
-            self._clients.unreadable.forget(key)
-        if doomed is not None:
-            self._forget_names(doomed.job.id)
-        stored = Stored(job, int(told))
-        self._active.committed(stored, text)
-        return stored
+        return str(status), str(told)
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
         """See ``JobStore.send``."""
@@ -349,7 +369,7 @@ class RedisJobs:
                 # One transaction: a job and its checkpoints are read as of the same moment.
                 async with self._clients.reads.pipeline(transaction=True) as pipe:
                     for name in names:
-                        pipe.hmget(keys.job(name), ["doc", "version"])
+                        pipe.hmget(keys.job(name), ["doc", "version", *PARTS])
                         pipe.hgetall(keys.job_checkpoints(name))
                     answers = await pipe.execute(raise_on_error=False)
             for name, record, index in zip(names, answers[0::2], answers[1::2], strict=True):
@@ -360,15 +380,16 @@ class RedisJobs:
 
     def _row(self, job_id: str, record: Any, index: Any) -> Row | None:  # noqa: ANN401 answers of Redis
         """What is stored of a job, as far as its keys have their types; None for nothing."""
-        doc, version = (None, None) if is_mistyped(record) else record
+        doc, version, *parts = (None, None) if is_mistyped(record) else record
         if doc is None and not is_mistyped(record):
             return None
-        return Row(job_id, doc, version, None if is_mistyped(index) else index)
+        checkpoints = None if is_mistyped(index) else index
+        return Row(job_id, doc, version, checkpoints, tuple(parts))
 
     async def _forget(self, job_id: str, version: str) -> None:
         with answering():
             status, told = await self._delete(
-                keys=[keys.ACTIVE_JOBS, *_doomed(job_id), keys.CHANGED_JOBS],
+                keys=[keys.ACTIVE_JOBS, *keys_of_deletion(job_id), keys.CHANGED_JOBS],
                 args=[version, job_id, keys.CHANGES_KEPT],
             )
         self._refuse(status, job_id, told)
@@ -377,7 +398,7 @@ class RedisJobs:
     def _forget_names(self, job_id: str) -> None:
         """Nothing of a deleted job is unreadable any more, nor known."""
         self._known.forget(job_id)
-        for key in _doomed(job_id):
+        for key in keys_of_deletion(job_id):
             if job_id in key:
                 self._clients.unreadable.forget_key(key)
 
@@ -398,23 +419,6 @@ class RedisJobs:
 
 def _claim_key(claim: Claim | None) -> str:
     return keys.idempotency("", "") if claim is None else keys.idempotency(claim.subject, claim.key)
-
-
-def _doomed(job_id: str) -> list[str]:
-    """The keys of a job that is deleted, as the scripts take them."""
-    return [
-        keys.job(job_id),
-        keys.JOBS,
-        keys.DELETED_JOBS,
-        keys.job_events(job_id),
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_logs(job_id),
-        keys.job_stacks(job_id),
-        keys.job_metrics(job_id),
-        keys.job_checkpoints(job_id),
-        keys.job_history(job_id),
-    ]
 
 
 def _claimed(claim: Claim, text: str) -> Stored:

@@ -1,31 +1,27 @@
-"""Nodes, facts and telemetry in Redis."""
+"""Nodes and facts in Redis."""
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
-from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS
+from services.contract.words.bounds import NAME_CHARACTERS
 from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
     RedisClients,
     answering,
-    is_mistyped,
 )
 from services.controller.domain.errors import (
-    CursorExpiredError,
     DeposedError,
     StaleWriteError,
     no_node,
 )
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
-from services.controller.ports.machines import Entry, Log
+from services.controller.ports.machines import Entry
 
 # The consumer is the lead, not its holder: whoever takes it finds what the last holder
 # left unacknowledged as its own, and no consumer is left behind.
@@ -253,177 +249,7 @@ class RedisFacts:
                 # Redis lost its data, or an empty one took its place.
                 await self.prepare()
                 return []
-        return _entries(_rows_of_first_stream(answer))
-
-
-class RedisTelemetry:
-    """The port ``Telemetry``."""
-
-    def __init__(self, clients: RedisClients) -> None:
-        self._clients = clients
-
-    async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
-        """See ``Telemetry.samples``."""
-        of_fit_size = await self._of_fit_size(job_ids)
-        fit = [name for name in job_ids if name in of_fit_size]
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for job_id in fit:
-                    pipe.hgetall(keys.job_ranks(job_id))
-                rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(keys.job_ranks, fit), rows)
-        known = dict(zip(fit, told, strict=True))
-        return {name: self._samples(name, known.get(name) or {}) for name in job_ids}
-
-    async def _of_fit_size(self, job_ids: Sequence[str]) -> frozenset[str]:
-        """Jobs whose samples can be read. Every agent may add to them, and the loops read them."""
-        names = [keys.job_ranks(job_id) for job_id in job_ids]
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hlen(name)
-                    pipe.memory_usage(name, samples=0)
-                rows = await pipe.execute(raise_on_error=False)
-            counts = self._clients.unreadable.of_their_type(names, rows[0::2])
-        fit = set()
-        for job_id, name, count, size in zip(job_ids, names, counts, rows[1::2], strict=True):
-            if isinstance(size, Exception):
-                raise size
-            if (count or 0) > MOST_RANKS or (size or 0) > _LONGEST_SAMPLES:
-                self._clients.unreadable.note(
-                    name, None, ValueError(f"{count} ranks, {size} bytes")
-                )
-            else:
-                fit.add(job_id)
-        return frozenset(fit)
-
-    def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
-        read_all = self._clients.unreadable.read_all
-        told = read_all(keys.job_ranks(job_id), RankSample.model_validate_json, row.values())
-        return {sample.rank: sample for sample in told}
-
-    async def last_steps(
-        self, job_ids: Sequence[str], count: int
-    ) -> Mapping[str, list[StepRecord]]:
-        """See ``Telemetry.last_steps``."""
-        return await self._last(StepRecord, keys.job_steps, job_ids, count)
-
-    async def steps(self, job_id: str) -> list[StepRecord]:
-        """See ``Telemetry.steps``."""
-        return await self._all(StepRecord, keys.job_steps(job_id))
-
-    async def last_metrics(
-        self, job_ids: Sequence[str], count: int
-    ) -> Mapping[str, list[MetricRecord]]:
-        """See ``Telemetry.last_metrics``."""
-        return await self._last(MetricRecord, keys.job_metrics, job_ids, count)
-
-    async def metrics(self, job_id: str) -> list[MetricRecord]:
-        """See ``Telemetry.metrics``."""
-        return await self._all(MetricRecord, keys.job_metrics(job_id))
-
-    async def _last(
-        self, kind: type[_Record], key: Callable[[str], str], job_ids: Sequence[str], count: int
-    ) -> dict[str, list[_Record]]:
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
-                    pipe.xrevrange(key(job_id), count=count)
-                rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(key, job_ids), rows)
-        return {
-            job_id: self._records(kind, key(job_id), _entries(row or [])[::-1])
-            for job_id, row in zip(job_ids, told, strict=True)
-        }
-
-    async def _all(self, kind: type[_Record], key: str) -> list[_Record]:
-        records: list[_Record] = []
-        start = "-"
-        while True:
-            command = ("XRANGE", start, "+", "COUNT", _STEPS_A_READ)
-            (rows,) = await self._answers(self._clients.reads, key, command)
-            entries = _entries(rows or [])
-            records += self._records(kind, key, entries)
-            if len(entries) < _STEPS_A_READ:
-                return records
-            start = f"({entries[-1].id}"
-
-    def _records(self, kind: type[_Record], key: str, entries: Iterable[Entry]) -> list[_Record]:
-        texts = (entry.body for entry in entries)
-        return self._clients.unreadable.read_all(key, kind.model_validate_json, texts)
-
-    async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
-        """See ``Telemetry.keep_stacks``."""
-        if not stacks:
-            return
-        pairs = [part for entry in stacks for part in (str(entry.rank), entry.model_dump_json())]
-        await self._answers(self._clients.writes, keys.job_stacks(job_id), ("HSET", *pairs))
-
-    async def stacks(self, job_id: str) -> list[RankStacks]:
-        """See ``Telemetry.stacks``."""
-        key = keys.job_stacks(job_id)
-        (rows,) = await self._answers(self._clients.reads, key, ("HGETALL",))
-        read_all = self._clients.unreadable.read_all
-        told = read_all(key, RankStacks.model_validate_json, (rows or {}).values())
-        return sorted(told, key=lambda entry: entry.rank)
-
-    async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
-        """See ``Telemetry.read``."""
-        start = "-" if after is None else f"({after}"
-        rows, first = await self._answers(
-            self._clients.reads,
-            _log_key(job_id, log),
-            ("XRANGE", start, "+", "COUNT", limit),
-            ("XRANGE", "-", "+", "COUNT", 1),
-        )
-        _refuse_trimmed(after, _entries(first or []))
-        return _entries(rows or [])
-
-    async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
-        """See ``Telemetry.wait``."""
-        block_ms = max(int(min(timeout_s, MAX_BLOCK_S) * 1000), 1)
-        with answering():
-            try:
-                await self._clients.streams.xread(
-                    {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
-                )
-            except ResponseError as error:
-                if not is_mistyped(error):
-                    raise
-                # Whoever reads it says so; it will have no entry by itself.
-                await asyncio.sleep(block_ms / 1000)
-
-    async def _answers(self, client: Redis, key: str, *commands: tuple[Any, ...]) -> list[Any]:
-        """What these commands answer of one key, all of one moment; None where it has another type."""
-        with answering():
-            async with client.pipeline(transaction=True) as pipe:
-                for name, *arguments in commands:
-                    pipe.execute_command(name, key, *arguments)
-                rows = await pipe.execute(raise_on_error=False)
-            return self._clients.unreadable.of_their_type([key] * len(rows), rows)
-
-
-def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:
-    if after is None or after == _BEGINNING or not first:
-        return
-    if _order(after) < _order(first[0].id):
-        raise CursorExpiredError(
-            f"what follows {after} was trimmed; the oldest entry kept is {first[0].id}"
-        )
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    time_ms, _, number = entry_id.partition("-")
-    return int(time_ms), int(number or 0)
-
-
-def _log_key(job_id: str, log: Log) -> str:
-    builders = {
-        Log.EVENTS: keys.job_events,
-        Log.HISTORY: keys.job_history,
-        Log.OUTPUT: keys.job_logs,
-    }
-    return builders[log](job_id)
+        return entries_of(_rows_of_first_stream(answer))
 
 
 def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict, by protocol version
@@ -436,7 +262,8 @@ def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict,
     return answer[0][1]
 
 
-def _entries(rows: Any) -> list[Entry]:  # noqa: ANN401 as redis-py parses them
+def entries_of(rows: Any) -> list[Entry]:  # noqa: ANN401 as redis-py parses them
+    """The rows of a stream."""
     # An entry that was deleted while it was pending comes without fields.
     return [
         Entry(name, fields.get(keys.MESSAGE_FIELD, "") if fields else "") for name, fields in rows

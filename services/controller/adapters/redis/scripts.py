@@ -55,7 +55,7 @@ end
 """
 
 # The inbox is its agent's: one that it gave another type costs that agent its commands, and nobody else.
-_TO_INBOX: Final = """
+TO_INBOX: Final = """
 local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
 """
 
@@ -67,21 +67,31 @@ local function remember_deleted(key, job, id)
 end
 """
 
+# Of a job that has ended what goes sooner, for storage has it, goes no later for what is done with it.
+LIVE_AT_MOST: Final = """
+local function live_at_most(key, seconds)
+  local left = redis.call('TTL', key)
+  if left < 0 or left > seconds then redis.call('EXPIRE', key, seconds) end
+end
+"""
+
 COMMIT: Final = (
     _REFUSE_DEPOSED
     + _REMEMBER_DELETED
     + _TAKE_LIST
     + _FIND_MISTYPED
-    + _TO_INBOX
+    + TO_INBOX
     + _RELIST
     + _TELL_CHANGE
+    + LIVE_AT_MOST
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, changes,
--- then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
+-- these are whole, changes, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
 local created, summary, listed = take(), take(), take()
+local split_mark, parts = take(), take_list()
 local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
@@ -98,6 +108,11 @@ local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
 if not known[1] then return {'gone', '0'} end
 if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
+-- Parts that did not change are not in the script: they must be there.
+if string.sub(redis.call('HGET', KEYS[1], 'doc') or '', 1, #split_mark) ~= split_mark then
+  return {'whole', '0'}
+end
+for i = 1, #parts, 2 do redis.call('HSET', KEYS[1], parts[i], parts[i + 1]) end
 local version = redis.call('HINCRBY', KEYS[1], 'version', 1)
 redis.call('HSET', KEYS[1], 'doc', doc, 'fence', fence, 'state', state, 'summary', summary)
 relist(KEYS[1], id, created, listed)
@@ -117,11 +132,11 @@ for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 local lives_s = take()
-for i = 6, 11 do
-  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], lives_s) end
+for i = 6, 12 do
+  if lives_s == '' then redis.call('PERSIST', KEYS[i]) else live_at_most(KEYS[i], tonumber(lives_s)) end
 end
 local changes_kept = take()
-tell_change(KEYS[12], changes_kept, id, version, active)
+tell_change(KEYS[13], changes_kept, id, version, active)
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
   remember_deleted(KEYS[doomed + 2], KEYS[doomed], doomed_id)
@@ -129,7 +144,7 @@ if doomed > 0 then
   relist(KEYS[doomed], doomed_id, 0, '')
   redis.call('DEL', KEYS[doomed])
   for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
-  tell_change(KEYS[12], changes_kept, doomed_id, '', 0)
+  tell_change(KEYS[13], changes_kept, doomed_id, '', 0)
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -142,7 +157,7 @@ CREATE: Final = (
     + _RELIST
     + _TELL_CHANGE
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history, changes
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
@@ -159,6 +174,7 @@ redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
 for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
+redis.call('SET', KEYS[8], '1')
 tell_change(KEYS[7], take(), id, 1, 1)
 redis.call('PUBLISH', wake, id)
 return {'ok', '1'}
@@ -254,7 +270,7 @@ return redis.sha1hex(table.concat(ids, '\\n'))
 
 SEND: Final = (
     _REFUSE_DEPOSED
-    + _TO_INBOX
+    + TO_INBOX
     + """
 -- KEYS: epoch, then one inbox a command; ARGV: epoch, field, then the commands
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
@@ -335,7 +351,7 @@ return 'ok'
 
 KEEP_PLAN: Final = (
     _TAKE_LIST
-    + _TO_INBOX
+    + TO_INBOX
     + """
 -- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()

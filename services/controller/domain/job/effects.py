@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.contract.messages.commands import Command, KeepStanding
+from services.contract.messages.commands import CloseRecords, Command, KeepStanding
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.controller.domain.job.job import Job
 from services.controller.domain.job.lifecycle import TRANSITIONS
@@ -82,10 +82,16 @@ class Draft:
     def keep_standing(self) -> None:
         """Have storage remember where the job is to stand, if that is another place than before.
 
+        Of one that has ended it is to have curve and output, too.
         Nothing is known there of a job before its first attempt.
         """
         job, standing = self.job, _standing(self.job.state)
-        if job.head_node is None or standing == _standing(self._before.state):
+        if job.head_node is None:
+            return
+        if job.is_terminal and not self._before.is_terminal:
+            closing = CloseRecords(job_id=job.id, fence=job.fence)
+            self._sends.append(Send(job.head_node, closing))
+        if standing == _standing(self._before.state):
             return
         command = KeepStanding(
             job_id=job.id,

@@ -11,6 +11,7 @@ ranks of it. The others do so if it is still lost some seconds later.
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -31,6 +32,7 @@ from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.host.removal import remove_tree
 from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.streams.redis_clients import REDIS_AWAY
 
 EVERY_S: Final = 60.0
@@ -196,6 +198,9 @@ class StorageRounds:
     def _put_away(self, job_id: str) -> None:
         if put_card_away(self._storage.root, job_id):
             _log.info("card_put_away", job=job_id)
+        records = records_folder(self._storage.root, job_id)
+        if os.path.lexists(records):
+            _remove(records)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Set[str], *, is_of_all: bool) -> None:
         """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long.

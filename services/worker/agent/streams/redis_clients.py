@@ -22,6 +22,8 @@ from tenacity import (
 BLOCK_MS: Final = 2_000
 # What says that Redis is away. Not every OSError does: a full disk raises one too.
 REDIS_AWAY: Final = (RedisError, ConnectionError)
+RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
+"""What to do where a server's rules for agents are older than what they do."""
 _ANSWER_WITHIN_S: Final = 2.0
 # Random, lest a thousand agents come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)

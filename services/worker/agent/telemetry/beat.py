@@ -6,7 +6,7 @@ repeated because its answer was lost writes none twice.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from redis.asyncio import Redis
@@ -27,7 +27,7 @@ end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
-local applied = redis.call('HMGET', KEYS[2], 'incarnation', 'number')
+local applied = redis.call('HMGET', KEYS[2], 'incarnation', 'number', 'ids')
 local fresh = applied[1] ~= ARGV[1] or tonumber(applied[2]) < tonumber(ARGV[3])
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[1], 'number', ARGV[3])
 local at = 7
@@ -35,7 +35,7 @@ local function take()
   at = at + 1
   return ARGV[at - 1]
 end
-local fenced, unknown = {}, {}
+local fenced, unknown, ids = {}, {}, {}
 for key = 4, #KEYS, 4 do
   local job, fence = take(), tonumber(take())
   local current = redis.call('HGET', KEYS[key], 'fence')
@@ -52,33 +52,45 @@ for key = 4, #KEYS, 4 do
     end
   end
   for stream = 2, 3 do
-    local kept = ARGV[stream + 2]
+    local kept, given = ARGV[stream + 2], {}
     for _ = 1, tonumber(take()) do
       local record = take()
       if allowed and fresh then
         -- Not call: a stream to which nothing can be added must not cost the node its lease.
-        redis.pcall('XADD', KEYS[key + stream], 'MAXLEN', '~', kept, '*', ARGV[6], record)
+        local id = redis.pcall('XADD', KEYS[key + stream], 'MAXLEN', '~', kept, '*', ARGV[6], record)
+        table.insert(given, type(id) == 'string' and id or '')
       end
     end
+    table.insert(ids, table.concat(given, ' '))
   end
 end
-return {'kept', holder and 1 or 0, fenced, unknown}
+-- A beat that is repeated is told the ids that it was given.
+if fresh then
+  redis.call('HSET', KEYS[2], 'ids', cjson.encode(ids))
+else
+  ids = cjson.decode(applied[3] or '[]')
+end
+return {'kept', holder and 1 or 0, fenced, unknown, ids}
 """
 # Apart from the beat: a server whose rules for agents are older than these streams refuses this
 # script alone, and the node keeps its lease. One that is repeated is shown once.
 _METRICS: Final = """
-local at = 3
+local at, ids = 3, {}
 for key = 2, #KEYS, 2 do
+  local given = {}
   local job, fence, count = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local current = redis.call('HGET', KEYS[key], 'fence')
   local allowed = current and tonumber(current) <= fence
   if allowed and redis.call('SISMEMBER', KEYS[1], job) == 0 then
     for record = at + 3, at + 2 + count do
-      redis.pcall('XADD', KEYS[key + 1], 'MAXLEN', '~', ARGV[1], '*', ARGV[2], ARGV[record])
+      local id = redis.pcall('XADD', KEYS[key + 1], 'MAXLEN', '~', ARGV[1], '*', ARGV[2], ARGV[record])
+      table.insert(given, type(id) == 'string' and id or '')
     end
   end
+  table.insert(ids, table.concat(given, ' '))
   at = at + 3 + count
 end
+return ids
 """
 _RELEASE: Final = """
 return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
@@ -91,13 +103,15 @@ class BeatAnswer:
 
     ``lapsed``: the lease had run out and was taken anew. ``fenced``: gangs of void attempts, or of
     jobs that were deleted. ``unknown``: gangs of jobs that Redis does not know and that nobody
-    deleted: it has lost them. Nothing was written of either.
+    deleted: it has lost them. Nothing was written of either. ``ids``: by gang and kind of records, the id that
+    each of them was given, separated by blanks; "" where none was written.
     """
 
     taken_by: str | None = None
     lapsed: bool = False
     fenced: tuple[GangKey, ...] = ()
     unknown: tuple[GangKey, ...] = ()
+    ids: Mapping[GangKey, Mapping[str, str]] = field(default_factory=dict, compare=False)
 
 
 class Beat:
@@ -157,11 +171,19 @@ class Beat:
         kind, detail, *lists = await self._script(keys=keys, args=arguments)
         if kind == "taken":
             return BeatAnswer(taken_by=str(detail))
-        fenced, unknown = (tuple(gangs[int(index)] for index in indices) for indices in lists)
-        return BeatAnswer(lapsed=not detail, fenced=fenced, unknown=unknown)
+        *indexed, ids = lists
+        fenced, unknown = (tuple(gangs[int(index)] for index in indices) for indices in indexed)
+        # Of one that was repeated by an agent of an older version none are known.
+        by_kind = {
+            gang: {"steps": str(steps), "logs": str(logs)}
+            for gang, steps, logs in zip(gangs, ids[0::2], ids[1::2], strict=False)
+        }
+        return BeatAnswer(lapsed=not detail, fenced=fenced, unknown=unknown, ids=by_kind)
 
-    async def write_metrics(self, records: Sequence[Records]) -> None:
+    async def write_metrics(self, records: Sequence[Records]) -> dict[GangKey, str]:
         """Write what the users' code measured; nothing of void attempts or deleted jobs.
+
+        Answers, by gang, the ids of its records, separated by blanks; "" where none was written.
 
         Raises:
             NoPermissionError: The server does not let agents write it.
@@ -169,14 +191,15 @@ class Beat:
         """
         telling = [r for r in records if r.metrics]
         if not telling:
-            return
+            return {}
         keys = [redis_keys.DELETED_JOBS]
         arguments: list[str | int] = [redis_keys.METRICS_KEPT, redis_keys.MESSAGE_FIELD]
         for told in telling:
             keys += [redis_keys.job(told.job_id), redis_keys.job_metrics(told.job_id)]
             arguments += [told.job_id, told.fence, len(told.metrics)]
             arguments += [record.model_dump_json() for record in told.metrics]
-        await self._metrics(keys=keys, args=arguments)
+        ids = await self._metrics(keys=keys, args=arguments)
+        return {(r.job_id, r.fence): str(given) for r, given in zip(telling, ids, strict=True)}
 
     async def release(self) -> None:
         """Give the lease up, if it is ours."""

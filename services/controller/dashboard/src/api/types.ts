@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 15f487a2227fb530e90f8dc36480c66ade98fdc6f25d5577c1ea6d168ad3412f
-// types c3a85fe42dd237817eff5e54012ecaac9116141e1c8d56eb7469ce9671b65cab
+// document cf6090d3901b333032ae482b19908598a68647855a79fff1c24f9da87d169da5
+// types d9bfb54bfe245a6598f29d3b93034151feb6aa67e10f6cfd2d34c86fabe05df3
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2616,6 +2616,21 @@ export interface components {
             shard_dims: components["schemas"]["ShardDim"][];
         };
         /**
+         * UnreadableList
+         * @description Records in the store that this version cannot read: keys, with the field or entry where one is meant.
+         *
+         *     ``left_out``: how many more there are.
+         */
+        UnreadableList: {
+            /** Items */
+            items: string[];
+            /**
+             * Left Out
+             * @default 0
+             */
+            left_out: number;
+        };
+        /**
          * Version
          * @description Which build answers.
          */
@@ -2782,6 +2797,7 @@ export type TraceState = components['schemas']['TraceState'];
 export type TraceView = components['schemas']['TraceView'];
 export type TrainSpec = components['schemas']['TrainSpec'];
 export type UnitPlan = components['schemas']['UnitPlan'];
+export type UnreadableList = components['schemas']['UnreadableList'];
 export type Version = components['schemas']['Version'];
 export type WandbSpec = components['schemas']['WandbSpec'];
 export type WorldSpec = components['schemas']['WorldSpec'];

@@ -1,0 +1,84 @@
+"""A job's curve and output, where the store has not all of it: an agent brings the rest from storage."""
+
+import asyncio
+import time
+from typing import Final
+
+import structlog
+
+from services.contract.words.states import NodeState
+from services.controller.domain.errors import RecordsAwayError
+from services.controller.domain.job.job import Job
+from services.controller.ports.coordination import Ports
+
+PATIENCE_S: Final = 10.0
+"""So long a request waits for them, where the store has nothing of them."""
+IMPATIENCE_S: Final = 2.0
+"""The same where the store has some, which are answered then."""
+_LOOK_EVERY_S: Final = 0.05
+_log = structlog.get_logger()
+
+
+async def bring_back(ports: Ports, job: Job) -> None:
+    """Have the store hold all that is kept of a job's steps, metrics and output.
+
+    What it has is all there is to be told where no node lives, or where one does not answer in time.
+
+    Raises:
+        RecordsAwayError: The same, and it has nothing.
+    """
+    if job.fence == 0 or await _is_whole(ports, job.id):
+        return
+    why = await _bring(ports, job)
+    if why is not None and await ports.telemetry.is_empty(job.id):
+        raise RecordsAwayError(f"steps, metrics and output of {job.id} are in storage; {why}")
+
+
+async def bring_events_back(ports: Ports, job: Job) -> None:
+    """Have the store hold all of a job's events: they are told whole or not at all.
+
+    Raises:
+        RecordsAwayError: Storage has some of them, and no agent has brought them back yet.
+    """
+    if await ports.telemetry.lacks_events(job.id):
+        why = await _bring(ports, job)
+        if why is not None:
+            raise RecordsAwayError(f"the older events of {job.id} are in storage; {why}")
+
+
+async def _bring(ports: Ports, job: Job) -> str | None:
+    """Why nothing was brought back; None where all was."""
+    nodes = await living_nodes(ports)
+    if not nodes:
+        return "no node lives whose agent could read them: try again when one is back"
+    chosen = job.head_node if job.head_node in nodes else nodes[0]
+    if await _brought_back(ports, job, chosen):
+        return None
+    return f"the agent of {chosen} has not brought them back yet: ask again"
+
+
+async def _brought_back(ports: Ports, job: Job, node_id: str) -> bool:
+    telemetry = ports.telemetry
+    is_first = await telemetry.ask_back(job.id, job.fence, node_id)
+    has_some = not await telemetry.is_empty(job.id)
+    # Whom nobody answered is not waited for again by each request that has something to tell.
+    patience_s = (IMPATIENCE_S if is_first else 0.0) if has_some else PATIENCE_S
+    deadline = time.monotonic() + patience_s
+    while not await telemetry.put_together(job.id):
+        if time.monotonic() >= deadline:
+            _log.warning("records_not_back", job_id=job.id, node_id=node_id)
+            return False
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return True
+
+
+async def living_nodes(ports: Ports) -> list[str]:
+    """The ids of nodes that are ready and whose agents live."""
+    nodes = [node for node in await ports.nodes.nodes() if node.state == NodeState.READY]
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    return [n.id for n in nodes if n.id in leases and leases[n.id].incarnation == n.incarnation]
+
+
+async def _is_whole(ports: Ports, job_id: str) -> bool:
+    telemetry = ports.telemetry
+    return await telemetry.is_whole(job_id) or await telemetry.put_together(job_id)

@@ -1,0 +1,161 @@
+"""A job's curve and output between Redis and storage: closed when it has ended, brought back when asked.
+
+What is brought back is written beside what Redis has, into streams that the controller made and puts
+together: an agent may remove nothing of a job in Redis.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+from services.contract.messages.commands import CloseRecords, RecallRecords
+from services.contract.messages.facts import Fact, RecordsClosed
+from services.contract.redis import redis_keys
+from services.contract.system.cancellation import end_if_told
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.storage.record_files import (
+    EVENTS,
+    KINDS,
+    Entries,
+    EntryId,
+    Kind,
+    close,
+    read_entries,
+)
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD
+
+_AT_ONCE: Final = 1_000
+_PAUSE_S: Final = 1.0
+# An id far ahead would have all that Redis appends later numbered behind it.
+_AHEAD_MS: Final = 86_400_000
+_DONE: Final = """
+if redis.call('HGET', KEYS[1], 'asked') == ARGV[1] then
+  redis.call('HSET', KEYS[1], 'done', ARGV[1])
+end
+"""
+_log = structlog.get_logger()
+
+
+class RecordKeeper:
+    """Carries out ``CloseRecords`` and ``RecallRecords``.
+
+    Args:
+        redis: A client that does not retry.
+        node_id: Who reports.
+        root: The storage root.
+        journal: Of this life: what it holds is written first.
+    """
+
+    def __init__(self, redis: Redis, node_id: str, root: Path, journal: Journal) -> None:
+        self._redis = redis
+        self._node_id = node_id
+        self._root = root
+        self._journal = journal
+        self._done = redis.register_script(_DONE)
+
+    async def carry_out(self, command: CloseRecords | RecallRecords) -> Sequence[Fact]:
+        """Do what is commanded, and answer with what is to be told."""
+        if isinstance(command, CloseRecords):
+            return await self._close(command)
+        await self._recall(command)
+        return ()
+
+    async def _close(self, command: CloseRecords) -> Sequence[Fact]:
+        """Put all that there is of an ended job's records into its folder, compressed.
+
+        Redis is read too: it has what another node had not written yet when it was lost.
+        """
+        await self._journal.flush(command.job_id)
+        events_to = None
+        try:
+            for kind in (*KINDS.values(), EVENTS):
+                more = await self._in_redis(command.job_id, kind)
+                await asyncio.to_thread(close, self._root, command.job_id, kind, more)
+                events_to = str(max(more)) if kind is EVENTS and more else None
+        except OSError as error:  # Redis keeps them longer then
+            _log.warning("records_not_closed", job=command.job_id, why=str(error))
+            return ()
+        return (
+            RecordsClosed(
+                job_id=command.job_id,
+                fence=command.fence,
+                node_id=self._node_id,
+                events_to=events_to,
+            ),
+        )
+
+    async def close_older(self, job_id: str, fence: int) -> None:
+        """Put together what attempts before this one left, so that their files do not grow in number."""
+        await self._journal.flush(job_id)
+        try:
+            for kind in KINDS.values():
+                await asyncio.to_thread(close, self._root, job_id, kind, {}, before_fence=fence)
+        except OSError as error:  # they are read as they are
+            _log.warning("records_not_put_together", job=job_id, why=str(error))
+
+    async def _recall(self, command: RecallRecords) -> None:
+        """Bring back what storage has; whoever asked waits for it."""
+        job_id = command.job_id
+        if not await asyncio.to_thread((self._root / job_id).is_dir):
+            # It would be told that there is nothing, by a node whose storage is not mounted.
+            _log.warning("storage_has_no_such_job", job=job_id, root=str(self._root))
+            return
+        await self._journal.flush(job_id)
+        try:
+            for kind in (*KINDS.values(), EVENTS):
+                entries = await asyncio.to_thread(read_entries, self._root, job_id, kind)
+                await self._bring_back(kind.recalled(job_id), entries)
+            await self._done(keys=[redis_keys.recalled(job_id)], args=[command.asked])
+        except NoPermissionError as error:
+            _log.error("recall_refused", job=job_id, why=str(error), advice=RULES_ARE_OLD)
+        except (OSError, *REDIS_AWAY) as error:  # whoever asked may ask again
+            _log.warning("records_not_recalled", job=job_id, why=str(error))
+
+    async def _bring_back(self, key: str, entries: Entries) -> None:
+        latest_ms = time.time_ns() // 1_000_000 + _AHEAD_MS
+        fit = ((name, body) for name, body in entries.items() if name.time_ms < latest_ms)
+        while batch := tuple(itertools.islice(fit, _AT_ONCE)):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name, body in batch:
+                    told: Any = {redis_keys.MESSAGE_FIELD: body}
+                    pipe.xadd(key, told, id=str(name), nomkstream=True)
+                answers = await pipe.execute(raise_on_error=False)
+            for answer in answers:
+                # Of a command that was given twice, the first time has brought a part of it.
+                if isinstance(answer, Exception) and not _is_there(answer):
+                    raise answer
+
+    async def _in_redis(self, job_id: str, kind: Kind) -> Entries:
+        found: Entries = {}
+        start = "-"
+        while True:
+            end_if_told()
+            try:
+                rows: Any = await self._redis.xrange(kind.key(job_id), start, count=_AT_ONCE)
+            except NoPermissionError as error:
+                _log.error(
+                    "closing_refused", key=kind.key(job_id), why=str(error), advice=RULES_ARE_OLD
+                )
+                return {}
+            except ResponseError as error:  # of another type: what storage has is all there is
+                _log.warning("stream_unreadable", job=job_id, kind=kind.name, why=str(error))
+                return found
+            except REDIS_AWAY:
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            for name, fields in rows:
+                found[EntryId.parse(name)] = fields.get(redis_keys.MESSAGE_FIELD, "")
+            if len(rows) < _AT_ONCE:
+                return {name: body for name, body in found.items() if kind.is_one(body)}
+            start = f"({rows[-1][0]}"
+
+
+def _is_there(error: Exception) -> bool:
+    return isinstance(error, ResponseError) and "equal or smaller" in str(error)

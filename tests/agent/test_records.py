@@ -1,0 +1,139 @@
+"""A real agent appends what its gangs tell to storage, closes it, and brings it back."""
+
+import asyncio
+from typing import Any, Final
+
+import pytest
+
+from services.contract.messages.commands import CloseRecords, StopGang
+from services.contract.messages.facts import RecordsClosed
+from services.contract.messages.telemetry import StepRecord
+from services.contract.redis import redis_keys as keys
+from services.controller.adapters.redis import redis_ports
+from services.worker.agent.storage.record_files import (
+    LOGS,
+    STEPS,
+    read_entries,
+    records_folder,
+)
+from tests.agent.conftest import (
+    JOB,
+    NODE,
+    AgentProcess,
+    Controller,
+    StartAgent,
+    ended,
+    launch,
+    running,
+)
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+WITHIN_S: Final = 30.0
+
+
+def in_storage(agent: AgentProcess) -> dict[int, StepRecord]:
+    entries = read_entries(agent.checkpoint_root, JOB, STEPS).values()
+    records = [StepRecord.model_validate_json(body) for body in entries]
+    found = {record.step: record for record in records}
+    assert len(found) == len(records), "no step is there twice"
+    return found
+
+
+def ask_back(url: str, node_id: str = NODE) -> None:
+    async def ask() -> None:
+        async with redis_ports(url) as ports:
+            assert await ports.telemetry.ask_back(JOB, 1, node_id)
+
+    asyncio.run(ask())
+
+
+def put_together(url: str) -> bool:
+    async def look() -> bool:
+        async with redis_ports(url) as ports:
+            return await ports.telemetry.put_together(JOB)
+
+    return asyncio.run(look())
+
+
+def test_a_curve_survives_the_agent_that_is_killed_and_a_redis_that_is_wiped(
+    agent: AgentProcess, controller: Controller, start_agent: StartAgent, redis_url: str
+) -> None:
+    running(controller, lines=3)
+    until(lambda: len(in_storage(agent)) > 20, timeout_s=WITHIN_S)
+    kept = in_storage(agent)
+    agent.kill()
+    # As a crash in the middle of a write leaves it.
+    (part,) = records_folder(agent.checkpoint_root, JOB).glob("steps.*.jsonl")
+    with part.open("ab") as file:
+        file.write(b'{"id":"17')
+    second = start_agent()
+    ended(controller)
+    controller.open_job(fence=2)
+    controller.send(launch(2, 2, 5))
+    ended(controller, fence=2)
+    controller.client.flushall()
+    controller.open_job(fence=2)
+    until(lambda: controller.client.exists(keys.node_lease(NODE)), timeout_s=WITHIN_S)
+
+    ask_back(redis_url)
+    until(lambda: put_together(redis_url), timeout_s=WITHIN_S)
+    steps = controller.steps()
+    first = {record.step: record for record in steps if record.fence == 1}
+    assert kept.items() <= first.items()
+    assert len(first) == sum(record.fence == 1 for record in steps)
+    assert [record.step for record in steps if record.fence == 2] == [1, 2, 3, 4, 5]
+    assert {line.text for line in controller.logs()} >= {"line 0", "line 1", "line 2"}
+    # What one agent left is one file since the next attempt began.
+    folder = records_folder(second.checkpoint_root, JOB)
+    until(lambda: not list(folder.glob("steps.0001.*")), timeout_s=WITHIN_S)
+    assert (folder / "steps.jsonl.gz").is_file()
+
+
+def test_a_gang_that_floods_its_log_fills_no_more_than_redis_keeps(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    controller.send(launch(1, 2, 3, lines=30_000))
+    ended(controller)
+    controller.send(CloseRecords(job_id=JOB, fence=1))
+    controller.fact(RecordsClosed)
+    lines = read_entries(agent.checkpoint_root, JOB, LOGS)
+    assert len(lines) <= LOGS.kept
+    assert {path.name for path in records_folder(agent.checkpoint_root, JOB).iterdir()} == {
+        "logs.jsonl.gz",
+        "steps.jsonl.gz",
+    }
+
+
+def test_closing_again_and_what_came_between_is_one_curve(
+    agent: AgentProcess, controller: Controller
+) -> None:
+    for fence in (1, 2):
+        controller.open_job(fence)
+        controller.send(launch(fence, 2, 4))
+        ended(controller, fence)
+        controller.send(CloseRecords(job_id=JOB, fence=fence))
+        controller.fact(RecordsClosed, lambda fact, fence=fence: fact.fence == fence)  # type: ignore[misc] # a default
+    entries = read_entries(agent.checkpoint_root, JOB, STEPS)
+    rows: Any = controller.client.xrange(keys.job_steps(JOB))
+    assert [str(name) for name in entries] == [name for name, _ in rows]
+    assert list(entries.values()) == [fields[keys.MESSAGE_FIELD] for _, fields in rows]
+
+
+def test_a_node_whose_storage_has_no_such_job_does_not_say_that_there_is_nothing(
+    agent: AgentProcess, controller: Controller, redis_url: str
+) -> None:
+    running(controller)
+    until(lambda: len(in_storage(agent)) > 2, timeout_s=WITHIN_S)
+    gone = agent.checkpoint_root.with_name("not-mounted")
+    agent.checkpoint_root.rename(gone)
+    ask_back(redis_url)
+    until(lambda: "storage_has_no_such_job" in agent.log.read_text(), timeout_s=WITHIN_S)
+    assert not put_together(redis_url)
+    gone.rename(agent.checkpoint_root)
+    before = len(in_storage(agent))
+    # What could not be written meanwhile is written now.
+    until(lambda: len(in_storage(agent)) > before + 20, timeout_s=WITHIN_S)
+    steps = sorted(in_storage(agent))
+    assert steps == list(range(1, len(steps) + 1))
+    controller.send(StopGang(job_id=JOB, fence=1, mode="kill"))
