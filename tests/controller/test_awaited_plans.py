@@ -250,9 +250,9 @@ def test_a_defect_of_the_search_ends_the_plan_and_not_the_job() -> None:
         await office.looks()
         answer = answer_to(office.asked()[0])
         assert answer.profile is not None
-        # A unit that no trace knows of: nothing that a node of ours would tell.
+        # No root: nothing that a node of ours would tell.
         torn = answer.profile.__class__(
-            **{**vars(answer.profile), "parameters": answer.profile.parameters[:1]}
+            **{**vars(answer.profile), "modules": answer.profile.modules[1:]}
         )
         await office.hears(answer.model_copy(update={"profile": torn}))
         office.now += 30_000

@@ -92,6 +92,7 @@ def check_together(ctx: RankContext) -> None:
             assert all(param.grad is not None for param in model.get_submodule(name).parameters())
     train(model, ["first"])
     log = desync._logs[ctx.mesh.get_group(0)]
+    assert log is not None
     surprises = log.surprises
     train(model, ["first"])
     assert log.surprises == surprises
@@ -109,6 +110,7 @@ def check_slow(ctx: RankContext) -> None:
         # Until the other has lost patience and told what it waits for.
         group = ctx.mesh.get_group(0)
         log = desync._logs[group]
+        assert log is not None
         late = desync._key(group, log, 0, log.count + 1)
         store.wait([late, _Told.KEY], timedelta(seconds=30))
     train(model, ["first", "twin"])

@@ -283,7 +283,6 @@ def check_overlap(ctx: RankContext) -> None:
     for step in range(2):
         board.events.clear()
         torch.autograd.backward(on_own_tokens(ctx)(model, step))
-        assert model.blocks[-1].down.weight.grad is not None
     averages = [place for place, each in enumerate(board.events) if each[1] == "dp_replicate"]
     issues, ends = averages[::2], averages[1::2]
     assert [board.events[place][0] for place in issues] == ["issue"] * len(issues)
