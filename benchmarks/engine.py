@@ -1,12 +1,16 @@
 """How long a step takes with each engine, side by side in one run.
 
-    python -m benchmarks.engine [--ranks 2] [--rounds 15] [--shapes tiny ...] [--optimizer default] [--hosts 2]
+    python -m benchmarks.engine [--ranks 2] [--rounds 7] [--shapes tiny ...] [--optimizer default] [--hosts 2]
+    python -m benchmarks.engine --full
 
 The ranks train one model by each way in turns, a step at a time, with AdamW: without any communication (each
 rank alone: the limit), DDP, PyTorch's FSDP2, and `fsdp_core` over the process group and in shared memory.
 Printed are median milliseconds of rank 0, and how many times as fast as FSDP2 each way was: the median
 over rounds of the two steps of a round, and the range in which half of the rounds lie. The losses of all
 sharded ways are compared; on two ranks they are equal.
+
+`--full` runs it on two ranks with both optimizers, on four as two hosts, then `benchmarks.engine_costs`.
+`--chart` prints a chart of the ratios besides, in Mermaid's language.
 
 With `--hosts` the ranks are divided into so many parts that share no memory with each other, and another way
 exchanges through memory within a part and by gloo between them; both are on this machine, so that the
@@ -18,8 +22,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -238,6 +243,20 @@ def _table(name: str, seconds: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
+def _chart(shapes: Sequence[str], speed_ups: dict[str, list[float]]) -> str:
+    """Bars of one copy for all ranks, and a line of the limit, by shape."""
+
+    def row(way: str) -> str:
+        return ", ".join(f"{ratio:.2f}" for ratio in speed_ups[way])
+
+    names = ", ".join(f'"{shape}"' for shape in shapes)
+    return (
+        "```mermaid\nxychart-beta\n"
+        f'  title "times as fast as FSDP2: shared storage (bars), no communication (line)"\n'
+        f"  x-axis [{names}]\n  bar [{row('ours, shared storage')}]\n  line [{row('no communication')}]\n```\n"
+    )
+
+
 def _rank(rank: int, world: int, port: int, chosen: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -259,6 +278,8 @@ def _rank(rank: int, world: int, port: int, chosen: argparse.Namespace) -> None:
         sys.stdout.write("geometric mean over shapes, times as fast as FSDP2\n")
         for way, ratios in speed_ups.items():
             sys.stdout.write(f"  {way:<22} {statistics.geometric_mean(ratios):.2f}\n")
+        if chosen.chart:
+            sys.stdout.write(_chart(chosen.shapes, speed_ups))
         sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # the tear-down of gloo's threads aborts now and then
@@ -268,7 +289,7 @@ def main() -> None:
     """Starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help="steps by each way, after warm-up")
+    parser.add_argument("--rounds", type=int, default=7, help="steps by each way, after warm-up")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument(
         "--optimizer",
@@ -279,7 +300,21 @@ def main() -> None:
     parser.add_argument(
         "--hosts", type=int, default=1, help="parts of the machine to count as hosts"
     )
+    parser.add_argument("--chart", action="store_true", help="print a chart, too")
+    parser.add_argument("--full", action="store_true", help="everything; takes half an hour")
     chosen = parser.parse_args()
+    if not chosen.full:
+        _run(chosen)
+        return
+    for ranks, optimizer, hosts in ((2, "fused", 1), (2, "default", 1), (4, "fused", 2)):
+        sys.stdout.write(f"\n{ranks} ranks, {optimizer} AdamW\n")
+        sys.stdout.flush()
+        own = {**vars(chosen), "ranks": ranks, "optimizer": optimizer, "hosts": hosts}
+        _run(argparse.Namespace(**own))
+    subprocess.run([sys.executable, "-m", "benchmarks.engine_costs"], check=True)
+
+
+def _run(chosen: argparse.Namespace) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(  # type: ignore[no-untyped-call]  # PyTorch's
         _rank,

@@ -15,7 +15,7 @@ import gc
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
@@ -44,7 +44,6 @@ _SHARD: dict[str, Callable[..., object]] = {
 
 @contextmanager
 def _one_rank_of(world: int) -> Iterator[DeviceMesh]:
-    torch.set_num_threads(1)  # others would wait in a loop, which CPU time counts
     if world == 1:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -91,18 +90,19 @@ def _sharded(
     return model
 
 
-def _cpu_seconds(step: Callable[[], object], rounds: int) -> float:
-    """Median CPU time of a step."""
-    taken = []
+def _cpu_seconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median CPU time of each step; they are done in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
     gc.disable()
     for turn in range(_WARM_UP + rounds):
-        began = process_time()
-        step()
-        if turn >= _WARM_UP:
-            taken.append(process_time() - began)
+        for name, step in steps.items():
+            began = process_time()
+            step()
+            if turn >= _WARM_UP:
+                taken[name].append(process_time() - began)
     gc.enable()
-    return statistics.median(taken)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def _backward_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
@@ -121,13 +121,14 @@ def python_time(rounds: int) -> None:
     for world in (1, 8):
         with _one_rank_of(world) as mesh:
             tokens = torch.randint(256, (shape.batch, shape.length))
-            own: dict[str, float] = {}
+            steps: dict[str, Callable[[], object]] = {}
             for name, shard in (("unsharded", None), *_SHARD.items()):
                 torch.manual_seed(0)
                 model = WAYS["no communication"](shape, mesh)
                 if shard is not None:
                     _sharded(model, model.blocks, shard, mesh)  # type: ignore[arg-type]  # a list
-                own[name] = _cpu_seconds(_backward_of(model, tokens), rounds)
+                steps[name] = _backward_of(model, tokens)
+            own = _cpu_seconds(steps, rounds)
             cost = {name: 1e6 * (own[name] - own["unsharded"]) / shape.blocks for name in _SHARD}
             ratio = cost["ours"] / cost["FSDP2"]
             where = "process group of one rank" if world == 1 else f"one rank of {world}"
@@ -154,7 +155,7 @@ def growth(rounds: int) -> None:
                     model = Stack(units, params, ranks)
                     _sharded(model, model.units, shard, mesh)
                     step = _backward_of(model, torch.ones(1, requires_grad=True))
-                    points.append((size, _cpu_seconds(step, rounds)))
+                    points.append((size, _cpu_seconds({name: step}, rounds)[name]))
             row = "  ".join(f"{size}: {1e3 * seconds:.1f}" for size, seconds in points)
             echo(f"  {figure:<21} {name:<6} {row}  exponent {_exponent(points):.2f}")
 
@@ -244,7 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2, help="of `memory`")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # others would wait in a loop, which CPU time counts
     if "python" in chosen.kinds:
         python_time(chosen.rounds)
     if "growth" in chosen.kinds:

@@ -13,6 +13,8 @@ from fsdp_core.comm import Stream, Ticket, keep_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fsdp_core.comm import Collectives, CommContext
 
 
@@ -60,6 +62,13 @@ class PlainGroup(Protocol):
 
     def fill(self, rows: torch.Tensor) -> None:
         """Makes the parameters whole from (ranks, elements)."""
+
+
+class WholeGroup(PlainGroup, Protocol):
+    """The same of one rank, whose slices are the parameters."""
+
+    def fill_alone(self) -> None:
+        """Makes the parameters whole."""
 
 
 class Gathered(Protocol):
@@ -209,6 +218,43 @@ class PendingGather:
         self._comm.hold_gathered(buffer, self._comm.streams.record_event(Stream.COMPUTE))
         if not is_kept:
             self._comm.let_go_gathered()
+
+
+class LocalGather:
+    """A gather of one rank, which has all there is: it copies once, where it lands.
+
+    Args:
+        plan: Of the parameters.
+        comm: Counts.
+        axis_name: Under which it is counted.
+        anew: Starts a gather that asks each parameter, if the plan does not hold by then.
+    """
+
+    def __init__(
+        self,
+        plan: WholeGroup,
+        comm: CommContext,
+        axis_name: str,
+        anew: Callable[[], PendingGather],
+    ) -> None:
+        self._plan = plan
+        self._comm = comm
+        self._axis_name = axis_name
+        self._anew = anew
+        self._sequence = comm.counts.issue(axis_name)
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Fills the unsharded parameters, on the compute stream."""
+        self.drop()
+        if self._plan.is_current:
+            self._plan.fill_alone()
+        else:
+            self._anew().land()
+
+    def drop(self) -> None:
+        """Forgets it: the prefetch was a wrong guess."""
+        self._comm.counts.complete(self._axis_name, self._sequence)
 
 
 def _inputs_of(param: Gathered) -> _Inputs:

@@ -97,6 +97,7 @@ class GroupPlan:
 
     Attributes:
         slices: What a gather sends; None if each parameter has to be asked.
+        is_all_here: Whether this rank's slices are the whole parameters.
     """
 
     def __init__(self, params: Sequence[FSDPParam], rank: int) -> None:
@@ -119,6 +120,13 @@ class GroupPlan:
                     self._tables.append((table, name, forms.sharded, forms.whole))
         self._memory = WholeMemory(self._unsharded)
         self.slices = _SlicesToSend.of(params, self._unsharded)
+        is_alone = all(param.slicing.parts == 1 and param.slicing.leads for param in params)
+        self.is_all_here = is_alone and not any(param.is_offloaded for param in params)
+        self._own = [param.send_data for param in params] if self.is_all_here else []
+        self._wholes = [
+            whole.flat[: slices.numel()]
+            for whole, slices in zip(self._unsharded, self._own, strict=False)
+        ]
         self._known_grads: dict[tuple[int, ...], PlainGrads] = {}
 
     @classmethod
@@ -160,6 +168,10 @@ class GroupPlan:
             raise StateError("Parameters of several dtypes have no row in common.")
         self._memory.fill(partial(self.slices.copy_out, rows))
 
+    def fill_alone(self) -> None:
+        """Makes the parameters whole from this rank's slices, where these are all."""
+        self._memory.fill(partial(torch_private.foreach_copy, self._wholes, self._own))
+
     def take_grads(self, *, is_agreed: bool) -> GradBatch | None:
         """Removes all whole gradients.
 
@@ -177,7 +189,11 @@ class GroupPlan:
             if grad is None:
                 if forms.param.may_have_grad:
                     return None
-            elif type(grad) is not torch.Tensor or (grads and grad.dtype != grads[0].dtype):
+            elif (
+                type(grad) is not torch.Tensor
+                or (grads and grad.dtype != grads[0].dtype)
+                or grad.layout is not torch.strided
+            ):
                 return None
             else:
                 grads.append(grad)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fsdp_core.comm import HostwiseCollectives, Stream, collectives_on, host_axes_of
 from fsdp_core.errors import MetaParameterError, OffloadError
 from fsdp_core.options import GroupOptions
-from fsdp_core.param.gather import Gathered, PendingGather
+from fsdp_core.param.gather import Gathered, LocalGather, PendingGather
 from fsdp_core.param.grads import GradBatch, PartialReduce, batches_of
 from fsdp_core.param.group_plan import GroupPlan
 from fsdp_core.param.owned import OwnedParam, OwnedSection, sections_of
-from fsdp_core.param.reduce import PendingReduce, ReduceRoute
+from fsdp_core.param.reduce import LocalReduce, PendingReduce, ReduceRoute
 from fsdp_core.param.shared_gather import SharedGather, SharedSlices
 from fsdp_core.param.shared_reduce import SharedReducer
 from fsdp_core.param.unsharded import UnshardedParam
@@ -78,7 +79,7 @@ class FSDPParamGroup:
         self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
-        self._gather: PendingGather | SharedGather | None = None
+        self._gather: PendingGather | LocalGather | SharedGather | None = None
         self._shared_slices: SharedSlices | None = None
         self._shared_reducer: SharedReducer | None = None
         self._hostwise: HostwiseCollectives | None = None
@@ -148,14 +149,15 @@ class FSDPParamGroup:
             self._gather = SharedGather.issue(shared, comm, self.info.shard.name, label=self._label)
             return
         mesh, senders = self._gathered_over
-        self._gather = PendingGather.issue(
-            senders,
-            self._axis_of(mesh),
-            self.info.device,
-            comm,
-            label=self._label,
-            plan=None if self._is_post_forward else self._current_plan,
+        axis = self._axis_of(mesh)
+        plan = None if self._is_post_forward else self._current_plan
+        issue = partial(
+            PendingGather.issue, senders, axis, self.info.device, comm, label=self._label
         )
+        if plan is not None and plan.is_all_here and axis.group is None:
+            self._gather = LocalGather(plan, comm, axis.name, partial(issue, plan=None))
+        else:
+            self._gather = issue(plan=plan)
 
     def _axis_of(self, mesh: DataParallelMeshInfo) -> Collectives:
         strategy = self.options.all_gather
@@ -339,11 +341,13 @@ class FSDPParamGroup:
         batch = plan.take_grads(is_agreed=is_agreed)
         return None if batch is None else [batch]
 
-    def issue_reduce(self, batch: GradBatch, comm: CommContext) -> PendingReduce:
+    def issue_reduce(self, batch: GradBatch, comm: CommContext) -> PendingReduce | LocalReduce:
         """Starts the reduction of a batch from `take_grads`."""
         label, route = self._label, self._route
         if route is None or route.options != self.options or route.label != label:
             route = self._route = self._new_route(label)
+        if LocalReduce.suits(batch, route):
+            return LocalReduce(batch, route, comm)
         return PendingReduce.issue(batch, route, comm)
 
     def _new_route(self, label: str) -> ReduceRoute:

@@ -341,6 +341,53 @@ class PendingReduce:
         return [bool(flag) for flag in (flags != 0).tolist()]
 
 
+class LocalReduce:
+    """A reduction of one rank, which has all there is: whole gradients are those of the slices.
+
+    Args:
+        batch: For which `suits` holds.
+        route: Options and counts.
+        comm: Counts.
+    """
+
+    def __init__(self, batch: GradBatch, route: ReduceRoute, comm: CommContext) -> None:
+        self._batch = batch
+        self._axis_name = route.shards.name
+        self._sequence = comm.counts.issue(self._axis_name)
+
+    @staticmethod
+    def suits(batch: GradBatch, route: ReduceRoute) -> bool:
+        """Whether nothing else is to be done than to give each parameter its gradient."""
+        options, reduction = route.options, route.reduction(batch.reduce_dtype)
+        return (
+            batch.plain is not None
+            and not batch.is_agreed
+            and route.shards.group is None
+            and route.replicas.size == 1
+            and options.all_reduce_grads
+            and options.all_reduce_hook is None
+            and reduction.pre_divide == reduction.post_divide == 1
+            and route.partial.is_empty
+            # Who goes backward through a gradient keeps it; nobody else may add to it then.
+            and not any(grad.requires_grad for grad in batch.grads)
+            and all(each.leads and each.parts == 1 for each in batch.plain.slicings)
+        )
+
+    @torch.no_grad()
+    def land(self, comm: CommContext) -> None:
+        """Gives the gradients, on the compute stream, where they were made."""
+        comm.land_averages()
+        self.drop(comm)
+        params = self._batch.plain.params if self._batch.plain is not None else ()
+        for param, grad in zip(params, self._batch.grads, strict=True):
+            param.add_own_grad(grad.to(self._batch.reduce_dtype), comm, Stream.COMPUTE)
+        self._batch.grads.clear()
+
+    def drop(self, comm: CommContext) -> None:
+        """Forgets it."""
+        comm.counts.complete(self._axis_name, self._sequence)
+
+
 class _PendingAverage:
     """An all-reduce over replicas in flight, which the host has to wait for."""
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard
+from fsdp_core import FSDPModule, MixedPrecisionPolicy, SharedMemoryPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import groups_of
 
@@ -142,3 +142,24 @@ def compare_with_replicas(
     groups = list(groups_of(ours))
     assert groups
     assert all(group._plan is not None for group in groups)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_one_rank_copies_parameters_once_and_gradients_never(
+    gangs: Gangs, param_dtype: torch.dtype | None
+) -> None:
+    gangs(1).run(check_one_rank, param_dtype)
+
+
+def check_one_rank(ctx: RankContext, param_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5)).to(ctx.device)
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=ctx.mesh, mp_policy=policy)
+    for each in (1, 2):
+        with torch.profiler.profile() as profile:
+            torch.autograd.backward(model(ctx.batch(each, 3, 7)).float().square().mean())
+    operators = {event.name for event in profile.events()}
+    assert not operators & {"aten::cat", "aten::_chunk_cat", "aten::split_with_sizes_copy"}
+    # Two units: one whole before forward, and the layer anew before backward.
+    assert sum(event.name == "aten::_foreach_copy_" for event in profile.events()) == 3

@@ -97,6 +97,7 @@ def estimate(
         mesh.dp_shard,
         mesh.dp_replicate,
         is_host=is_host,
+        splits=mesh.tp > 1,
         has_gloo=is_host and not only_tensors,
         shard_rank=shard_rank,
     )

@@ -6,7 +6,7 @@ order and window, so that what is allocated together there is counted together h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,11 +30,13 @@ class Placement:
         is_host: Whether models compute on the host, so that offloading moves nothing.
         has_gloo: Whether gloo communicates, which has memory of its own while it does.
         shard_rank: The rank's place among those that share a parameter.
+        splits: Whether matrices are split between ranks besides.
     """
 
     shards: int
     replicas: int
     is_host: bool
+    splits: bool = False
     has_gloo: bool = False
     shard_rank: int = 0
 
@@ -51,6 +53,7 @@ class _Group:
     unsharded: int = 0
     is_lent: bool = False
     from_part: bool = False
+    keeps_grads: bool = False
 
 
 @dataclass
@@ -73,6 +76,7 @@ class _Reduction:
     offloads: bool
     box: int | None = None  # in which others find their parts, if memory is shared
     wholes: int = 0  # gradients of which this rank's own part is a view
+    is_local: bool = False  # one rank's, whose whole gradients are those of its slices
 
 
 class Timeline:
@@ -206,7 +210,7 @@ class Timeline:
             if unit.state != "post_backward" or is_lent:
                 self._post_backward(unit, reached=unit.state == "pre_backward")
         for reduction in self._window.drain():
-            self._land_reduction(reduction)
+            self._land_any(reduction)
         self.segments.end_backward()
         for unit in self._units:
             self._drop(unit)
@@ -238,13 +242,44 @@ class Timeline:
                 taken.setdefault(param.reduces_as, []).append(param)
         if not group.holders:
             self._reshard(group)
+        keeps, group.keeps_grads = group.keeps_grads, False
+        if not keeps and self._reduces_alone(group.share, taken):
+            (params,) = taken.values()
+            self._reduce_alone(params, group.share)
+            return
         for params in taken.values():
-            for landed in self._window.room_for_one():
-                self._land_reduction(landed)
+            self._make_room()
             flags = len(params) if agrees else 0
             self._window.admit(self._issue_reduction(params, flags, group.share))
 
+    def _is_local(self, share: UnitShare) -> bool:
+        """Whether this rank's slices are the whole parameters."""
+        is_alone = self._placement.shards == 1 and not self._placement.splits
+        return is_alone and not share.unit.plan.offload and all(p.slicing.leads for p in share.own)
+
+    def _reduces_alone(self, share: UnitShare, taken: Mapping[str, Sequence[ParamShare]]) -> bool:
+        """Whether whole gradients are those of the slices; not where each parameter has to be asked."""
+        count = sum(map(len, taken.values()))
+        has_all = count == sum(param.facts.requires_grad for param in share.own)
+        return self._is_local(share) and self._placement.replicas == 1 == len(taken) and has_all
+
+    def _reduce_alone(self, params: Sequence[ParamShare], share: UnitShare) -> None:
+        self._make_room()
+        wholes = sum(self._grads.pop(param.place) for param in params)
+        is_cast = any({p.compute, p.reduce} != {p.facts.itemsize} for p in params)
+        grads = sum(self._ledger.taken_by(p.slicing.row * p.facts.itemsize) for p in params)
+        self._window.admit(
+            _Reduction(
+                0, 0, 0, grads, is_cast, share.unit.plan.offload, wholes=wholes, is_local=True
+            )
+        )
+
+    def _make_room(self) -> None:
+        for landed in self._window.room_for_one():
+            self._land_any(landed)
+
     def _keep_grads(self, group: _Group) -> None:
+        group.keeps_grads = True
         for param in group.share.own:
             if param.place in self._grads and param.reduce != param.compute:
                 if param.place not in self._sums:
@@ -327,6 +362,12 @@ class Timeline:
         """Two segments of a ring, which is how gloo reduces."""
         return 2 * min(_RING_SEGMENT, -(-nbytes // (2 * ranks)))
 
+    def _land_any(self, reduction: _Reduction) -> None:
+        if reduction.is_local:
+            self._land_alone(reduction)
+        else:
+            self._land_reduction(reduction)
+
     def _land_reduction(self, reduction: _Reduction) -> None:
         ledger, replicas = self._ledger, self._placement.replicas
         if reduction.box is not None:
@@ -351,6 +392,13 @@ class Timeline:
                 ledger.free("communication", reduction.result)
         if reduction.offloads and not self._placement.is_host:
             ledger.free("gradients", own)
+
+    def _land_alone(self, reduction: _Reduction) -> None:
+        if reduction.is_cast:
+            self._ledger.shift("gradients", reduction.grads)
+        self._ledger.free("whole_gradients", reduction.wholes)
+        if not reduction.is_cast:
+            self._ledger.shift("gradients", reduction.wholes)
 
     def _free_grads(self, params: Iterable[ParamShare]) -> None:
         for param in params:
@@ -382,7 +430,7 @@ class Timeline:
         row = share.gather_row(from_smaller=from_part)
         self._traffic.all_gather(row, ranks, share.shared, share.copied_row)
         group.state, group.from_part = "gathering", from_part
-        if share.shared != "none":
+        if share.shared != "none" or self._is_local(share):
             return  # rows are copied from where they lie
         held = 0
         if share.unit.plan.offload and not self._placement.is_host and not from_part:
