@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import MixedPrecisionPolicy, SharedMemoryPolicy, fully_shard
@@ -91,28 +91,6 @@ def is_hostwise(model: nn.Module) -> bool:
 
 
 # -- Numbers
-
-
-@pytest.mark.parametrize("world", [4, 6])
-def test_losses_are_those_of_the_process_group(gangs: Gangs, world: int) -> None:
-    gangs(world).run(check_losses)
-
-
-def check_losses(ctx: RankContext) -> None:
-    policy = policy_on(ctx, "aabb" if ctx.world == 4 else "aabbcc")
-    model = sharded(ctx, policy)
-    assert is_hostwise(model)
-    assert close(train(ctx, model), train(ctx, sharded(ctx, None)))
-
-
-def test_three_ranks_of_a_host_add_in_their_order(gangs: Gangs) -> None:
-    gangs(6).run(check_three)
-
-
-def check_three(ctx: RankContext) -> None:
-    model = sharded(ctx, policy_on(ctx, "aaabbb"))
-    assert is_hostwise(model)
-    assert close(train(ctx, model), train(ctx, sharded(ctx, None)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -194,19 +172,6 @@ def local_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
         name: each.grad.to_local() if isinstance(each.grad, DTensor) else None
         for name, each in model.named_parameters()
     }
-
-
-def test_replicas_average_between_groups_on_several_hosts() -> None:
-    gang = Gang(8, "cpu")
-    gang.run(check_replicas)
-    gang.close()
-
-
-def check_replicas(ctx: RankContext) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
-    models = [sharded(ctx, policy, mesh=mesh) for policy in (policy_on(ctx, "aabbccdd"), None)]
-    assert is_hostwise(models[0])
-    assert close(*(train(ctx, model) for model in models))
 
 
 def test_wrong_guesses_of_what_comes_next_and_exceptions_leave_ranks_in_step(gangs: Gangs) -> None:
@@ -327,3 +292,17 @@ def check_skipped(ctx: RankContext) -> str:
     with pytest.raises(DesyncError) as caught:
         train_out_of_step(ctx, model, "twin")
     return str(caught.value)
+
+
+# -- More ranks, for which a gang of its own size is started
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aabbcc", "aaabbb"])
+def test_losses_are_those_of_the_process_group(gangs: Gangs, hosts: str) -> None:
+    gangs(len(hosts)).run(check_losses, hosts)
+
+
+def check_losses(ctx: RankContext, hosts: str) -> None:
+    model = sharded(ctx, policy_on(ctx, hosts))
+    assert is_hostwise(model)
+    assert close(train(ctx, model), train(ctx, sharded(ctx, None)))
