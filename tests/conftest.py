@@ -23,6 +23,7 @@ LONGEST = (
     "test_gangs_over_nodes.py",
     "test_faults.py",
     "test_example.py",
+    "test_records.py",
     "test_probes.py",
     "test_rank_user.py",
     "test_stack.py",
