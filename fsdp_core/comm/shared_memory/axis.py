@@ -223,6 +223,25 @@ class SharedMemoryAxis:
 
     # -- Waiting
 
+    def raise_if_ended(self, what: str) -> None:
+        """Looks whether all other ranks still run.
+
+        Args:
+            what: For the message: what this rank is doing.
+
+        Raises:
+            PeerError: A rank has ended.
+        """
+        for peer in self.peers.others:
+            if peer.has_ended:
+                raise self._ended(peer.rank, what)
+
+    def _ended(self, rank: int, what: str) -> PeerError:
+        return PeerError(
+            f"Rank {rank} of group {self.peers.name!r} ended while rank {self.rank} waited "
+            f"for it in the {what}. Look at its log for why."
+        )
+
     def _await(self, rank: int, counters: Counters, index: int, value: int, what: str) -> None:
         if counters.has_reached(index, value) or counters.wait(index, value, _LOOK_S):
             return
@@ -233,10 +252,7 @@ class SharedMemoryAxis:
             self._compare(rank, self._started)  # it may never start what is waited for
             # What it did before it ended counts.
             if peer.has_ended and not counters.has_reached(index, value):
-                raise PeerError(
-                    f"Rank {rank} of group {self.peers.name!r} ended while rank {self.rank} waited "
-                    f"for it in the {what}. Look at its log for why."
-                )
+                raise self._ended(rank, what)
             if waited > GIVEN_UP_AFTER_S:
                 raise PeerError(
                     f"Rank {rank} of group {self.peers.name!r} has not taken part in the {what} for "

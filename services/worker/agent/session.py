@@ -161,7 +161,7 @@ class Session:
                 await self._beat_once()
             except REDIS_AWAY as error:
                 self._lost(str(error))
-                await asyncio.sleep(BEAT_S)  # no more: the lease hangs on it
+                await asyncio.sleep(BEAT_S)  # a longer pause could let the lease expire
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):

@@ -1,7 +1,7 @@
-"""Who would have to leave for a gang to run: tried slot by slot, never summed up.
+"""Which jobs to preempt so that a gang can run: found by placing it, not by counting free slots.
 
-Seats that are free on different nodes do not add up for a gang whose ranks come in groups, so a
-sum may promise room that is none, and jobs would be drained in vain.
+Free slots on different nodes do not add up for a gang whose ranks must be placed in groups. A count
+could promise a place that does not exist, and jobs would be preempted for nothing.
 """
 
 from collections import Counter
@@ -54,8 +54,8 @@ def smallest_sufficient(
 ) -> tuple[Occupant, ...]:
     """Few occupants whose leaving ``suffices``; the least important, then the youngest.
 
-    Where all slots count alike they are the fewest; in any case none of them leaves in vain. Empty
-    if all of them do not suffice, or nobody has to leave.
+    If all slots are alike, no smaller set suffices. Without any one of those returned, the rest would
+    not suffice. Empty if all occupants together do not suffice, or if nobody has to leave.
     """
     largest = sorted(occupants, key=lambda h: (-h.slots, h.job.id))
     count = next((n for n in range(len(largest) + 1) if suffices(largest[:n])), 0)

@@ -1,1 +1,1 @@
-"""What is seen of ranks from outside: boards, output, arrivals, hangs; and the beat that tells it."""
+"""What the agent observes of its ranks (boards, output, arrivals, hangs), and the heartbeat that reports it."""
