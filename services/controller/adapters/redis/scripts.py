@@ -3,10 +3,15 @@
 import re
 from typing import Final
 
+from services.contract.redis import redis_keys
+
 _COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
+# Asked about a command without its arguments, Redis 7.0 reads beyond them, and may crash.
 _CHECK_RIGHTS: Final = """
-for _, name in ipairs({%s}) do
-  if redis.acl_check_cmd and not redis.acl_check_cmd(name) then
+local asked = {XGROUP = {'CREATE', KEYS[1], 'x', '$'}, PUBLISH = {'%(channel)s', ''}, TIME = {}}
+for _, name in ipairs({%(names)s}) do
+  local with = asked[name] or {KEYS[1], KEYS[1], KEYS[1]}
+  if redis.acl_check_cmd and not redis.acl_check_cmd(name, unpack(with)) then
     return redis.error_reply('NOPERM this user may not run ' .. name)
   end
 end
@@ -19,8 +24,8 @@ def checked(script: str) -> str:
     Redis takes nothing back of a script that it stops half-way. What else it refuses (no memory, a
     replica, a disk) it refuses at a script's first write.
     """
-    names = sorted(set(_COMMAND.findall(script)))
-    return _CHECK_RIGHTS % ", ".join(f"'{name}'" for name in names) + script
+    names = ", ".join(f"'{name}'" for name in sorted(set(_COMMAND.findall(script))))
+    return _CHECK_RIGHTS % {"names": names, "channel": redis_keys.WAKE} + script
 
 
 _REFUSE_DEPOSED: Final = """
