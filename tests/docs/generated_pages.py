@@ -166,7 +166,7 @@ def _type(field: Mapping[str, Any]) -> str:
             said = " or ".join(f"`{one}`" for one in choices)
         case {"type": "array"}:
             said = f"list of {_type(field.get('items', {}))}"
-        case {"type": "object", "additionalProperties": {**inner}} if inner:
+        case {"type": "object", "additionalProperties": inner} if inner not in (True, False, {}):
             said = f"mapping to {_type(inner)}"
         case {"type": "object"}:
             said = "mapping"
