@@ -1,6 +1,6 @@
 """The page on a job's life says what the table of states says.
 
-Write it anew with ``python -m tests.docs.test_lifecycle_page``.
+Regenerate it with ``python -m tests.docs.test_lifecycle_page``.
 """
 
 from pathlib import Path
