@@ -27,7 +27,7 @@ FLOORS := $(BIN)/lint-imports --no-cache
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types floors tests chaos format dashboard clean
+.PHONY: help run up install test test-full lint types floors tests chaos format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,13 +72,16 @@ format: $(TESTABLE) ## Put the code into its style
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
+docs: $(TESTABLE) ## Build the documentation site into .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 dashboard: ## Rebuild the dashboard's bundle (needs Node)
 	npm --prefix services/controller/dashboard ci --no-audit --no-fund
 	npm --prefix services/controller/dashboard run types
 	npm --prefix services/controller/dashboard run build
 
 clean: ## Remove what this Makefile made, the jobs' checkpoints included
-	rm -rf .venv .meshloom
+	rm -rf .venv .meshloom .site
 
 $(BIN)/python:
 	@echo "setting up .venv (once; torch is the large part)"
