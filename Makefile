@@ -1,5 +1,5 @@
 # Two commands matter: `make run` trains the example on two ranks, `make test` passes the tests.
-# Everything lives in .venv and .meshloom below this folder; delete both to begin anew.
+# Everything lives in .venv and .meshloom below this folder; delete both to start over.
 
 PYTHON ?= python3
 # Which torch to install. Any pip requirement: TORCH='torch==2.12.0', a wheel's path, and so on.
@@ -23,7 +23,7 @@ TESTABLE := .venv/.testable-$(CHOICE)
 
 TYPES := $(BIN)/mypy
 FLOORS := $(BIN)/lint-imports --no-cache
-# They start some hundred processes, each of which would compile our sources anew.
+# They start some hundred processes, each of which would compile our sources again.
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
@@ -50,9 +50,11 @@ test: lint ## Lint, types, floors and all tests
 test-full: override PYTEST_OPTIONS += --grid=full
 test-full: test ## The same with every cell of the engine's grid and the whole example
 
-lint: $(TESTABLE) ## Style
+lint: $(TESTABLE) ## Style of code and of words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/typos
+	$(BIN)/proselint check README.md docs
 
 types: $(TESTABLE) ## mypy --strict
 	$(TYPES)

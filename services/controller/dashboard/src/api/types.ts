@@ -317,7 +317,7 @@ export interface components {
          *
          *     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
          *     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
-         *     the validation loss; without one the clone begins anew.
+         *     the validation loss; without one the clone starts over.
          */
         CloneRequest: {
             /** From Checkpoint */
@@ -362,7 +362,7 @@ export interface components {
         };
         /**
          * DiagnosisView
-         * @description What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+         * @description What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
          *
          *     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
          *     made of running ranks. ``stacks`` are there where ranks were looked into.
