@@ -55,9 +55,11 @@ def configuration_page() -> str:
     ]
     lines += [
         "",
-        "What a job may import from `MESHLOOM_USER_PATH`, and what from elsewhere: "
-        "[your own training](your-own-training.md#your-code). Who may name which entry points, and "
-        "where secrets lie: [security](security.md).",
+        (
+            "What a job may import from `MESHLOOM_USER_PATH`, and what from elsewhere: "
+            "[your own training](your-own-training.md#your-code). Who may name which entry points, and "
+            "where secrets lie: [security](security.md)."
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -70,9 +72,11 @@ def spec_page() -> str:
         "# Job spec",
         "",
         _MADE.format("the models of `services/contract/jobs`"),
-        "YAML for people, the same as JSON over REST. Unknown fields are refused. "
-        "`meshloom init` writes a spec to begin with; "
-        "[your own training](../your-own-training.md) explains models, data and scripts.",
+        (
+            "YAML for people, the same as JSON over REST. Unknown fields are refused. "
+            "`meshloom init` writes a spec to begin with; "
+            "[your own training](../your-own-training.md) explains models, data and scripts."
+        ),
     ]
     for title, part in {"JobSpec": schema, **parts}.items():
         head = "The job" if title == "JobSpec" else f"`{title}`"
@@ -106,10 +110,12 @@ def rest_page() -> str:
         "# REST API",
         "",
         _MADE.format("the API's OpenAPI description"),
-        "The running controller serves the whole description, with every field of requests and "
-        "answers, at `/v1/openapi.json`. `MESHLOOM_TOKEN` travels as `Authorization: Bearer`. "
-        "Errors are `application/problem+json` ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): "
-        "`title`, `detail`, and for a spec every fault with its JSON pointer.",
+        (
+            "The running controller serves the whole description, with every field of requests and "
+            "answers, at `/v1/openapi.json`. `MESHLOOM_TOKEN` travels as `Authorization: Bearer`. "
+            "Errors are `application/problem+json` ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): "
+            "`title`, `detail`, and for a spec every fault with its JSON pointer."
+        ),
     ]
     for tag, rows in sorted(by_tag.items()):
         lines += ["", f"## {tag.capitalize()}", ""]
@@ -148,21 +154,25 @@ def _named(value: object) -> Iterator[str]:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    if "$ref" in field:
-        name = field["$ref"].rpartition("/")[2]
-        return "any JSON value" if name == "JsonValue" else f"[{name}](#{name.lower()})"
-    if "anyOf" in field:
-        return " or ".join(_type(one) for one in field["anyOf"])
-    if "const" in field:
-        return f"`{field['const']}`"
-    if "enum" in field:
-        return " or ".join(f"`{one}`" for one in field["enum"])
-    if field.get("type") == "array":
-        return f"list of {_type(field.get('items', {}))}"
-    if field.get("type") == "object":
-        inner = field.get("additionalProperties")
-        return f"mapping to {_type(inner)}" if isinstance(inner, dict) and inner else "mapping"
-    return f"{field.get('type', 'any JSON value')}{_bounds(field)}"
+    match field:
+        case {"$ref": str(place)}:
+            name = place.rpartition("/")[2]
+            said = "any JSON value" if name == "JsonValue" else f"[{name}](#{name.lower()})"
+        case {"anyOf": [*choices]}:
+            said = " or ".join(map(_type, choices))
+        case {"const": only}:
+            said = f"`{only}`"
+        case {"enum": [*choices]}:
+            said = " or ".join(f"`{one}`" for one in choices)
+        case {"type": "array"}:
+            said = f"list of {_type(field.get('items', {}))}"
+        case {"type": "object", "additionalProperties": inner} if inner not in (True, False, {}):
+            said = f"mapping to {_type(inner)}"
+        case {"type": "object"}:
+            said = "mapping"
+        case _:
+            said = f"{field.get('type', 'any JSON value')}{_bounds(field)}"
+    return said
 
 
 def _bounds(field: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from services.contract.jobs.specs import JobSpec
 from services.controller.domain.job.lifecycle import EDGES
-from tests.docs.generated_pages import READERS, DOCS, PAGES
+from tests.docs.generated_pages import DOCS, PAGES, READERS
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def test_troubleshooting_has_every_exit_reason_and_failure_class() -> None:
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     by_reason, _, by_class = text.partition("## By failure class")
     named = re.compile(r"`([a-z_]+)`")
-    first_cells = [re.findall(r"^\| (`[^|]*`) \|", part, re.M) for part in (by_reason, by_class)]
+    first_cells = [
+        re.findall(r"^\| (`[^|]*`) \|", part, re.MULTILINE) for part in (by_reason, by_class)
+    ]
     reasons, classes = ({n for cell in cells for n in named.findall(cell)} for cells in first_cells)
     assert reasons == {reason.value for reason in ExitReason}
     assert classes == {kind.value for kind in FailureClass}
