@@ -59,7 +59,8 @@ def test_what_only_our_loop_reads_is_refused_by_its_name() -> None:
         "/train/clip_norm",
     }
     assert (
-        found["/loss"] == "loss is read by our loop alone; a script does this itself: leave it out"
+        found["/loss"] == "loss is read only by Meshloom's loop; a script does this itself: leave "
+        "it out"
     )
 
 

@@ -57,7 +57,7 @@ class TokenRequest(_View):
     @classmethod
     def _is_no_name_of_ours(cls, value: str) -> str:
         if value in RESERVED_SUBJECTS:
-            raise ValueError(f"{value!r} is what the controller calls itself; take another name")
+            raise ValueError(f"{value!r} is reserved for the controller; choose another name")
         return value
 
 
@@ -91,7 +91,7 @@ class AuditEntryView(_View):
 
     id: str
     at: datetime
-    actor: str | None = Field(None, description="null: nobody showed who they were")
+    actor: str | None = Field(None, description="null: the caller did not authenticate")
     scope: Scope | None = None
     request_id: str
     method: str
@@ -99,7 +99,7 @@ class AuditEntryView(_View):
     status: int
     outcome: str = Field(description="done, refused or failed")
     left_out: int = Field(
-        0, description="refusals like it before it that have no entry: there were too many"
+        0, description="earlier refusals like it that were not recorded: there were too many"
     )
 
 

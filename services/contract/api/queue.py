@@ -22,14 +22,14 @@ class QueueEntry(_View):
     name: str
     state: JobState
     priority: int
-    ranks: int = Field(description="how many it needs; an elastic job begins with no fewer")
+    ranks: int = Field(description="how many it needs; of an elastic job, the fewest")
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     device: Literal["auto", "cpu", "cuda"]
-    reason: str = Field(description="why it waits, in a sentence")
+    reason: str = Field(description="why it waits")
     blocked_by: tuple[JobId, ...] = ()
     waiting_since: datetime
     expected_start_at: datetime | None = Field(
-        None, description="by the speed of the jobs in its way so far; null: nobody can say"
+        None, description="by the speed of the jobs ahead of it so far; null: unknown"
     )
 
 

@@ -115,7 +115,7 @@ class JobView(_View):
     id: JobId
     name: str
     state: JobState
-    reason: str | None = Field(None, description="why it stands there, in a sentence")
+    reason: str | None = Field(None, description="why it is in this state")
     exit_reason: ExitReason | None = None
     failure: FailureView | None = None
     progress: Progress
@@ -287,14 +287,14 @@ class _OfMetrics(_View):
     """What answers on metrics have in common."""
 
     evaluations: tuple[Evaluation, ...] = ()
-    total: int = Field(description="how many records the range has before downsampling")
+    total: int = Field(description="records in the range before downsampling")
     names: tuple[str, ...] = Field(
         (),
-        description="the user's metrics, of which a job may have 64; each is a `name` to ask for",
+        description="the user's metrics, at most 64; request each by `name`",
     )
-    names_left_out: int = Field(0, description="further names, of which nothing is kept")
+    names_left_out: int = Field(0, description="further names, which are not kept")
     throughput_unit: ThroughputUnit = Field("tokens", description="what `tokens_per_s` counts")
-    loss_unit: LossUnit = Field("nats", description="nats a token, or no unit that is known")
+    loss_unit: LossUnit = Field("nats", description="nats a token, or empty where the loss has no known unit")
 
 
 class MetricsView(_OfMetrics):
@@ -392,7 +392,7 @@ class NodeView(_View):
     accelerators_used: int = 0
     jobs: tuple[JobId, ...] = ()
     joined_at: datetime
-    lease_s: float | None = Field(None, description="seconds that the lease still has")
+    lease_s: float | None = Field(None, description="seconds until the lease expires")
     measured: dict[str, MeasuredView] = {}
 
 

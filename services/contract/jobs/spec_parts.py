@@ -211,7 +211,7 @@ class TrainSpec(SpecPart):
     ) -> EarlyStopSpec | None:
         if value is not None and info.data.get("eval_every") == 0:
             raise ValueError(
-                "it is decided by evaluations, and there are none before the last step: set "
+                "evaluations decide it, and the only one is after the last step: set "
                 "train.eval_every"
             )
         return value
@@ -263,8 +263,8 @@ class ResourceSpec(SpecPart):
             return given
         if "ranks" in given:
             raise ValueError(
-                "ranks: a job has so many ranks, or is elastic between the bounds of world; "
-                "give one of both (in a merge-patch, take the other one away with null)"
+                "ranks: a job has a fixed number of ranks, or is elastic within world; give one of "
+                "them (in a merge-patch, set the other to null)"
             )
         world = given["world"]
         least = world.get("min", 1) if isinstance(world, Mapping) else getattr(world, "min", 1)

@@ -167,8 +167,8 @@ class JobSpec(SpecPart):
             for_a_loop_alone(self)
             if self.checkpoint.keep_best is not None:
                 raise ValueError(
-                    "checkpoint.keep_best: it is decided by evaluations of our loop, and a script has "
-                    "none; leave it out"
+                    "checkpoint.keep_best: evaluations of Meshloom's loop decide it, and a script "
+                    "has none; leave it out"
                 )
         return self
 
@@ -255,7 +255,7 @@ class JobSpec(SpecPart):
             raise ValueError(
                 f"mesh: {self.mesh.dp_replicate} x {self.mesh.dp_shard} x {self.mesh.tp} is "
                 f"{self.mesh.size} ranks, but resources.ranks is {self.resources.ranks}; "
-                "make the product equal, or say mesh: auto"
+                "make the product equal, or use mesh: auto"
             )
         return self
 

@@ -24,7 +24,7 @@ Digest = Annotated[CodeDigest, Path(description="`sha256:` and the digest of the
     "/{digest}",
     status_code=HTTPStatus.CREATED,
     response_model=CodeView,
-    responses={200: {"model": CodeView, "description": "It was there before"}},
+    responses={200: {"model": CodeView, "description": "It was already uploaded"}},
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -42,7 +42,7 @@ async def put_code(
     """
     if not context.entry_points.take_uploads:
         raise ForbiddenError(
-            "uploaded code is not taken here (MESHLOOM_UPLOADED_CODE of the controller and the "
+            "uploaded code is disabled (MESHLOOM_UPLOADED_CODE of the controller and the "
             "agents): name what the nodes have",
             code="code_not_allowed",
         )

@@ -71,7 +71,8 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
         list[Annotated[str, Query(max_length=_NAMES_CHARACTERS)]] | None,
         Query(
             max_length=_MOST_NAMES,
-            description="these metrics alone, also the user's: `loss,grad_norm`, or one each time",
+            description="only these metrics, also the user's: `loss,grad_norm`, or one for each "
+            "`name`",
         ),
     ] = None,
     from_step: Annotated[int, Query(ge=0)] = 0,

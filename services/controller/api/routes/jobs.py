@@ -51,7 +51,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=255,
         pattern=r"^[\x21-\x7e]+$",
-        description="The same key with the same body again, by the same subject, gets the same answer",
+        description="A repeated request of the same subject, with the same key and body, gets the "
+        "same answer",
     ),
 ]
 
@@ -60,7 +61,7 @@ IdempotencyKey = Annotated[
     "",
     status_code=HTTPStatus.CREATED,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was stored"}},
     dependencies=[SUBMITS],
 )
 async def submit(
@@ -105,11 +106,14 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
     sort: Annotated[
-        JobOrder, Query(description="by what, then by id; `-` begins with the highest")
+        JobOrder, Query(description="sort field, then id; `-` sorts in descending order")
     ] = NEWEST_FIRST,
     fields: Annotated[
         str | None,
-        Query(max_length=1000, description="a job's fields, by commas: these and `id` alone"),
+        Query(
+            max_length=1000,
+            description="comma-separated fields of a job; only these and `id` are returned",
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
@@ -138,7 +142,7 @@ async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
     response_model=JobView,
     responses={
         412: {"model": Problem, "description": "The job was changed since it was read"},
-        428: {"model": Problem, "description": "If-Match is wanted"},
+        428: {"model": Problem, "description": "If-Match is required"},
     },
     dependencies=[OWNS_JOB],
 )
@@ -149,7 +153,7 @@ async def patch_job(
     ports: WithPorts,
     actor: WithActor,
     if_match: Annotated[
-        str | None, Header(max_length=1000, description="The ETag that GET answered, or `*`")
+        str | None, Header(max_length=1000, description="The ETag from GET, or `*`")
     ] = None,
 ) -> Response:
     """Change priority, labels, retention or restart budget (a JSON merge patch).
@@ -165,7 +169,7 @@ async def patch_job(
     "/{job_id}/clone",
     status_code=HTTPStatus.ACCEPTED,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was stored"}},
     dependencies=[SUBMITS],
 )
 async def clone(  # noqa: PLR0913 one parameter a part of the request
@@ -213,7 +217,7 @@ async def delete_job(
     actor: WithActor,
     *,
     purge_checkpoints: Annotated[
-        bool, Query(description="Remove its checkpoints, too; it is forgotten when they are gone")
+        bool, Query(description="Remove its checkpoints too; the job is deleted after them")
     ] = False,
 ) -> Response:
     """Delete a finished job. Its checkpoints stay in storage unless they are purged."""

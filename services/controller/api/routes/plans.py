@@ -23,7 +23,7 @@ _ASK_AGAIN_AFTER_S: Final = 1
     "",
     status_code=HTTPStatus.CREATED,
     response_model=PlanView,
-    responses={202: {"model": PlanView, "description": "The model is still profiled: ask again"}},
+    responses={202: {"model": PlanView, "description": "The model is still being profiled: retry"}},
     dependencies=[SUBMITS],
 )
 async def make_plan(

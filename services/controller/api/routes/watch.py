@@ -20,7 +20,7 @@ from services.controller.use_cases.cursors import to_entry_id
 router = APIRouter(prefix="/v1/jobs", tags=["watch"])
 
 Accept = Annotated[str, Header()]
-LastEventId = Annotated[str | None, Header(description="Goes on behind this entry")]
+LastEventId = Annotated[str | None, Header(description="Continues after this entry")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Cursor = Annotated[str | None, Query(description="`next_cursor`, or the id of an entry")]
 
@@ -63,7 +63,9 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     *,
     rank: Annotated[int | None, Query(ge=0)] = None,
     stream: Literal["stdout", "stderr"] | None = None,
-    level: Annotated[use_cases.Level | None, Query(description="this one and worse")] = None,
+    level: Annotated[
+        use_cases.Level | None, Query(description="this level and more severe ones")
+    ] = None,
     text: Annotated[str | None, Query(max_length=200, description="text in the line")] = None,
     since: Annotated[
         AwareDatetime | None, Query(description="lines of this time and later")

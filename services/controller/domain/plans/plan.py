@@ -19,9 +19,9 @@ from services.controller.domain.scheduling.node import Node
 
 _ADVICE: Final = {
     "timed_out": "the model is too large to be followed in that time: raise MESHLOOM_PROBE_TIMEOUT_S "
-    "of the controller, or say plan: default, which needs no look at the model",
-    "out_of_memory": "following the model took too much memory: ask for a node with more, or say "
-    "plan: default, which needs no look at the model",
+    "of the controller, or use plan: default, which needs no profile",
+    "out_of_memory": "following the model took too much memory: ask for a node with more, or use "
+    "plan: default, which needs no profile",
     "crashed": "run the model's factory by itself on that node and see why its process dies; the "
     "agent's log tells more",
     "refused": "see the reason: the node does not build such a model",
