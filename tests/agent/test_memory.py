@@ -56,13 +56,13 @@ def test_a_rank_beyond_its_limit_ends_with_the_limit_and_what_to_do_and_the_node
 @pytest.mark.parametrize(
     ("then", "words", "kind"),
     [
-        ("abort for memory", "ended by SIGABRT: it was refused memory", None),
+        ("abort for memory", "ended by SIGABRT: an allocation was refused", None),
         (
             "lose a thread",
-            "RuntimeError: nothing came of it; it was refused memory: MemoryError",
+            "RuntimeError: nothing came of it; an allocation was refused: MemoryError",
             (),
         ),
-        ("hide a refusal", "RuntimeError: no batch; it was refused memory: MemoryError", ()),
+        ("hide a refusal", "RuntimeError: no batch; an allocation was refused: MemoryError", ()),
     ],
 )
 def test_a_refusal_that_is_not_the_last_error_of_its_rank_is_told_as_want_of_memory(

@@ -73,9 +73,9 @@ def test_a_script_is_a_path_that_leads_nowhere_else(script: str) -> None:
 
 
 def test_an_entry_point_is_a_script_or_a_module_and_without_one_a_model_is_needed() -> None:
-    assert "give one of both" in faults({"entrypoint": {}})["/entrypoint"]
+    assert "give either script" in faults({"entrypoint": {}})["/entrypoint"]
     both = {"entrypoint": {"script": "a.py", "module": "a"}}
-    assert "give one of both" in faults(both)["/entrypoint"]
+    assert "give either script" in faults(both)["/entrypoint"]
     assert faults({"train": {"steps": 1}}).keys() == {"/model", "/data"}
 
 

@@ -673,7 +673,7 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"granularity": 10**300}, "no measure of a model"),
+        ({"granularity": 10**300}, "not a measurement of a model"),
         ({"flops": Growth(0, 0, tuple((n, n) for n in range(50_000)))}, "50000 numbers or names"),
     ],
     ids=["a number", "megabytes of numbers"],

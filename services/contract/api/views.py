@@ -294,7 +294,9 @@ class _OfMetrics(_View):
     )
     names_left_out: int = Field(0, description="further names, which are not kept")
     throughput_unit: ThroughputUnit = Field("tokens", description="what `tokens_per_s` counts")
-    loss_unit: LossUnit = Field("nats", description="nats a token, or empty where the loss has no known unit")
+    loss_unit: LossUnit = Field(
+        "nats", description="nats a token, or empty where the loss has no known unit"
+    )
 
 
 class MetricsView(_OfMetrics):

@@ -72,7 +72,7 @@ def on_refused(event: PlanRefused, draft: Draft) -> None:
     """It cannot run as it is asked for; resumed, it is planned again."""
     if not _is_awaited(draft.job, event.plan_id):
         return
-    words = f"{event.reason}; {event.advice}; or use plan: default to run it in spite of this"
+    words = f"{event.reason}; {event.advice}; or use plan: default to run it anyway"
     draft.transition(
         JobState.FAILED,
         words,

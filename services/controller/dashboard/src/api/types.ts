@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 1f6f621f34a9df6e8494a3a249250cce80419dd4d8a3a55a55a4810c83e974e6
-// types 86ca03a28a2caa652607616abb75f74e1bb4063a0b0fcc3292cde6e4caac2189
+// document 0bc8e2060bc7b16ed12fdaa78933db263722f2ecd5075fb61374fea24ed625e9
+// types e4d7a7399ce8b9bab561471995b8e8ebde50e69cbca10c6e89be19f375641865
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -70,7 +70,7 @@ export interface components {
         AuditEntryView: {
             /**
              * Actor
-             * @description null: nobody showed who they were
+             * @description null: the caller did not authenticate
              */
             actor: string | null;
             /**
@@ -82,7 +82,7 @@ export interface components {
             id: string;
             /**
              * Left Out
-             * @description refusals like it before it that have no entry: there were too many
+             * @description earlier refusals like it that were not recorded: there were too many
              * @default 0
              */
             left_out: number;
@@ -1027,7 +1027,7 @@ export interface components {
             progress: components["schemas"]["Progress"];
             /**
              * Reason
-             * @description why it stands there, in a sentence
+             * @description why it is in this state
              */
             reason: string | null;
             /**
@@ -1279,20 +1279,20 @@ export interface components {
             }[];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1305,7 +1305,7 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
         };
@@ -1335,20 +1335,20 @@ export interface components {
             items: components["schemas"]["StepView"][];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1361,7 +1361,7 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
             /**
@@ -1548,7 +1548,7 @@ export interface components {
             joined_at: string;
             /**
              * Lease S
-             * @description seconds that the lease still has
+             * @description seconds until the lease expires
              */
             lease_s: number | null;
             /**
@@ -1947,7 +1947,7 @@ export interface components {
             device: "auto" | "cpu" | "cuda";
             /**
              * Expected Start At
-             * @description by the speed of the jobs in its way so far; null: nobody can say
+             * @description by the speed of the jobs ahead of it so far; null: unknown
              */
             expected_start_at: string | null;
             /** Job Id */
@@ -1960,12 +1960,12 @@ export interface components {
             priority: number;
             /**
              * Ranks
-             * @description how many it needs; an elastic job begins with no fewer
+             * @description how many it needs; of an elastic job, the fewest
              */
             ranks: number;
             /**
              * Reason
-             * @description why it waits, in a sentence
+             * @description why it waits
              */
             reason: string;
             state: components["schemas"]["JobState"];
