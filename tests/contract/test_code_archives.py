@@ -98,7 +98,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "folder and file": (tar(("a", b"1"), ("a/b.py", b"2")), "below the file"),
     "case": (tar(("Model.py", b"1"), ("model.py", b"2")), "differ only in case"),
     "case of a folder": (tar(("Pkg/a.py", b"1"), ("pkg/b.py", b"2")), "differ only in case"),
-    "accents": (tar(("e\u0301.py", b"1"), ("\u00e9.py", b"2")), "encoded"),
+    "accents": (tar(("e\u0301.py", b"1"), ("\u00e9.py", b"2")), "encoding of letters"),
     "long name": (tar((f"{'a' * 300}.py", b"x")), "too long"),
     "long path": (tar(("/".join(["a" * 60] * 20), b"x")), "too long"),
     "many folders": (tar(("a/" * 40 + "x.py", b"x")), "folders"),

@@ -106,7 +106,7 @@ def _explanation(
             )
         case _ if lacked_memory:
             return (
-                "ended by SIGABRT: an allocation was refused, and native code aborted; lower "
+                "ended by SIGABRT: the system refused memory, and native code aborted; lower "
                 "train.micro_batch, shard over more ranks, or raise resources.memory_gib"
             )
         case _ if rank.signal is not None:
