@@ -15,7 +15,7 @@ Subject = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]
 
 
 class Scope(StrEnum):
-    """What a token is good for. Each of the first three includes those before it."""
+    """The rights of a token. Each of the first three includes those before it."""
 
     VIEWER = "viewer"
     """Looks at everything, changes nothing."""
@@ -44,7 +44,7 @@ class _View(BaseModel):
 
 
 class TokenRequest(_View):
-    """A token to be made. ``subject``: who will hold it, and so the owner of what it submits."""
+    """A token to create. ``subject``: its holder, who owns the jobs that it submits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,7 +62,7 @@ class TokenRequest(_View):
 
 
 class TokenView(_View):
-    """A token as it may be shown: all but its secret, which nobody keeps."""
+    """A token without its secret, which is not stored."""
 
     id: TokenId
     subject: str
@@ -87,7 +87,7 @@ class TokenList(_View):
 
 
 class AuditEntryView(_View):
-    """A request that changed something or was refused, and what became of it."""
+    """A request that changed something or was refused, and its outcome."""
 
     id: str
     at: datetime

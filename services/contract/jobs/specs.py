@@ -53,11 +53,11 @@ _WORLDS_NAMED: Final = 12
 
 
 class JobSpec(SpecPart):
-    """Everything that a job is, apart from what happens to it.
+    """Everything that a user decides about a job.
 
-    A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-    ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
-    not say how many it makes, is one more than there can be.
+    A job trains in Meshloom's loop, by ``model``, ``data`` and the related fields, or it runs an
+    ``entrypoint``: then the fields that only the loop reads are left out. ``train.steps``, if it is
+    not given either, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in

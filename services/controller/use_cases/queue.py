@@ -27,7 +27,7 @@ async def get_queue(ports: Ports) -> QueueView:
 
 
 async def get_capacity(ports: Ports) -> CapacityView:
-    """What is taken and what is free, node by node."""
+    """Used and free slots, node by node."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     usages = await _usages(ports, jobs)
     nodes = tuple(_capacity(usage) for usage in usages)

@@ -38,7 +38,8 @@ async def put_code(
 ) -> Response:
     """Upload a gzipped tar of plain files, to be named by specs as `code`.
 
-    It is judged before it is kept, and kept while a job names it and for a day after its last use.
+    It is checked before it is stored, and kept while a job names it and for a day after its last
+    use.
     """
     if not context.entry_points.take_uploads:
         raise ForbiddenError(
@@ -62,5 +63,5 @@ async def put_code(
 
 @router.get("/{digest}", response_model=CodeView, dependencies=[SUBMITS])
 async def get_code(digest: Digest, request: Request, ports: WithPorts) -> Response:
-    """What is known of an archive. Its content is for the nodes alone."""
+    """The facts about an archive. Only nodes read its content."""
     return answer(request, await use_cases.get_code(ports, digest))

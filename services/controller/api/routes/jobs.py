@@ -72,9 +72,9 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
 ) -> Response:
-    """Submit a job, by a spec or by the plan that was made for one.
+    """Submit a job by a spec, or by a plan.
 
-    What can never run is refused, with every fault at once. A job by a plan runs that very plan.
+    A job that can never run is refused, with all errors. A job by a plan runs exactly that plan.
     """
     refuse_unspeakable(wanted)
     claim = None
@@ -118,7 +118,10 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """Jobs, newest first or as ``sort`` says. Of those of more than 64 ranks the measured peak is left out."""
+    """Jobs, newest first or as ``sort`` says.
+
+    Jobs of more than 64 ranks are listed without the measured peak.
+    """
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
     async with context.turns.of(asks.subject):
@@ -133,7 +136,7 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])
 async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """One job: where it stands and why, how far it is."""
+    """One job: its state and the reason for it, and its progress."""
     return answer(request, await use_cases.get_job(ports, job_id))
 
 
@@ -158,7 +161,7 @@ async def patch_job(
 ) -> Response:
     """Change priority, labels, retention or restart budget (a JSON merge patch).
 
-    Only people's changes make an ETag stale here, not a job's progress.
+    Only edits of a job make its ETag stale, not its progress.
     """
     refuse_unspeakable(patch)
     event = PatchAsked(patch, revisions_matched(if_match))
@@ -185,7 +188,8 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
 ) -> Response:
     """Queue another job of the same spec, with overrides, from a checkpoint or from the start.
 
-    Its checkpoint is kept for the clone, so `from_checkpoint` takes the job's owner or an operator.
+    Its checkpoint is kept for the clone, so only the job's owner or an operator may use
+    `from_checkpoint`.
     """
     body = wanted or CloneRequest()
     if body.from_checkpoint is not None:
@@ -243,7 +247,7 @@ async def pause(
     actor: WithActor,
     stop: StopRequest | None = None,
 ) -> Response:
-    """Stop after a checkpoint, as asked; `resume` goes on."""
+    """Stop after a checkpoint, as requested; `resume` continues."""
     event = PauseAsked(stop or StopRequest())
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -262,7 +266,7 @@ async def resume(
     actor: WithActor,
     source: ResumeRequest | None = None,
 ) -> Response:
-    """Go on, from a named checkpoint or from the latest committed one."""
+    """Continue from a named checkpoint, or from the latest committed one."""
     event = ResumeAsked((source or ResumeRequest()).from_checkpoint)
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -281,7 +285,7 @@ async def cancel(
     actor: WithActor,
     stop: StopRequest | None = None,
 ) -> Response:
-    """Stop for good, after a checkpoint as asked."""
+    """Stop permanently, after a checkpoint as requested."""
     event = CancelAsked(stop or StopRequest())
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -294,14 +298,14 @@ async def cancel(
     dependencies=[OWNS_JOB],
 )
 async def kill(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
-    """Stop for good, at once, without a checkpoint."""
+    """Stop permanently, at once, without a checkpoint."""
     view = await use_cases.change_course(ports, job_id, KillAsked(), actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
 @router.get("/{job_id}/attempts", response_model=AttemptList, dependencies=[READS])
 async def list_attempts(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """A job's tries, oldest first, and how each ended."""
+    """A job's attempts, oldest first, and how each ended."""
     return answer(request, await use_cases.list_attempts(ports, job_id))
 
 

@@ -36,7 +36,7 @@ async def make_plan(
 ) -> Response:
     """Plan a job: mesh, units, memory, traffic, time, and why other layouts lost.
 
-    Allocates nothing. `POST /v1/jobs` with the plan's id runs that very plan.
+    Allocates nothing. `POST /v1/jobs` with the plan's id runs exactly that plan.
     """
     refuse_unspeakable(spec)
     view = await use_cases.make_plan(

@@ -44,7 +44,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What happened to a job, oldest first; as a stream, until the job has ended."""
+    """The events of a job, oldest first; as a stream, until the job has ended."""
     after = to_entry_id(last_event_id or cursor)
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
@@ -77,7 +77,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What a job's ranks wrote, oldest first."""
+    """The output of a job's ranks, oldest first."""
     after = to_entry_id(last_event_id or cursor)
     wanted = use_cases.LineFilter(
         rank=rank, stream=stream, level=level, text=text, since=since, until=until
