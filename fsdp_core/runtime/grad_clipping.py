@@ -1,4 +1,4 @@
-"""Clipping gradients by their total norm, whichever way each of them is sharded."""
+"""Clipping gradients by their total norm, however each of them is sharded."""
 
 from __future__ import annotations
 

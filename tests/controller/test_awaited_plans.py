@@ -213,7 +213,8 @@ def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why
         (launch,) = office.launched()
         assert launch.plan.sharding == default_plan.shard(job.spec)
         words = (
-            "the model could not be profiled: it went wrong so; the job runs by the default layout"
+            "the model could not be profiled: it went wrong so; the job runs with the default "
+            "layout"
         )
         assert (await office.events(job_id))["job.unplanned"] == words
 

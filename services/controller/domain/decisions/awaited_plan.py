@@ -99,7 +99,7 @@ def on_faulted(event: SpecFaulted, draft: Draft) -> None:
 
 
 def _run_unplanned(draft: Draft, plan_id: str, why: str) -> None:
-    words = f"{why}; the job runs by the default layout"
+    words = f"{why}; the job runs with the default layout"
     draft.change(planning=None, reason=words)
     draft.note("job.unplanned", words, plan_id=plan_id)
 

@@ -2,8 +2,8 @@
 
 A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
 within the budget; an agent that was stopped in an orderly way costs none of it, nor does a state of
-the node that may pass, such as a full disk: for that the job waits. An exception
-before the attempt finished any step, or the same end again at the same step (an exception, an exit
+the node that may pass, such as a full disk: for that the job waits. An exception before the
+attempt's first step was done, or the same failure again at the same step (an exception, an exit
 code, a crash, want of memory): the job's own fault, and another try would only repeat it. A loss
 that is no number: what the spec says.
 """
