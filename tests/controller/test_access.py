@@ -105,7 +105,7 @@ def test_each_scope_opens_its_doors_and_no_others(guarded: House) -> None:
         opened[scope] = [name for name, answer in answers.items() if answer.status_code < 400]
         for name in doors.keys() - opened[scope]:
             assert refusal(answers[name]) == (403, "insufficient_scope")
-            assert f"is of scope {scope}" in answers[name].json()["detail"]
+            assert f"has scope {scope}" in answers[name].json()["detail"]
     assert opened == {
         Scope.VIEWER: ["look"],
         Scope.SUBMITTER: ["look", "submit"],

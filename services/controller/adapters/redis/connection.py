@@ -36,8 +36,8 @@ _READ_BACKOFF_S: Final = 0.05
 _MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
 _REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
 _ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
-_TYPE: Final = "a key is not of the type that it should be: give it another name, or delete it"
-_WAIT: Final = "it is busy: it answers again by itself"
+_TYPE: Final = "a key has the wrong type: rename it, or delete it"
+_WAIT: Final = "it is busy and will answer again"
 _REFUSALS: Final[Mapping[type[ResponseError], str]] = {
     OutOfMemoryError: _MEMORY,
     NoPermissionError: _ACL,

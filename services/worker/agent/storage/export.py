@@ -233,7 +233,7 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
     )
     item_bytes = _ITEM_BYTES.get(whole.dtype)
     if not lies_within or item_bytes is None:
-        raise IncompleteError(f"{where} is no box of a tensor of {whole.dtype} {whole.shape}")
+        raise IncompleteError(f"{where} is not a box of a tensor of {whole.dtype} {whole.shape}")
     if len(piece.content) != math.prod(piece.shape) * item_bytes:
         raise IncompleteError(f"{where} has {len(piece.content)} bytes for a box {piece.shape}")
     if math.prod(piece.shape[: _split_axis(whole.shape, piece.shape)]) > _MOST_RUNS:
