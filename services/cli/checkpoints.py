@@ -6,8 +6,8 @@ from typing import Annotated, Final
 import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
+from meshloom.client import RestClient as Client
 from services.cli import tables
-from services.cli.client import Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.terminal import console
 from services.contract.api.views import CheckpointView

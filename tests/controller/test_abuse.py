@@ -15,7 +15,7 @@ from hypothesis import strategies
 from redis import Redis
 from starlette.types import Message, Receive, Scope, Send
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import RefusedError
 from services.contract.messages.telemetry import LogLine
 from services.contract.redis import redis_keys as keys
