@@ -226,7 +226,7 @@ async def test_jobs_that_many_write_at_once_are_seen_as_they_are(pair: Pair) -> 
             assert seen[name] == await pair.there.jobs.load(name)
 
 
-async def test_the_next_leader_acts_upon_what_came_under_the_last_one(pair: Pair) -> None:
+async def test_the_next_leader_acts_on_what_came_under_the_last_one(pair: Pair) -> None:
     first = await pair.here.leadership.take("here")
     assert first is not None
     last = Reconciler(pair.here, first)

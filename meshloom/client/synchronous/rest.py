@@ -89,7 +89,7 @@ class RestClient(Transport):
         return CodeView.model_validate_json(response.content), True
 
     def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
-        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
         params = {"fresh": "true"} if fresh else {}
         response = self.request(
             "POST",

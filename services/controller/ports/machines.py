@@ -110,7 +110,7 @@ class Log(StrEnum):
 
 
 class Telemetry(Protocol):
-    """What ranks tell: overwritten or trimmed, never decided upon."""
+    """What ranks tell: overwritten or trimmed, never decided."""
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """The last sample of each rank, by job."""

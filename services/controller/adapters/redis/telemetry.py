@@ -28,7 +28,7 @@ _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
 _LONGEST_SAMPLES: Final = 64 << 20
-# An agent has so long to bring back what storage has; then somebody may ask anew.
+# An agent has so long to bring back what storage has; then somebody may ask again.
 _ASKED_S: Final = 60
 # Where records are brought back to, and where they belong.
 _RECORDS: Final = (

@@ -38,7 +38,7 @@ class GrowthDelay:
 
     Attributes:
         stable_ms: So long there must have been room all the while; twice as long after each restart
-            that counted, up to 16 times, lest a node that comes and goes uses the budget up.
+            that counted, up to 16 times, so that a node that comes and goes does not use the budget up.
         commit_ms: So long, from then on, the next commit is waited for.
     """
 
