@@ -31,6 +31,7 @@ LET_IN: dict[str, set[str]] = {
     "POST /v1/jobs/{job_id}/kill": OWNING,
     "GET /v1/jobs/{job_id}/attempts": LOOKING,
     "GET /v1/jobs/{job_id}/events": LOOKING,
+    "GET /v1/events": LOOKING,
     "GET /v1/jobs/{job_id}/logs": LOOKING,
     "GET /v1/jobs/{job_id}/ranks": LOOKING,
     "GET /v1/jobs/{job_id}/ranks/{rank}": LOOKING,

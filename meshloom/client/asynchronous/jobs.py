@@ -25,7 +25,7 @@ from services.contract.api.views import (
 )
 from services.contract.words.states import TERMINAL_STATES, JobState
 
-CheckpointWish = Literal["required", "best_effort", "none"]
+CheckpointPolicy = Literal["required", "best_effort", "none"]
 """Whether a stop waits for a checkpoint, takes one if it can, or takes none."""
 
 _RESTING_STATES: Final = TERMINAL_STATES | {JobState.PAUSED}
@@ -192,7 +192,7 @@ class AsyncJob:
         await self._rest.take_checkpoint(self.id)
 
     async def pause(
-        self, *, checkpoint: CheckpointWish = "best_effort", grace_s: float = 60.0
+        self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0
     ) -> Self:
         """Stop it so that ``resume`` goes on with it.
 
@@ -205,7 +205,7 @@ class AsyncJob:
         return self
 
     async def cancel(
-        self, *, checkpoint: CheckpointWish = "best_effort", grace_s: float = 60.0
+        self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0
     ) -> Self:
         """Stop it for good; arguments as of ``pause``."""
         stop = StopRequest(checkpoint=checkpoint, grace_s=grace_s)
@@ -234,7 +234,7 @@ class AsyncJob:
 
         Args:
             overrides: A JSON merge patch on the spec.
-            from_checkpoint: A committed checkpoint of this job, ``latest`` or ``best``; None: anew.
+            from_checkpoint: A committed checkpoint of this job, ``latest`` or ``best``; None: from step 0.
             idempotency_key: The same key clones only once.
         """
         body = {"overrides": dict(overrides or {}), "from_checkpoint": from_checkpoint}

@@ -89,7 +89,7 @@ class AsyncRestClient(AsyncTransport):
         return CodeView.model_validate_json(response.content), True
 
     async def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
-        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
         params = {"fresh": "true"} if fresh else {}
         response = await self.request(
             "POST",
@@ -357,6 +357,23 @@ class AsyncRestClient(AsyncTransport):
     ) -> AsyncIterator[EventView]:
         """What happens to a job, behind ``last_id``; ends when the job has ended."""
         async for event in self.follow(f"/v1/jobs/{job_id}/events", EventView, {}, last_id):
+            yield event
+
+    async def all_events(
+        self, *, limit: int = 200, cursor: str | None = None, **filters: str | list[str] | None
+    ) -> EventPage:
+        """Events of all jobs, oldest first; ``kind``, ``job_id``, ``owner``, ``label`` as in the API."""
+        asked = {"limit": limit, "cursor": cursor, **filters}
+        return await self.get("/v1/events", EventPage, asked)
+
+    async def follow_all_events(
+        self, *, last_id: str | None = None, **filters: str | list[str]
+    ) -> AsyncIterator[EventView]:
+        """Events of all jobs as they come, behind ``last_id`` or from now on; it does not end.
+
+        With ``replay="true"`` it begins with the oldest that is kept.
+        """
+        async for event in self.follow("/v1/events", EventView, filters, last_id):
             yield event
 
     async def _act(self, job_id: str, verb: str, body: BaseModel | None) -> JobView:

@@ -1,6 +1,6 @@
 """The client that people use in programs and notebooks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ from meshloom.client.synchronous.jobs import Jobs
 from meshloom.client.synchronous.rest import RestClient
 from services.contract.api.plan_views import PlanSummary, PlanView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
-from services.contract.api.views import NodeView, Version
+from services.contract.api.views import EventView, NodeView, Version
 
 
 class Plans:
@@ -20,7 +20,7 @@ class Plans:
         self._rest = rest
 
     def make(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
-        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
         return self._rest.plan(spec, fresh=fresh)
 
     def get(self, plan_id: str) -> PlanView:
@@ -79,6 +79,58 @@ class Queue:
         return self._rest.capacity()
 
 
+class Events:
+    """What happens to all jobs: ``client.events``."""
+
+    def __init__(self, rest: RestClient) -> None:
+        self._rest = rest
+
+    def list(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 200,
+        kind: Sequence[str] = (),
+        owner: str | None = None,
+        label: Sequence[str] = (),
+    ) -> Sequence[EventView]:
+        """Events, oldest first.
+
+        Args:
+            after: Begin behind the event of this id; None: with the oldest that is kept.
+            limit: So many at most, up to 1000.
+            kind: Of any of these kinds; ``checkpoint.*`` means all that begin so.
+            owner: Of this subject's jobs only.
+            label: Of jobs with all of these labels, each ``key`` or ``key=value``.
+        """
+        page = self._rest.all_events(
+            limit=limit, cursor=after, kind=[*kind], owner=owner, label=[*label]
+        )
+        return page.items
+
+    def follow(
+        self,
+        *,
+        after: str | None = None,
+        replay: bool = False,
+        kind: Sequence[str] = (),
+        owner: str | None = None,
+        label: Sequence[str] = (),
+    ) -> Iterator[EventView]:
+        """Events as they come, without end: from now on, behind ``after``, or all that are kept.
+
+        To miss none between two runs of a program, keep the id of the last event and pass it as
+        ``after``. ``replay`` begins with the oldest event that is kept; else as of ``list``.
+        """
+        filters: dict[str, str | list[str]] = {"kind": [*kind], "label": [*label]}
+        if replay:
+            filters["replay"] = "true"
+        if owner is not None:
+            filters["owner"] = owner
+        for event in self._rest.follow_all_events(last_id=after, **filters):
+            yield event
+
+
 class Client:
     """A client of one controller.
 
@@ -99,6 +151,7 @@ class Client:
         plans: Make, get and list plans.
         nodes: Get, list and drain nodes.
         queue: Who waits, and what room there is.
+        events: What happens to all jobs.
     """
 
     def __init__(
@@ -119,6 +172,7 @@ class Client:
         self.plans = Plans(self.rest)
         self.nodes = Nodes(self.rest)
         self.queue = Queue(self.rest)
+        self.events = Events(self.rest)
 
     def __repr__(self) -> str:
         return f"<Meshloom client of {self.rest.base_url}>"

@@ -24,7 +24,7 @@ from services.contract.api.views import (
 )
 from services.contract.words.states import TERMINAL_STATES, JobState
 
-CheckpointWish = Literal["required", "best_effort", "none"]
+CheckpointPolicy = Literal["required", "best_effort", "none"]
 """Whether a stop waits for a checkpoint, takes one if it can, or takes none."""
 
 _RESTING_STATES: Final = TERMINAL_STATES | {JobState.PAUSED}
@@ -186,7 +186,7 @@ class Job:
         """Ask for a checkpoint at the next step on which the ranks agree."""
         self._rest.take_checkpoint(self.id)
 
-    def pause(self, *, checkpoint: CheckpointWish = "best_effort", grace_s: float = 60.0) -> Self:
+    def pause(self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0) -> Self:
         """Stop it so that ``resume`` goes on with it.
 
         Args:
@@ -197,7 +197,9 @@ class Job:
         self.view = self._rest.pause(self.id, stop)
         return self
 
-    def cancel(self, *, checkpoint: CheckpointWish = "best_effort", grace_s: float = 60.0) -> Self:
+    def cancel(
+        self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0
+    ) -> Self:
         """Stop it for good; arguments as of ``pause``."""
         stop = StopRequest(checkpoint=checkpoint, grace_s=grace_s)
         self.view = self._rest.cancel(self.id, stop)
@@ -225,7 +227,7 @@ class Job:
 
         Args:
             overrides: A JSON merge patch on the spec.
-            from_checkpoint: A committed checkpoint of this job, ``latest`` or ``best``; None: anew.
+            from_checkpoint: A committed checkpoint of this job, ``latest`` or ``best``; None: from step 0.
             idempotency_key: The same key clones only once.
         """
         body = {"overrides": dict(overrides or {}), "from_checkpoint": from_checkpoint}

@@ -353,6 +353,23 @@ class RestClient(Transport):
         for event in self.follow(f"/v1/jobs/{job_id}/events", EventView, {}, last_id):
             yield event
 
+    def all_events(
+        self, *, limit: int = 200, cursor: str | None = None, **filters: str | list[str] | None
+    ) -> EventPage:
+        """Events of all jobs, oldest first; ``kind``, ``job_id``, ``owner``, ``label`` as in the API."""
+        asked = {"limit": limit, "cursor": cursor, **filters}
+        return self.get("/v1/events", EventPage, asked)
+
+    def follow_all_events(
+        self, *, last_id: str | None = None, **filters: str | list[str]
+    ) -> Iterator[EventView]:
+        """Events of all jobs as they come, behind ``last_id`` or from now on; it does not end.
+
+        With ``replay="true"`` it begins with the oldest that is kept.
+        """
+        for event in self.follow("/v1/events", EventView, filters, last_id):
+            yield event
+
     def _act(self, job_id: str, verb: str, body: BaseModel | None) -> JobView:
         content = None if body is None else body.model_dump(mode="json", exclude_none=True)
         response = self.request("POST", f"/v1/jobs/{job_id}/{verb}", json=content)

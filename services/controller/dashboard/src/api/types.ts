@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 1f6f621f34a9df6e8494a3a249250cce80419dd4d8a3a55a55a4810c83e974e6
-// types 86ca03a28a2caa652607616abb75f74e1bb4063a0b0fcc3292cde6e4caac2189
+// document bab7c067d8362c49ad1810f512a35f6ce0dafe842e36efc7424ada52f49b2770
+// types 5e00103b3a8f19a31a92448e17f06b35c09d5127b5b72ee4a32660c142c0cb38
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
