@@ -23,7 +23,7 @@ _WORDS: Final = {
     "__aexit__": "__exit__",
     "aclose": "close",
     "aconnect_sse": "connect_sse",
-    "aiter_bytes": "iter_bytes",
+    "aiter_raw": "iter_raw",
     "aiter_sse": "iter_sse",
     "aread": "read",
     "asynchronous": "synchronous",
@@ -34,7 +34,7 @@ _SLEPT: Final = "time.sleep(poll_s)  # noqa: TID251 a poll over REST has nothing
 
 def synchronous(text: str) -> str:
     """The text of an asynchronous module as that of the synchronous one."""
-    text = text.replace(_SLEEP, _SLEPT).replace("import asyncio\n", "")
+    text = text.replace(_SLEEP, _SLEPT).replace("import asyncio\n", "import time\n")
     text = re.sub(r"\bawait ", "", text)
     text = re.sub(r"\basync (def|for|with)\b", r"\1", text)
     text = re.sub(r"\b(" + "|".join(_WORDS) + r")\b", lambda found: _WORDS[found[1]], text)

@@ -1,14 +1,18 @@
 """Requests on a real connection to a server that answers as it is told."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 import meshloom
 from meshloom.client import RefusedError, RestClient, UnreachableError
+from meshloom.client.downloads import PartialFile
+from services.contract.storage.exports import ExportedFile
 from tests.e2e.conftest import free_port
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -36,7 +40,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        if "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -94,6 +99,28 @@ def test_a_stream_that_breaks_goes_on_behind_the_last_entry(server: _Server) -> 
         seen = [event.id for event in client.follow_events("job_00000000000000000000000000")]
     assert seen == ["1-0", "2-0"]
     assert [headers.get("Last-Event-ID") for _, headers in server.asked] == [None, "1-0"]
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_stopped(
+    server: _Server, tmp_path: Path
+) -> None:
+    content = bytes(range(256)) * 100
+    digest = hashlib.sha256(content).hexdigest()
+    file = PartialFile(
+        tmp_path, ExportedFile(name="model.safetensors", bytes=len(content), sha256=digest)
+    )
+    # The server announces all of it, and ends the connection in the middle.
+    server.replies = [
+        (200, {"Content-Length": str(len(content))}, content[:10_000]),
+        (200, {}, VERSION),
+        (206, {}, content[10_000:]),
+    ]
+    with RestClient(server.url) as client:
+        client.download("ckpt_x", "model.safetensors", file)
+    assert file.finish().read_bytes() == content
+    first, _, second = (headers for _, headers in server.asked)
+    assert "Range" not in first
+    assert (second["Range"], second["If-Range"]) == ("bytes=10000-", f'"{digest}"')
 
 
 def test_nobody_at_the_address_is_one_sentence_with_the_remedy() -> None:

@@ -95,11 +95,12 @@ def test_a_follower_without_a_place_sees_what_comes_from_then_on(controller: Con
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
+
         # The stream begins at an unknown moment: jobs are submitted until it shows one.
-        until(
-            lambda: (
-                client.jobs.submit(job_body(name="after", labels={"probe": ""})) and begun.is_set()
-            )
-        )
+        def begins() -> bool:
+            client.jobs.submit(job_body(name="after", labels={"probe": ""}))
+            return begun.is_set()
+
+        until(begins)
         follower.join(60)
     assert found == ["after"]

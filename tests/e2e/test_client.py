@@ -2,12 +2,20 @@
 
 import asyncio
 import queue
+import subprocess
+import sys
+from pathlib import Path
 
+import httpx
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 import meshloom
-from meshloom.client import RefusedError, WaitTimeoutError
+from meshloom.client import DownloadError, RefusedError, WaitTimeoutError
 from services.contract.words.states import CheckpointState, JobState
+from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, Stack, tiny_spec
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -82,6 +90,66 @@ def test_many_things_happen_at_once_in_an_async_program(stack: Stack) -> None:
             assert kinds.index("job.paused") < kinds.index("job.cancelled")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
+def test_a_checkpoint_is_downloaded_resumed_and_checked(stack: Stack, tmp_path: Path) -> None:
+    with meshloom.Client(stack.url) as client:
+        job = client.jobs.submit(tiny_spec(name="exported")).wait()
+        checkpoint = job.checkpoints()[0]
+        (file,) = checkpoint.download(tmp_path / "model")
+        assert checkpoint.view.export is not None
+        stored = stack.home / "checkpoints" / checkpoint.view.export.folder / file.name
+        content = stored.read_bytes()
+        assert file.read_bytes() == content
+
+        # What an earlier download left is kept: with wrong bytes in it the file is not what was promised.
+        part = file.with_name(f".{file.name}.part")
+        file.rename(part)
+        part.write_bytes(b"\0" * (len(content) // 2))
+        with pytest.raises(DownloadError, match="SHA-256"):
+            checkpoint.download(file.parent)
+        part.write_bytes(content[: len(content) // 2])
+        assert checkpoint.download(file.parent) == [file]
+        assert file.read_bytes() == content
+        assert list(file.parent.iterdir()) == [file]
+
+        by_command = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "services.cli",
+                "export",
+                checkpoint.id,
+                "--output",
+                "by-command",
+            ],
+            env=child_environment(MESHLOOM_URL=stack.url),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert by_command.stdout == "by-command/model.safetensors\n"
+        assert (tmp_path / by_command.stdout.strip()).read_bytes() == content
+
+        with pytest.raises(DownloadError, match=r"config\.json"):
+            checkpoint.download(tmp_path / "hf", format="hf")
+        (folder,) = checkpoint.download(tmp_path / "dcp", format="dcp")
+        tensors = load_file(file)
+        loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+        assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+        url = f"{stack.url}/v1/checkpoints/{checkpoint.id}/files/{file.name}"
+        whole = httpx.get(url, headers={"Range": "bytes=8-15", "If-Range": '"of another file"'})
+        assert (whole.status_code, len(whole.content)) == (200, len(content))
+        some = httpx.get(url, headers={"Range": "bytes=8-15", "If-Range": whole.headers["etag"]})
+        assert (some.status_code, some.content) == (206, content[8:16])
+        assert some.headers["content-range"] == f"bytes 8-15/{len(content)}"
+        assert httpx.get(url, headers={"If-None-Match": some.headers["etag"]}).status_code == 304
+        late = httpx.get(url, headers={"Range": f"bytes={len(content)}-"})
+        assert (late.status_code, late.json()["code"]) == (416, "range_not_satisfiable")
 
 
 def test_a_refusal_names_every_fault_of_the_spec(stack: Stack) -> None:

@@ -16,6 +16,7 @@ from meshloom.client.answers import (
     cache_key,
     retry_options,
 )
+from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import RefusedError, UnreachableError, refusal
 from services.contract.words.problems import Problem
 
@@ -105,6 +106,36 @@ class AsyncTransport:
                 f"no controller answers at {self.base_url} ({error}); start one with `make up`, "
                 "or set MESHLOOM_URL"
             ) from error
+
+    async def fetch(self, path: str, file: PartialFile) -> None:
+        """Download a file, or what is missing of it.
+
+        A broken download goes on where it broke off, once the controller is back, as long as each
+        try brings some bytes.
+
+        Raises:
+            UnreachableError: Two tries in a row brought nothing.
+        """
+        while not file.is_complete:
+            before = file.size
+            try:
+                await self._fetch_some(path, file)
+            except httpx.TransportError as error:
+                if file.size == before:
+                    raise UnreachableError(f"the download of {path} broke off: {error}") from error
+                await self.request("GET", "/version")
+
+    async def _fetch_some(self, path: str, file: PartialFile) -> None:
+        timeout = self._long_timeout(60.0)
+        async with self._http.stream(
+            "GET", path, headers=file.headers(), timeout=timeout
+        ) as response:
+            if response.status_code >= ERRORS_FROM:
+                await response.aread()
+                raise refusal(response)
+            target = file.begin(resumed=response.status_code == httpx.codes.PARTIAL_CONTENT)
+            async for part in response.aiter_raw():
+                target.append(part)
 
     async def follow(
         self,

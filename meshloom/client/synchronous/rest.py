@@ -7,6 +7,7 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel
 
+from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import refusal
 from meshloom.client.synchronous.transport import Transport
 from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
@@ -38,6 +39,7 @@ from services.contract.api.views import (
 )
 from services.contract.jobs.code_archives import digest_of
 from services.contract.jobs.traces import TraceList, TraceRequest, TraceView
+from services.contract.storage.exports import ExportManifest
 
 _NO_CONTENT: Final = 204
 _LARGEST_PAGE: Final = 200
@@ -235,6 +237,14 @@ class RestClient(Transport):
     def export(self, checkpoint_id: str) -> CheckpointView:
         """Have a node put its model together as safetensors files."""
         return self._keep("POST", checkpoint_id, "/export")
+
+    def export_files(self, checkpoint_id: str) -> ExportManifest:
+        """The files of its export, with sizes and digests."""
+        return self.get(f"/v1/checkpoints/{checkpoint_id}/files", ExportManifest)
+
+    def download(self, checkpoint_id: str, name: str, file: PartialFile) -> None:
+        """Download a file of its export, or what is missing of it."""
+        self.fetch(f"/v1/checkpoints/{checkpoint_id}/files/{name}", file)
 
     def pin(self, checkpoint_id: str, *, keep: bool = True) -> CheckpointView:
         """Keep it whatever retention says, or no longer."""

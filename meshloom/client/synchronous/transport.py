@@ -16,6 +16,7 @@ from meshloom.client.answers import (
     cache_key,
     retry_options,
 )
+from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import RefusedError, UnreachableError, refusal
 from services.contract.words.problems import Problem
 
@@ -105,6 +106,34 @@ class Transport:
                 f"no controller answers at {self.base_url} ({error}); start one with `make up`, "
                 "or set MESHLOOM_URL"
             ) from error
+
+    def fetch(self, path: str, file: PartialFile) -> None:
+        """Download a file, or what is missing of it.
+
+        A broken download goes on where it broke off, once the controller is back, as long as each
+        try brings some bytes.
+
+        Raises:
+            UnreachableError: Two tries in a row brought nothing.
+        """
+        while not file.is_complete:
+            before = file.size
+            try:
+                self._fetch_some(path, file)
+            except httpx.TransportError as error:
+                if file.size == before:
+                    raise UnreachableError(f"the download of {path} broke off: {error}") from error
+                self.request("GET", "/version")
+
+    def _fetch_some(self, path: str, file: PartialFile) -> None:
+        timeout = self._long_timeout(60.0)
+        with self._http.stream("GET", path, headers=file.headers(), timeout=timeout) as response:
+            if response.status_code >= ERRORS_FROM:
+                response.read()
+                raise refusal(response)
+            target = file.begin(resumed=response.status_code == httpx.codes.PARTIAL_CONTENT)
+            for part in response.iter_raw():
+                target.append(part)
 
     def follow(
         self,

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document bab7c067d8362c49ad1810f512a35f6ce0dafe842e36efc7424ada52f49b2770
-// types 5e00103b3a8f19a31a92448e17f06b35c09d5127b5b72ee4a32660c142c0cb38
+// document 6afd4dd7969c5b804f0dafb901d0467994a2f45b8b530e145f8b28b43189d1b1
+// types 0ad5ef7aca0f4a157746e9dc2f9581067abe9c193eecdcda62f5c29b7224f821
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -647,6 +647,26 @@ export interface components {
          * @enum {string}
          */
         ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        /**
+         * ExportedFile
+         * @description One file of an export.
+         */
+        ExportedFile: {
+            /** Bytes */
+            bytes: number;
+            /** Name */
+            name: string;
+            /** Sha256 */
+            sha256: string;
+        };
+        /**
+         * ExportManifest
+         * @description All files of an export, each with its size and its SHA-256.
+         */
+        ExportManifest: {
+            /** Files */
+            files: components["schemas"]["ExportedFile"][];
+        };
         /**
          * ExportView
          * @description The last export of a checkpoint. ``folder`` is below the storage root.
@@ -2819,6 +2839,8 @@ export type EventPage = components['schemas']['EventPage'];
 export type EventView = components['schemas']['EventView'];
 export type Exchange = components['schemas']['Exchange'];
 export type ExitReason = components['schemas']['ExitReason'];
+export type ExportedFile = components['schemas']['ExportedFile'];
+export type ExportManifest = components['schemas']['ExportManifest'];
 export type ExportView = components['schemas']['ExportView'];
 export type Factory = components['schemas']['Factory'];
 export type FailureClass = components['schemas']['FailureClass'];
