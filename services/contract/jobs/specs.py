@@ -50,6 +50,8 @@ from services.contract.jobs.worlds import Share, possible_worlds
 MAX_SPEC_BYTES: Final = 65_536
 TOO_LARGE: Final = "spec_too_large"
 _WORLDS_NAMED: Final = 12
+# Made once: the queue asks for the share of each job that waits.
+_MESH_OF_ONE: Final = MeshSpec()
 
 
 class JobSpec(SpecPart):
@@ -202,7 +204,7 @@ class JobSpec(SpecPart):
     @property
     def share(self) -> Share:
         """What the number of its ranks must go into."""
-        mesh = MeshSpec() if self.mesh == "auto" else self.mesh
+        mesh = _MESH_OF_ONE if self.mesh == "auto" else self.mesh
         micro = self.train.micro_batch
         return Share(
             copy=mesh.dp_shard * mesh.tp,

@@ -122,6 +122,12 @@ class Telemetry(Protocol):
         """The last ``count`` step records of each job, oldest first."""
         ...
 
+    async def recent_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """The same, but as they were at any time within the last second: for estimates."""
+        ...
+
     async def steps(self, job_id: str) -> list[StepRecord]:
         """All step records that are kept, as they came."""
         ...

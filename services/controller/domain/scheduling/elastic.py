@@ -69,7 +69,8 @@ def gang_request_of(job: Job, ranks: int | None = None) -> GangRequest:
     It rather does without the nodes that its last attempt lost.
     """
     lost = job.attempts[-1].lost_nodes if job.attempts else ()
-    return replace(GangRequest.of(job.spec, ranks), last_resort=lost)
+    gang = GangRequest.of(job.spec, ranks)
+    return replace(gang, last_resort=lost) if lost else gang
 
 
 def place_most(spec: JobSpec, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
