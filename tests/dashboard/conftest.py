@@ -24,7 +24,7 @@ from playwright.sync_api import (
 )
 from redis import Redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.local.children import die_with_parent
 from services.local.embedded_redis import EmbeddedRedis

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document c28588ea7eca38af657cabd113c987e8e9ec486accf150d1267617e5ee715581
-// types db616e056efcb4efa63f7718653f5684f7c20199ada5e5275b7985fc9ef64808
+// document 5bae8da71ae112a01797176494b2fb91755dd3afa04d1e37e6990a2e33258a30
+// types 77b212c94567510f107bbbf19a57ffda14cee9dcda930a0544836a300ed5bbe5
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -647,6 +647,26 @@ export interface components {
          * @enum {string}
          */
         ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        /**
+         * ExportedFile
+         * @description One file of an export.
+         */
+        ExportedFile: {
+            /** Bytes */
+            bytes: number;
+            /** Name */
+            name: string;
+            /** Sha256 */
+            sha256: string;
+        };
+        /**
+         * ExportManifest
+         * @description All files of an export, each with its size and its SHA-256.
+         */
+        ExportManifest: {
+            /** Files */
+            files: components["schemas"]["ExportedFile"][];
+        };
         /**
          * ExportView
          * @description The last export of a checkpoint. ``folder`` is below the storage root.
@@ -2819,6 +2839,8 @@ export type EventPage = components['schemas']['EventPage'];
 export type EventView = components['schemas']['EventView'];
 export type Exchange = components['schemas']['Exchange'];
 export type ExitReason = components['schemas']['ExitReason'];
+export type ExportedFile = components['schemas']['ExportedFile'];
+export type ExportManifest = components['schemas']['ExportManifest'];
 export type ExportView = components['schemas']['ExportView'];
 export type Factory = components['schemas']['Factory'];
 export type FailureClass = components['schemas']['FailureClass'];
