@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document cf6090d3901b333032ae482b19908598a68647855a79fff1c24f9da87d169da5
-// types d9bfb54bfe245a6598f29d3b93034151feb6aa67e10f6cfd2d34c86fabe05df3
+// document 0de82a364b13a5e421d70c948eb8a7d80a16442d300f5cb60618002f6fc09da2
+// types e735cec93ba84ff1f1c9d7e062ecc29e6f1f5ca0504498f42a03632403fefab6
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2018,7 +2018,7 @@ export interface components {
             device: string;
             /**
              * Is Straggler
-             * @description the job is RUNNING, and this is the highest score of the attempt, at least 0.2
+             * @description the job is RUNNING, and this rank costs it 5 % of the step or more: its score is the highest, and that far above the median of the other ranks
              * @default false
              */
             is_straggler: boolean;

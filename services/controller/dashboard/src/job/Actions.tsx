@@ -97,7 +97,7 @@ const CHOICES: Record<"pause" | "cancel", Choice[]> = {
   ],
   cancel: [
     { value: "best_effort", label: "Take a checkpoint if that works" },
-    { value: "required", label: "Take a checkpoint, and tell if it fails" },
+    { value: "required", label: "Take a checkpoint, and report if it fails" },
     { value: "none", label: "No checkpoint: steps since the last one are lost" },
   ],
 };
@@ -134,7 +134,7 @@ function StopDialog({
         <p>
           {what === "cancel"
             ? "The ranks stop and the job ends; its committed checkpoints stay."
-            : "The ranks stop and give their places back; the job can be resumed."}{" "}
+            : "The ranks stop and free their slots; the job can be resumed."}{" "}
           <span className="muted">{shortId(job.id)}</span>
         </p>
         <fieldset>

@@ -10,7 +10,7 @@ export function Checkpoints({ job }: { job: JobView }) {
   return (
     <Panel title="Checkpoints" aside={items.length > 0 ? items.length : null}>
       {!data && error ? <Trouble error={error} /> : null}
-      {data && items.length === 0 ? <Quiet>None yet.</Quiet> : null}
+      {data && items.length === 0 ? <Quiet>No checkpoints yet.</Quiet> : null}
       {items.length > 0 ? (
         <div className="scroller tall" tabIndex={0} role="region" aria-label="Checkpoints, newest first">
           <table>

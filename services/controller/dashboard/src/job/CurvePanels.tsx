@@ -16,7 +16,7 @@ export function CurvePanels({ job }: { job: JobView }) {
             <h2>{title}</h2>
             {data ? (
               <p className="quiet">
-                {isTerminal(job.state) ? "No step was made." : "The curve begins with the first step."}
+                {isTerminal(job.state) ? "The job made no steps." : "No steps yet."}
               </p>
             ) : null}
           </section>

@@ -38,7 +38,7 @@ export function Ranks({ job }: { job: JobView }) {
     >
       {!data && error ? <Trouble error={error} /> : null}
       {data && items.length === 0 ? (
-        <Quiet>{isAtRest(job.state) ? "No rank runs." : "The ranks show up when their node has started them."}</Quiet>
+        <Quiet>{isAtRest(job.state) ? "No rank runs." : "Ranks are listed as soon as their node has started them."}</Quiet>
       ) : null}
       {items.length > FEW ? <PhaseGrid ranks={items} /> : null}
       {items.length > 0 ? (
@@ -123,7 +123,7 @@ function RankRow({
           {rank.is_straggler ? " straggler" : ""}
         </span>
       </td>
-      <td className="memory">
+      <td className="used">
         {capacity ? (
           <Bar part={rank.memory_bytes / capacity} label={`Memory of rank ${rank.rank}, of ${bytes(capacity)}`} />
         ) : null}
@@ -164,11 +164,11 @@ interface Silence {
 
 /** What is worth saying about a rank that has not been heard of, or does not move; else null. */
 function silenceOf(rank: RankView): Silence | null {
-  if (rank.last_seen_at === null) return { told: "not seen yet", stale: true };
+  if (rank.last_seen_at === null) return { told: "not started", stale: true };
   const unheard = (serverNow() - Date.parse(rank.last_seen_at)) / 1_000;
-  if (unheard > UNHEARD_S) return { told: `no word for ${span(unheard)}`, stale: true };
+  if (unheard > UNHEARD_S) return { told: `silent for ${span(unheard)}`, stale: true };
   if (rank.beat_age_s === null || rank.beat_age_s <= UNMOVED_S) return null;
-  return { told: `does not move for ${span(rank.beat_age_s)}`, stale: false };
+  return { told: `no progress for ${span(rank.beat_age_s)}`, stale: false };
 }
 
 /** All ranks at one glance: a cell each, its letters and colour the phase. */

@@ -40,7 +40,7 @@ export function JobPage({ id }: { id: string }) {
   const gone = error instanceof ProblemError && error.status === 404;
   return (
     <div className="page job">
-      {gone ? <p className="trouble">This job was deleted. What you see is the last that was known of it.</p> : null}
+      {gone ? <p className="trouble">This job was deleted. This page shows its last state.</p> : null}
       <Head job={job} />
       {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
       <CurvePanels job={job} />
@@ -73,7 +73,7 @@ function Head({ job }: { job: JobView }) {
         <code className="id">{job.id}</code>
         <Actions job={job} />
       </div>
-      <p className="reason">{job.reason ?? sentence(job)}</p>
+      <p className="reason">{reason(job)}</p>
       <div className="bigbar">
         <Bar part={part} label="Progress" tone={toneOf(job.state)} />
         <div className="figures">
@@ -145,10 +145,19 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
     <Stat label="Peak memory" hint={`The plan estimates it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">estimated {bytes(estimate.peak.total)}</span>{" "}
-      <a href={planHref(estimate.plan_id)}>its plan</a>
+      {bytes(estimate.measured_peak_bytes)}{" "}
+      <span className="muted">
+        (<a href={planHref(estimate.plan_id)}>planned</a> {bytes(estimate.peak.total)})
+      </span>
     </Stat>
   );
+}
+
+/** Why the job stands where it does. Its error is told once, by the failure card. */
+function reason(job: JobView): string {
+  const error = job.failure?.error;
+  if (job.reason && error && job.reason.includes(error)) return "";
+  return job.reason ?? sentence(job);
 }
 
 function sentence(job: JobView): string {

@@ -194,7 +194,7 @@ function NoJobs() {
   return (
     <div className="empty panel">
       <h2>No job yet</h2>
-      <p>Submit one from a terminal; it shows up here within a second.</p>
+      <p>Submit one here or from a terminal:</p>
       <pre>
         <code>meshloom submit examples/stdlib-gpt.yaml</code>
       </pre>

@@ -8,7 +8,7 @@ import { Quiet, Stat, StateChip, Trouble } from "../ui/parts";
 export function NodesPage() {
   const { data, error } = useNodes();
   const nodes = data?.items ?? [];
-  const ready = nodes.filter((node) => node.state !== "LOST");
+  const ready = nodes.filter((node) => node.state === "READY");
   const sum = (count: (node: NodeView) => number) => ready.reduce((total, node) => total + count(node), 0);
   const accelerators = sum((node) => node.inventory.accelerators.length);
   return (
@@ -17,7 +17,7 @@ export function NodesPage() {
         <h1>Nodes</h1>
         {nodes.length > 0 ? (
           <p className="summary">
-            {ready.length} of {nodes.length} there · CPU slots {sum((node) => node.cpu_slots_used)} /{" "}
+            {ready.length} of {nodes.length} ready · CPU slots {sum((node) => node.cpu_slots_used)} /{" "}
             {sum((node) => node.inventory.cpu_slots)} used
             {accelerators > 0 ? ` · accelerators ${sum((node) => node.accelerators_used)} / ${accelerators} used` : ""}
           </p>
@@ -28,7 +28,7 @@ export function NodesPage() {
       {data && nodes.length === 0 ? (
         <div className="empty panel">
           <h2>No node has joined</h2>
-          <p>Start an agent on a machine that shall compute:</p>
+          <p>Start an agent on each machine that is to run jobs:</p>
           <pre>
             <code>python -m services.worker.agent</code>
           </pre>
@@ -65,8 +65,8 @@ function NodeCard({ node }: { node: NodeView }) {
       <dl className="stats">
         <Stat label="Memory">{bytes(inventory.memory_bytes)}</Stat>
         <Stat label="Cores">{inventory.cpu_count}</Stat>
-        <Stat label="Lease" hint="The agent renews it with each beat; when it ends, the node counts as lost.">
-          {node.lease_s === null ? "over" : `${Math.ceil(node.lease_s)} s left`}
+        <Stat label="Lease" hint="The agent renews it with each heartbeat; when it expires, the node counts as lost.">
+          {node.lease_s === null ? "expired" : `${Math.ceil(node.lease_s)} s left`}
         </Stat>
         <Stat label="Host">{inventory.hostname}</Stat>
         <Stat label="Joined" hint={dateTime(node.joined_at)}>
@@ -82,7 +82,7 @@ function NodeCard({ node }: { node: NodeView }) {
         <Measured key={device} device={device} found={found} />
       ))}
       <p className="jobs-here">
-        {node.jobs.length === 0 ? <span className="muted">No job here</span> : "Jobs: "}
+        {node.jobs.length === 0 ? <span className="muted">No jobs</span> : "Jobs: "}
         {node.jobs.map((id) => (
           <a key={id} href={jobHref(id)} title={id}>
             {shortId(id)}

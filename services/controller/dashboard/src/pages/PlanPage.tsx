@@ -1,6 +1,7 @@
 import { useEffect } from "react";
 import { usePlan } from "../api/queries";
 import type { PlanView } from "../api/types";
+import { Traceback } from "../job/Failure";
 import { Alternatives } from "../plan/Alternatives";
 import { MemoryBars } from "../plan/MemoryBars";
 import { Verdict, verdict } from "../plan/Verdict";
@@ -24,8 +25,10 @@ export function PlanPage({ id }: { id: string }) {
     <div className="page plan">
       <Head plan={plan} />
       {plan.failure?.traceback ? (
-        <Panel title="What the model's code raised">
-          <pre className="traceback">{plan.failure.traceback}</pre>
+        <Panel title="Error in the model's code">
+          <div className="failure-text">
+            <Traceback text={plan.failure.traceback} />
+          </div>
         </Panel>
       ) : null}
       {plan.memory.length > 0 ? <MemoryBars plan={plan} /> : null}
@@ -134,7 +137,7 @@ function kept(reshards: boolean | number): string {
 function Traffic({ plan }: { plan: PlanView }) {
   const most = Math.max(...plan.traffic.map((axis) => axis.bytes_sent), 1);
   return (
-    <Panel title="What a rank sends in a step">
+    <Panel title="Traffic of a rank in a step">
       <ul className="rates sent">
         {plan.traffic.map((axis) => (
           <li key={axis.axis}>
@@ -143,8 +146,8 @@ function Traffic({ plan }: { plan: PlanView }) {
               <i style={{ width: `${(100 * axis.bytes_sent) / most}%` }} />
             </span>
             <b>
-              {bytes(axis.bytes_sent)} in {axis.collectives} collectives
-              {axis.seconds === null ? "" : `, ${duration(axis.seconds)} if nothing else ran`}
+              {bytes(axis.bytes_sent)} in {axis.collectives} {axis.collectives === 1 ? "collective" : "collectives"}
+              {axis.seconds === null ? "" : `, ${duration(axis.seconds)} without overlap`}
             </b>
           </li>
         ))}

@@ -243,8 +243,12 @@ function drawGuides(self: uPlot, { marks = [], levels = [] }: Props, paint: (nam
     if (y < bbox.top || y > bbox.top + bbox.height) continue;
     ctx.strokeStyle = paint(level.color);
     line(ctx, bbox.left, y, bbox.left + bbox.width, y);
-    ctx.fillStyle = paint(level.color);
     ctx.textAlign = "right";
+    // A patch of the background behind the text: grid lines must not cross the letters.
+    const text = ctx.measureText(level.label).width;
+    ctx.fillStyle = paint("--surface");
+    ctx.fillRect(bbox.left + bbox.width - text - 4 * ratio, y - 15 * ratio, text + 4 * ratio, 14 * ratio);
+    ctx.fillStyle = paint(level.color);
     ctx.fillText(level.label, bbox.left + bbox.width, y - 2 * ratio);
   }
   ctx.restore();
