@@ -8,8 +8,10 @@ import { shortId } from "../ui/format";
 
 type Order = "pause" | "resume" | "cancel" | "checkpoint";
 
-const PAUSABLE: ReadonlySet<JobState> = new Set<JobState>(["QUEUED", "PLACING", "STARTING", "RUNNING", "RESTARTING"]);
-const RESUMABLE: ReadonlySet<JobState> = new Set<JobState>(["PAUSED", "FAILED", "CANCELLED"]);
+/** In these states a job can be paused. */
+export const PAUSABLE: ReadonlySet<JobState> = new Set<JobState>(["QUEUED", "PLACING", "STARTING", "RUNNING", "RESTARTING"]);
+/** In these states a job can go on from a checkpoint. */
+export const RESUMABLE: ReadonlySet<JobState> = new Set<JobState>(["PAUSED", "FAILED", "CANCELLED"]);
 
 /** The orders that make sense now. What the controller answers is its own affair. */
 export function Actions({ job }: { job: JobView }) {

@@ -5,11 +5,18 @@ import type { JobView, NodeView, RankView } from "../api/types";
 import { bytes, compact, DASH, dateTime, duration, perSecond, span, whole } from "../ui/format";
 import { Bar, Panel, Quiet, Trouble } from "../ui/parts";
 import { useNow } from "../ui/time";
-import { type Phase, phaseOf } from "./phases";
+import { phaseOf } from "./phases";
 
-const FEW = 8;
-const ROWS_AT_FIRST = 64;
-const CELLS_AT_MOST = 4_096;
+const ROWS = 64;
+
+type Order = "rank" | "lag" | "memory" | "step time";
+const ORDERS: Order[] = ["rank", "lag", "memory", "step time"];
+const BY: Record<Order, (rank: RankView) => number> = {
+  rank: (rank) => -rank.rank,
+  lag: (rank) => rank.arrival_lag_s ?? -1,
+  memory: (rank) => rank.memory_bytes,
+  "step time": (rank) => rank.step_time_s ?? -1,
+};
 // An agent beats each second and more often: three silent ones are worth a word.
 const UNHEARD_S = 4;
 const UNMOVED_S = 15;
@@ -20,11 +27,14 @@ const NOTABLE_WAIT = 0.1;
 export function Ranks({ job }: { job: JobView }) {
   const { data, error } = useRanks(job);
   const { data: nodes } = useNodes();
-  const [all, setAll] = useState(false);
+  const [order, setOrder] = useState<Order>("rank");
+  const [first, setFirst] = useState(0);
   const memoryOf = useMemo(() => capacities(nodes?.items ?? []), [nodes]);
   const items = data?.items ?? [];
-  const foremost = Math.max(0, ...items.map((rank) => rank.step));
-  const shown = all ? items : items.slice(0, ROWS_AT_FIRST);
+  const foremost = items.reduce((most, rank) => Math.max(most, rank.step), 0);
+  const sorted = order === "rank" ? items : [...items].sort((one, other) => BY[order](other) - BY[order](one));
+  const start = first < sorted.length ? first : 0;
+  const shown = sorted.slice(start, start + ROWS);
   return (
     <Panel
       title="Ranks"
@@ -32,6 +42,13 @@ export function Ranks({ job }: { job: JobView }) {
         data && items.length > 0 ? (
           <>
             {items.length} of attempt {data.attempt}
+            <select aria-label="Order of the ranks" value={order} onChange={(event) => (setOrder(event.target.value as Order), setFirst(0))}>
+              {ORDERS.map((one) => (
+                <option key={one} value={one}>
+                  by {one === "rank" ? "number" : one}
+                </option>
+              ))}
+            </select>
           </>
         ) : null
       }
@@ -40,7 +57,6 @@ export function Ranks({ job }: { job: JobView }) {
       {data && items.length === 0 ? (
         <Quiet>{isAtRest(job.state) ? "No rank runs." : "Ranks are listed as soon as their node has started them."}</Quiet>
       ) : null}
-      {items.length > FEW ? <PhaseGrid ranks={items} /> : null}
       {items.length > 0 ? (
         <div className="scroller" tabIndex={0} role="region" aria-label="Ranks, by number">
           <table className="ranks">
@@ -74,10 +90,18 @@ export function Ranks({ job }: { job: JobView }) {
           </table>
         </div>
       ) : null}
-      {items.length > shown.length ? (
-        <button type="button" className="more" onClick={() => setAll(true)}>
-          Show all {items.length} ranks
-        </button>
+      {items.length > ROWS ? (
+        <div className="pager">
+          <button type="button" disabled={start === 0} onClick={() => setFirst(Math.max(0, start - ROWS))}>
+            ← Before
+          </button>
+          <span className="muted">
+            {start + 1}–{start + shown.length} of {items.length}
+          </span>
+          <button type="button" disabled={start + ROWS >= items.length} onClick={() => setFirst(start + ROWS)}>
+            Next →
+          </button>
+        </div>
       ) : null}
     </Panel>
   );
@@ -171,40 +195,8 @@ function silenceOf(rank: RankView): Silence | null {
   return { told: `no progress for ${span(rank.beat_age_s)}`, stale: false };
 }
 
-/** All ranks at one glance: a cell each, its letters and colour the phase. */
-function PhaseGrid({ ranks }: { ranks: RankView[] }) {
-  const counts = new Map<Phase, number>();
-  for (const rank of ranks) counts.set(phaseOf(rank.phase), (counts.get(phaseOf(rank.phase)) ?? 0) + 1);
-  const most = [...counts].sort((one, other) => other[1] - one[1]);
-  return (
-    <div className="phase-grid">
-      <p className="counts">
-        {most.map(([phase, count]) => (
-          <span key={phase.word} className={`phase phase-${phase.family}`}>
-            {count} {phase.word}
-          </span>
-        ))}
-      </p>
-      <div className="cells" aria-hidden="true">
-        {ranks.slice(0, CELLS_AT_MOST).map((rank) => {
-          const phase = phaseOf(rank.phase);
-          return (
-            <span
-              key={rank.rank}
-              className={`cell phase-${phase.family}${rank.is_straggler ? " lagging" : ""}`}
-              title={`rank ${rank.rank}: ${phase.word}, step ${rank.step}`}
-            >
-              {phase.letters}
-            </span>
-          );
-        })}
-      </div>
-    </div>
-  );
-}
-
 /** How much memory a rank's bar is measured against: its accelerator's, or its node's. */
-function capacities(nodes: NodeView[]): (rank: RankView) => number | null {
+export function capacities(nodes: NodeView[]): (rank: RankView) => number | null {
   const byId = new Map(nodes.map((node) => [node.id, node.inventory]));
   return (rank) => {
     const inventory = byId.get(rank.node_id);

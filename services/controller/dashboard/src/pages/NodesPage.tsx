@@ -1,11 +1,15 @@
-import { useNodes } from "../api/queries";
+import { useMutation } from "@tanstack/react-query";
+import { useState } from "react";
+import { post, remove } from "../api/client";
+import { refreshAll, useNodes } from "../api/queries";
 import type { NodeView } from "../api/types";
 import { Measured } from "../node/Measured";
 import { jobHref } from "../router";
+import { Dialog } from "../ui/Dialog";
 import { bytes, DASH, dateTime, shortId } from "../ui/format";
 import { Quiet, Stat, StateChip, Trouble } from "../ui/parts";
 
-export function NodesPage() {
+export default function NodesPage() {
   const { data, error } = useNodes();
   const nodes = data?.items ?? [];
   const ready = nodes.filter((node) => node.state === "READY");
@@ -50,6 +54,7 @@ function NodeCard({ node }: { node: NodeView }) {
       <header>
         <h2>{node.id}</h2>
         <StateChip state={node.state} />
+        <Orders node={node} />
       </header>
       <Slots what="CPU slots" used={node.cpu_slots_used} of={inventory.cpu_slots} />
       {inventory.accelerators.length > 0 ? (
@@ -90,6 +95,57 @@ function NodeCard({ node }: { node: NodeView }) {
         ))}
       </p>
     </li>
+  );
+}
+
+/** Drain it and take it back; one that is lost can be forgotten. */
+function Orders({ node }: { node: NodeView }) {
+  const [asks, setAsks] = useState(false);
+  const path = `v1/nodes/${encodeURIComponent(node.id)}`;
+  const order = useMutation({
+    mutationFn: (what: "drain" | "undrain" | "forget") => (what === "forget" ? remove(path) : post(`${path}/${what}`)),
+    onSuccess: () => setAsks(false),
+    onSettled: refreshAll,
+  });
+  return (
+    <div className="row-actions">
+      {node.state === "READY" ? (
+        <button type="button" onClick={() => setAsks(true)}>
+          Drain…
+        </button>
+      ) : null}
+      {node.state === "DRAINING" ? (
+        <button type="button" disabled={order.isPending} onClick={() => order.mutate("undrain")}>
+          Undrain
+        </button>
+      ) : null}
+      {node.state === "LOST" ? (
+        <button type="button" disabled={order.isPending} title="Take it off this list until it joins again" onClick={() => order.mutate("forget")}>
+          Forget
+        </button>
+      ) : null}
+      {order.error && !asks ? (
+        <p className="trouble" role="alert">
+          {order.error.message}
+        </p>
+      ) : null}
+      {asks ? (
+        <Dialog title={`Drain ${node.id}?`} onClose={() => setAsks(false)}>
+          <p>
+            It takes no more jobs. {node.jobs.length > 0 ? `Its ${node.jobs.length} running ${node.jobs.length === 1 ? "job takes a checkpoint and moves" : "jobs take a checkpoint and move"} to another node.` : "No job runs on it."}
+          </p>
+          {order.error ? <Trouble error={order.error} /> : null}
+          <div className="buttons">
+            <button type="button" onClick={() => setAsks(false)}>
+              Close
+            </button>
+            <button type="button" className="primary" disabled={order.isPending} onClick={() => order.mutate("drain")}>
+              Drain
+            </button>
+          </div>
+        </Dialog>
+      ) : null}
+    </div>
   );
 }
 

@@ -1,14 +1,17 @@
+import { useMutation } from "@tanstack/react-query";
 import { useEffect } from "react";
+import { post } from "../api/client";
 import { usePlan } from "../api/queries";
-import type { PlanView } from "../api/types";
+import type { JobView, PlanView } from "../api/types";
 import { Traceback } from "../job/Failure";
 import { Alternatives } from "../plan/Alternatives";
 import { MemoryBars } from "../plan/MemoryBars";
 import { Verdict, verdict } from "../plan/Verdict";
+import { jobHref } from "../router";
 import { axes, bytes, compact, dateTime, duration, whole, words } from "../ui/format";
 import { Panel, Quiet, Stat, Trouble } from "../ui/parts";
 
-export function PlanPage({ id }: { id: string }) {
+export default function PlanPage({ id }: { id: string }) {
   const { data: plan, error } = usePlan(id);
   useEffect(() => {
     document.title = plan ? `${plan.spec.name} ${verdict(plan)[2]} · Meshloom` : "Plan · Meshloom";
@@ -48,6 +51,7 @@ function Head({ plan }: { plan: PlanView }) {
         <h1>{plan.spec.name}</h1>
         <Verdict plan={plan} />
         <code className="id">{plan.id}</code>
+        <SubmitPlan plan={plan} />
       </div>
       <p className="reason">{plan.reason}</p>
       {plan.placement ? <p className="muted">{plan.placement}</p> : null}
@@ -75,6 +79,24 @@ function Head({ plan }: { plan: PlanView }) {
         <Stat label="Until">{dateTime(plan.expires_at)}</Stat>
       </dl>
     </section>
+  );
+}
+
+function SubmitPlan({ plan }: { plan: PlanView }) {
+  const submit = useMutation({
+    mutationFn: () => post<JobView>("v1/jobs", { plan_id: plan.id }),
+    onSuccess: (job) => {
+      location.hash = jobHref(job.id);
+    },
+  });
+  if (!plan.feasible) return null;
+  return (
+    <div className="actions">
+      <button type="button" className="primary" disabled={submit.isPending} onClick={() => submit.mutate()}>
+        Submit
+      </button>
+      {submit.error ? <Trouble error={submit.error} /> : null}
+    </div>
   );
 }
 

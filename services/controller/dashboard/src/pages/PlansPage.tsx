@@ -8,7 +8,7 @@ import { Ago } from "../ui/time";
 
 const STATES: PlanState[] = ["PROBING", "READY", "FAILED"];
 
-export function PlansPage({ query }: { query: URLSearchParams }) {
+export default function PlansPage({ query }: { query: URLSearchParams }) {
   const shown = new Set((query.get("show") ?? "").split(",").filter((name) => name !== ""));
   const cursor = query.get("cursor");
   const states = STATES.filter((state) => shown.has(state.toLowerCase()));
