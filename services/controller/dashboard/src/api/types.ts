@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 5bae8da71ae112a01797176494b2fb91755dd3afa04d1e37e6990a2e33258a30
-// types 77b212c94567510f107bbbf19a57ffda14cee9dcda930a0544836a300ed5bbe5
+// document 71de9f094a4d6a768a3e2f75407309deaba57bf5009000738525477f3eab0406
+// types d785c74820c92f391369aa41cae3168b4e21298306375afc86da50a106a803e8
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2108,7 +2108,7 @@ export interface components {
             device: string;
             /**
              * Is Straggler
-             * @description the job is RUNNING, and this is the highest score of the attempt, at least 0.2
+             * @description the job is RUNNING, and this rank costs it 5 % of the step or more: its score is the highest, and that far above the median of the other ranks
              * @default false
              */
             is_straggler: boolean;
