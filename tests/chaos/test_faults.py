@@ -65,7 +65,7 @@ def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_at
 ) -> None:
     faults = {
         "raise": "ArithmeticError: this rank fails as it was told to",
-        "exit": "left with exit code 7 before it had finished",
+        "exit": "exited with code 7",
         "run out of memory": "can't allocate memory",
     }
     for fence, fault in enumerate(faults, start=1):
@@ -124,7 +124,7 @@ def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_
     assert (done.attempt, done.restarts) == (1, 0)
 
 
-def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back(
+def test_what_happens_while_the_controller_is_away_is_acted_on_when_it_is_back(
     cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
 ) -> None:
     ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]

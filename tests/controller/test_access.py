@@ -105,7 +105,7 @@ def test_each_scope_opens_its_doors_and_no_others(guarded: House) -> None:
         opened[scope] = [name for name, answer in answers.items() if answer.status_code < 400]
         for name in doors.keys() - opened[scope]:
             assert refusal(answers[name]) == (403, "insufficient_scope")
-            assert f"is of scope {scope}" in answers[name].json()["detail"]
+            assert f"has scope {scope}" in answers[name].json()["detail"]
     assert opened == {
         Scope.VIEWER: ["look"],
         Scope.SUBMITTER: ["look", "submit"],
@@ -413,7 +413,7 @@ def test_the_trail_is_read_page_by_page(guarded: House) -> None:
         ("POST", {"Origin": "http://evil.example"}, 403),
     ],
 )
-def test_who_is_refused_for_ever_does_not_wash_the_trail_away(
+def test_who_is_refused_forever_does_not_wash_the_trail_away(
     guarded: House, method: str, headers: dict[str, str], status: int
 ) -> None:
     alice = make(guarded, "viewer")

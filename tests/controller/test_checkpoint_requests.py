@@ -110,19 +110,19 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert launch.resume_from == named(job, 10)
 
 
-def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_begins_anew() -> None:
+def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_starts_over() -> None:
     job = loading_again(with_saved(10))
     failed = play(job, [corrupt(job, 10), crashed(job, "CorruptShardError: no", 2, step=10)]).job
     assert failed.state is JobState.FAILED
     assert failed.exit_reason is ExitReason.CHECKPOINT_FAILED
-    assert "no other committed checkpoint is left" in str(failed.reason)
+    assert "there is no other committed checkpoint" in str(failed.reason)
     with pytest.raises(StateConflictError, match="corrupt"):
         play(failed, [ResumeAsked()])
     forgotten = play(failed, [RemovalAsked(named(job, 10), NODE)])
     assert [type(command) for command in commands(forgotten)] == [RetireCheckpoint]
 
 
-def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_anew_after_a_crash() -> None:
+def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_again_after_a_crash() -> None:
     job = with_saved(10)
     failed = play(job, [corrupt(job, 10), killed(job)]).job
     assert failed.state is JobState.FAILED
@@ -264,7 +264,7 @@ def test_nothing_is_asked_of_checkpoints_that_are_being_purged() -> None:
 def test_what_something_still_needs_is_not_deleted() -> None:
     job = with_saved(10, 20, 30, checkpoint={"keep_last": 3})
     job = play(job, [verified(job, 20), PinAsked(named(job, 10))]).job
-    for step, why in ((10, "pinned"), (20, "last verified"), (30, "would go on from it")):
+    for step, why in ((10, "pinned"), (20, "last verified"), (30, "would resume from it")):
         with pytest.raises(StateConflictError, match=why):
             play(job, [RemovalAsked(named(job, step), NODE)])
     with pytest.raises(NotFoundError):

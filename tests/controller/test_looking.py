@@ -132,7 +132,7 @@ def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs
     house: House,
 ) -> None:
     house.agent.join()
-    job_id = house.submit()
+    job_id = house.submit(faults={"max_restarts": 0})
     gang = house.agent.launches(job_id)
 
     def named(*scores: float) -> list[bool]:
@@ -144,20 +144,24 @@ def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs
     assert named(0.02, 0.4) == [False, False]
     house.agent.trains(gang, [1])
     house.in_state(job_id, "RUNNING")
-    assert named(0.02, 0.19) == [False, False]
-    assert named(0.02, 0.4) == [False, True]
+    assert named(0.02, 0.06) == [False, False]
+    assert named(0.30, 0.34) == [False, False]
+    assert named(0.02, 0.08) == [False, True]
+    house.agent.ends(gang, 1, exit_code=1, error="ValueError: x", traceback="Traceback")
+    house.in_state(job_id, "FAILED")
+    assert named(0.02, 0.4) == [False, False]
 
 
 @pytest.mark.parametrize(
-    ("foreseen", "measured", "ratio"),
+    ("predicted", "measured", "ratio"),
     [(60 << 20, 90 << 20, None), (64 << 20, 96 << 20, 1.5), (64 << 20, 0, None)],
 )
 def test_what_was_measured_is_compared_only_with_an_estimate_that_can_be_told_from_noise(
-    foreseen: int, measured: int, ratio: float | None
+    predicted: int, measured: int, ratio: float | None
 ) -> None:
     estimate = JobEstimate(
         plan_id=f"plan_{0:026d}",
-        peak=MemoryView(total=foreseen),
+        peak=MemoryView(total=predicted),
         where="optimizer",
         unit="",
         micro_batch=1,

@@ -38,8 +38,8 @@ _READ_BACKOFF_S: Final = 0.05
 _MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
 _REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
 _ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
-_TYPE: Final = "a key is not of the type that it should be: give it another name, or delete it"
-_WAIT: Final = "it is busy: it answers again by itself"
+_TYPE: Final = "a key has the wrong type: rename it, or delete it"
+_WAIT: Final = "it is busy and will answer again"
 _REFUSALS: Final[Mapping[type[ResponseError], str]] = {
     OutOfMemoryError: _MEMORY,
     NoPermissionError: _ACL,
@@ -212,7 +212,7 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
             socket_timeout=patience_s,
             socket_connect_timeout=_ANSWER_S,
             decode_responses=True,
-            # Agents may write any bytes. Raised while reading, their fault would end every reign.
+            # Agents may write any bytes. Raised while reading, their fault would end every term.
             encoding_errors="replace",
         )
         return Redis.from_pool(pool)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from meshloom import MapSource
+from meshloom.data import MapSource
 from services.contract.storage.token_shards import end_token
 from services.worker.rank.data import digests
 from services.worker.rank.data.roots import inside
@@ -216,7 +216,8 @@ def _encoder(folder: str) -> tuple[_Encode, int | None, int]:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
-            f"data.args.tokenizer: {file} is not there; save_pretrained of a fast tokenizer writes it"
+            f"data.args.tokenizer: {file} does not exist; save_pretrained of a fast tokenizer "
+            "writes it"
         )
     found = _library("tokenizers").Tokenizer.from_file(str(file))
     ending = end_token(file.parent)
