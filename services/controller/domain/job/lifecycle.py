@@ -20,8 +20,8 @@ class Edge(NamedTuple):
 
 _DONE: Final = "the ranks had done all steps before the stop took effect"
 _LATE: Final = "the commit of its last checkpoint was reported after its attempt was given up"
-_RETRIED: Final = "the attempt ended before its work was done, and another try is due"
-_GIVEN_UP: Final = "the job's own fault, or the restart budget is used up"
+_RETRIED: Final = "the attempt ended before its work was done, and another attempt follows"
+_GIVEN_UP: Final = "a failure of the job itself, or the restart budget is used up"
 _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
