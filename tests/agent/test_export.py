@@ -209,6 +209,13 @@ def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> Non
         ((4, 4), {"shape": (4, 4, 1)}, "is not a box of a tensor"),
         ((4, 4), {"shape": ("4", 4)}, "is not a box of a tensor"),
         ((4, 4), {"dtype": "F1024"}, "is not a box of a tensor"),
+        ((4, 4), {"dtype": ["F32"]}, "not what a rank writes"),
+        ((4, 4), {"data_offsets": None}, "not what a rank writes"),
+        (
+            (1,) * 100_000,
+            {"offsets": [0] * 100_000, "shape": [1] * 100_000},
+            "is not a box of a tensor",
+        ),
     ],
 )
 def test_boxes_that_no_rank_of_ours_writes_are_refused_at_once(

@@ -143,6 +143,13 @@ def test_a_restored_checkpoint_counts_again_once_it_is_verified() -> None:
     assert whole.latest_checkpoint.corrupt_file is None
 
 
+def test_a_checkpoint_is_verified_again_although_the_clock_was_set_back() -> None:
+    job = with_saved(10)
+    before = play(job, [verified(job, 10)], NOW + 3_600_000).job
+    after = play(before, [verified(job, 10)]).job
+    assert after.checkpoints[named(job, 10)].verified_ms == NOW
+
+
 def test_a_node_that_cannot_read_proves_nothing() -> None:
     job = with_saved(10)
     unread = CheckpointUnread(

@@ -16,10 +16,12 @@ from pydantic import ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.controller.adapters.redis.scripts import checked
 from services.controller.domain.errors import StoreUnavailableError
 
 MAX_BLOCK_S: Final = 20.0
@@ -165,6 +167,10 @@ class RedisClients:
     wakes: Redis
     streams: Redis
     unreadable: Unreadable = field(default_factory=Unreadable)
+
+    def script(self, text: str) -> AsyncScript:
+        """A script that writes all that it is to write, or nothing."""
+        return self.writes.register_script(checked(text))
 
     @contextlib.contextmanager
     def answering(self, *names: str) -> Iterator[None]:

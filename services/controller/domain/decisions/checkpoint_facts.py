@@ -23,6 +23,7 @@ from services.controller.domain.job.attempt import Attempt
 from services.controller.domain.job.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.job import Job
+from services.controller.domain.record import is_ahead
 
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
@@ -135,7 +136,12 @@ def on_verified(fact: CheckpointVerified, draft: Draft) -> None:
     known = draft.job.checkpoints.get(fact.checkpoint_id)
     if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
         return
-    if known.verified_ms is not None and known.verified_ms >= draft.now_ms:
+    verified_ms = known.verified_ms
+    if (
+        verified_ms is not None
+        and draft.now_ms <= verified_ms
+        and not is_ahead(verified_ms, draft.now_ms)
+    ):
         return
     _put(draft, checkpoints.verified(known, draft.now_ms))
     draft.note(
