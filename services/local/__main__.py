@@ -65,7 +65,7 @@ async def _run(settings: LocalSettings, file: Path) -> int:
 
     code = await _until_signalled(train())
     if code is None:
-        console.print("stopped; `make run` goes on with the unfinished job from its checkpoint")
+        console.print("stopped; `make run` continues the unfinished job from its checkpoint")
         return _INTERRUPTED
     return code
 

@@ -106,7 +106,7 @@ def test_a_folder_of_text_has_a_document_a_file(made: Made) -> None:
         ),
         (
             {"files": "rows.jsonl", "tokenizer": "."},
-            r"data\.args\.tokenizer: .*tokenizer\.json is not",
+            r"data\.args\.tokenizer: .*tokenizer\.json does not exist",
         ),
         (
             {"files": "rows.jsonl", "tokenizer": "bytes", "seq_len": 999},
