@@ -42,7 +42,7 @@ def run(
     """Run the job in FILE from submission to its end, then stop what was started."""
     settings = LocalSettings()
     if stack_is_up(settings):
-        console.print("a stack is up on this home already: the job runs there")
+        console.print("a stack already runs on this home; the job runs there")
         raise typer.Exit(asyncio.run(_follow(file, f"http://{settings.host}:{settings.port}")))
     raise typer.Exit(asyncio.run(_run(settings, file)))
 
