@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings
 from services.contract.words.states import NodeState

@@ -7,7 +7,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.code_folder import with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
