@@ -32,6 +32,7 @@ from services.controller.domain.access.rate import Rate
 from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.leader import Leader
 from services.controller.loops.leadership import run_term
+from services.controller.loops.observer import Observer
 from services.controller.settings import Settings
 from services.controller.use_cases.plans import Drawing
 
@@ -95,13 +96,19 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
+        monitor = Monitor()
         rule = functools.partial(
-            run_term, ports, drawing=drawing, growth_delay=growth_delay, troubles=troubles
+            run_term,
+            ports,
+            drawing=drawing,
+            growth_delay=growth_delay,
+            troubles=troubles,
+            observer=Observer(monitor.looked, monitor.fact_handled),
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
             ports,
-            Monitor(),
+            monitor,
             stopping,
             lambda: leader.epoch,
             settings.entry_points,

@@ -32,6 +32,7 @@ LET_IN: dict[str, set[str]] = {
     "GET /v1/jobs/{job_id}/attempts": LOOKING,
     "GET /v1/jobs/{job_id}/events": LOOKING,
     "GET /v1/events": LOOKING,
+    "GET /v1/metrics": LOOKING,
     "GET /v1/jobs/{job_id}/logs": LOOKING,
     "GET /v1/jobs/{job_id}/ranks": LOOKING,
     "GET /v1/jobs/{job_id}/ranks/{rank}": LOOKING,

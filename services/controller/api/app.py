@@ -17,6 +17,7 @@ from services.controller.api.routes import (
     checkpoints,
     code,
     events,
+    figures,
     inspect,
     jobs,
     plans,
@@ -32,7 +33,7 @@ from services.controller.api.scopes import unscoped
 ROUTERS: Final = (
     *(jobs.router, watch.router, events.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
-    *(tokens.router, audit.router, unreadable.router),
+    *(figures.router, tokens.router, audit.router, unreadable.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

@@ -1,22 +1,29 @@
 """The reconciler's loop: looks at everything once a second, and at once when it is woken."""
 
 import asyncio
+import time
 from typing import Final
 
 from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.scheduling.elastic import GrowthDelay
+from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.reconcile import Reconciler
 
 _WATCH_EVERY_S: Final = 1.0
+_UNOBSERVED: Final = Observer()
 
 
 async def reconcile(
-    ports: Ports, epoch: int, growth_delay: GrowthDelay, troubles: Troubles | None = None
+    ports: Ports,
+    epoch: int,
+    growth_delay: GrowthDelay,
+    troubles: Troubles | None = None,
+    observer: Observer = _UNOBSERVED,
 ) -> None:
-    """Reconcile until cancelled.
+    """Reconcile until cancelled; ``observer`` is told how long each look takes.
 
     Raises:
         ExceptionGroup: With the DeposedError that says that the term is over.
@@ -27,7 +34,9 @@ async def reconcile(
     async def listen_and_look() -> None:
         async with ports.listen() as waker:
             while True:
+                began = time.monotonic()
                 rest_s = await reconciler.look()
+                observer.looked(time.monotonic() - began)
                 retry.succeeded()
                 await waker.wait(rest_s)
 

@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 6afd4dd7969c5b804f0dafb901d0467994a2f45b8b530e145f8b28b43189d1b1
+// document c0bc65bf236f464ccd46192f86cb63a7cbce520f47778f7ecc8a77d694aaeadc
 // types 0ad5ef7aca0f4a157746e9dc2f9581067abe9c193eecdcda62f5c29b7224f821
 
 export type paths = Record<string, never>;
