@@ -1,10 +1,10 @@
 """What users import: training code to run under Meshloom, programs to speak to a controller.
 
-``DataSource`` and ``Trainable`` are base classes for data and models; ``session`` is for scripts that
-bring their own loop; ``integrations`` connects trainers of other libraries. ``Client`` and
+``DataSource`` and ``Trainable`` are base classes for data and models; ``session`` is for scripts
+that bring their own loop; ``integrations`` connects trainers of other libraries. ``Client`` and
 ``AsyncClient`` submit and watch jobs from any program (``pip install 'meshloom[client]'``). Nothing
-else of Meshloom is an interface for user code. Under plain ``torchrun`` or ``python`` everything here still works:
-there is then nobody to report to.
+else of Meshloom is an interface for user code. Under plain ``torchrun`` or ``python`` training code
+works, too: reports are then dropped.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The reconciler's loop: looks at everything once a second, and at once when it is woken."""
+"""The reconciler's loop: looks once a second, and when it is woken; half of the time at most."""
 
 import asyncio
 import time
@@ -14,6 +14,7 @@ from services.controller.use_cases.reconcile import Reconciler
 
 _WATCH_EVERY_S: Final = 1.0
 _UNOBSERVED: Final = Observer()
+_LONGEST_GAP_S: Final = 0.25
 
 
 async def reconcile(
@@ -36,9 +37,14 @@ async def reconcile(
             while True:
                 began = time.monotonic()
                 rest_s = await reconciler.look()
-                observer.looked(time.monotonic() - began)
+                ended = time.monotonic()
+                observer.looked(ended - began)
                 retry.succeeded()
                 await waker.wait(rest_s)
+                # While one change follows another, requests have every other moment to themselves.
+                gap_s = min(ended - began, _LONGEST_GAP_S) - (time.monotonic() - ended)
+                if gap_s > 0:
+                    await asyncio.sleep(gap_s)
 
     async def look() -> None:
         while True:
