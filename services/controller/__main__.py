@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
 from services.contract.system.short_collections import keep_collections_short
+from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
@@ -91,7 +92,10 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
-    async with redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports:
+    async with (
+        redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports,
+        HttpWebhooks(settings.webhook_hosts) as webhooks,
+    ):
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
@@ -104,6 +108,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             growth_delay=growth_delay,
             troubles=troubles,
             observer=Observer(monitor.looked, monitor.fact_handled),
+            webhooks=webhooks,
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
@@ -118,6 +123,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
             settings.max_unfinished_jobs,
             FolderExports(settings.checkpoint_root),
+            webhooks,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

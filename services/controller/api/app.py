@@ -27,13 +27,14 @@ from services.controller.api.routes import (
     traces,
     unreadable,
     watch,
+    webhooks,
 )
 from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, events.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
-    *(figures.router, tokens.router, audit.router, unreadable.router),
+    *(figures.router, tokens.router, webhooks.router, audit.router, unreadable.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 
