@@ -133,6 +133,10 @@ class Settings(BaseSettings):
         le=3_650,
         description="Days after a job's end for which Redis keeps samples and stacks, and records that storage could not take.",
     )
+    otel_endpoint: str | None = Field(
+        default=None,
+        description="Where traces go, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; needs the extra `otel`. Unset: no traces.",
+    )
     webhook_hosts: Annotated[frozenset[str], NoDecode] = Field(
         default=frozenset(),
         description="Hosts of webhooks that need no public address and no TLS, separated by commas. Others need both.",

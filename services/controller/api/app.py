@@ -30,6 +30,7 @@ from services.controller.api.routes import (
     webhooks,
 )
 from services.controller.api.scopes import unscoped
+from services.controller.api.tracing import Traced
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, events.router, inspect.router, queue.router),
@@ -90,5 +91,7 @@ def create_app(
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, policy=policy, ports=context.ports)
     app.add_middleware(Audit, ports=context.ports)
+    if context.tracing is not None:
+        app.add_middleware(Traced, tracing=context.tracing)
     app.add_middleware(Framing, monitor=context.monitor)
     return app

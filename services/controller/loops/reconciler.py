@@ -36,7 +36,8 @@ async def reconcile(
         async with ports.listen() as waker:
             while True:
                 began = time.monotonic()
-                rest_s = await reconciler.look()
+                with observer.looking():
+                    rest_s = await reconciler.look()
                 ended = time.monotonic()
                 observer.looked(ended - began)
                 retry.succeeded()
