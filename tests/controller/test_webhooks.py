@@ -1,24 +1,42 @@
 """Webhooks: a real receiver that fails, a controller that is killed, and addresses that are refused."""
 
+import asyncio
 import base64
 import hashlib
 import hmac
+import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import AnyHttpUrl
+from redis import Redis
 
+import meshloom
 from meshloom.client import RefusedError
 from services.contract.api.webhooks import WebhookRequest
+from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id
 from services.controller.adapters.http.webhooks import HttpWebhooks
-from services.controller.ports.webhooks import AddressRefusedError
+from services.controller.adapters.memory import memory_ports
+from services.controller.adapters.memory.server import MemoryServer
+from services.controller.adapters.redis import redis_ports
+from services.controller.domain.access.token import LOCAL
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.errors import DeposedError
+from services.controller.domain.job.job import Job
+from services.controller.loops import webhooks
+from services.controller.ports.jobs import Actor
+from services.controller.ports.webhooks import AddressRefusedError, DeliveryError
+from services.controller.use_cases.webhooks import Delivery, create_webhook
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
+from tests.controller.histories import spec
 from tests.dashboard.conftest import Controller
 from tests.waiting import until
 
@@ -131,7 +149,8 @@ def test_what_a_killed_controller_owed_the_next_one_sends(
     controller: Controller, receiver: Receiver
 ) -> None:
     receiver.status = 503
-    made = hooked(controller, receiver.url, kinds=["job.queued"], format="slack")
+    with meshloom.Client(controller.url, TOKEN) as client:
+        made = client.webhooks.create(receiver.url, kinds=["job.queued"], format="slack")
     first = submitted(controller, name="a-job")
     until(lambda: receiver.came)
     controller.kill()
@@ -143,7 +162,10 @@ def test_what_a_killed_controller_owed_the_next_one_sends(
     texts = [body["text"] for body in receiver.taken()]
     assert texts[0].startswith(f"*a-job* job.queued (`{first}`)\n")
     assert second in texts[1]
-    ask(controller, "DELETE", f"/webhooks/{made['id']}")
+    with meshloom.Client(controller.url, TOKEN) as client:
+        assert [webhook.id for webhook in client.webhooks.list()] == [made.id]
+        client.webhooks.delete(made.id)
+        assert client.webhooks.list() == ()
 
 
 def test_a_receiver_that_is_gone_gets_nothing_more(
@@ -158,9 +180,15 @@ def test_a_receiver_that_is_gone_gets_nothing_more(
         return bool(found["disabled"])
 
     until(disabled)
+    # Another webhook shows when the next event has been through.
+    receiver.status = 200
+    witness = hooked(controller, receiver.url, kinds=["job.queued"])
     submitted(controller)
-    assert len(receiver.came) == 1
-    ask(controller, "DELETE", f"/webhooks/{made['id']}")
+    until(receiver.taken)
+    owners = [headers["webhook-id"].split("_")[1] for _, headers, _ in receiver.came]
+    assert owners == [hook["id"].partition("_")[2] for hook in (made, witness)]
+    for hook in (made, witness):
+        ask(controller, "DELETE", f"/webhooks/{hook['id']}")
 
 
 def test_a_submitter_gets_events_of_own_jobs_and_sees_own_webhooks_alone(
@@ -191,9 +219,84 @@ def test_a_submitter_gets_events_of_own_jobs_and_sees_own_webhooks_alone(
         ask(controller, "DELETE", f"/webhooks/{found['id']}")
 
 
+class _Stubborn:
+    """A receiver that never takes one job's events, and keeps the ids of all others."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+        self.taken: list[str] = []
+
+    def check(self, url: str) -> None:
+        """Any URL will do."""
+
+    async def send(self, _url: str, _headers: Mapping[str, str], body: bytes) -> None:
+        job_id = json.loads(body)["data"]["job_id"]
+        if job_id == self.refused:
+            raise DeliveryError("never")
+        self.taken.append(job_id)
+
+
+@pytest.mark.anyio
+async def test_an_event_that_is_never_taken_is_given_up_and_the_next_ones_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhooks, "_GIVEN_UP_AFTER_S", 0)
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    sender = _Stubborn("")
+    made = await create_webhook(
+        ports, sender, WebhookRequest(url=AnyHttpUrl("https://example.org")), LOCAL
+    )
+    jobs = [_job(1), _job(2)]
+    for job in jobs:
+        await ports.jobs.create(first_decision(job), Actor("test"), None)
+    sender.refused = jobs[0].id
+    loop = asyncio.create_task(webhooks.deliver_webhooks(ports, 1, sender))
+    async with asyncio.timeout(60):
+        while (await ports.webhooks.deliveries())[made.id].delivered < 1:  # noqa: ASYNC110 no event tells
+            await asyncio.sleep(0.01)
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    assert sender.taken == [jobs[1].id]
+    known = (await ports.webhooks.deliveries())[made.id]
+    assert (known.delivered, known.dropped, known.last_error) == (1, 1, None)
+
+
+@pytest.mark.anyio
+async def test_events_that_were_trimmed_before_they_were_sent_are_counted(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        epoch = await ports.leadership.take("a")
+        assert epoch is not None
+        sender = _Stubborn("")
+        wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+        await ports.jobs.create(first_decision(_job(1)), Actor("test"), None)
+        made = await create_webhook(ports, sender, wanted, LOCAL)
+        for number in (2, 3):
+            await ports.jobs.create(first_decision(_job(number)), Actor("test"), None)
+        with Redis.from_url(redis_url) as redis:
+            redis.xtrim(keys.EVENT_FEED, maxlen=1, approximate=False)
+        (webhook,) = await ports.webhooks.every()
+        known = (await ports.webhooks.deliveries())[made.id]
+        delivery = Delivery(ports, sender, epoch, webhook, known)
+        ((entry, event),) = await delivery.batch()
+        assert event is not None
+        assert (event.job_id, entry.id) == (_job(3).id, await ports.events.newest())
+        assert (await ports.webhooks.deliveries())[made.id].dropped == 1
+        with pytest.raises(DeposedError):
+            await Delivery(ports, sender, epoch + 1, webhook, known).delivered(entry)
+        assert await ports.webhooks.remove(made.id)
+        assert not await delivery.delivered(entry)
+
+
+def _job(number: int) -> Job:
+    return Job(id=new_job_id(number, bytes(10)), spec=spec(), created_ms=number, updated_ms=number)
+
+
 def test_a_refused_address_is_a_fault_of_the_url(controller: Controller) -> None:
     with pytest.raises(RefusedError) as refused:
-        controller.client.create_webhook(WebhookRequest(url="https://169.254.169.254/latest"))
+        controller.client.create_webhook(
+            WebhookRequest(url=AnyHttpUrl("https://169.254.169.254/latest"))
+        )
     (fault,) = refused.value.problem.errors
     assert (fault.pointer, fault.code) == ("/url", "address_refused")
 
