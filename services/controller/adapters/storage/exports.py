@@ -14,7 +14,7 @@ from services.controller.domain.errors import StateConflictError
 
 # A slow client reads each within the time in which an answer must be read.
 _PART_BYTES: Final = 1 << 18
-_LONGEST_MANIFEST: Final = 64 << 20
+_LONGEST_MANIFEST: Final = 16 << 20
 _AGAIN: Final = "export the checkpoint again"
 
 
