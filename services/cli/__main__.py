@@ -1,14 +1,11 @@
-"""Entry point of the ``meshloom`` command: one line and exit code 2 for what cannot be done."""
+"""Entry point of the ``meshloom`` command: exit code 2, and what to do, for what cannot be done."""
 
 import signal
 import sys
 from types import FrameType
 
-from pydantic import ValidationError
-
 from services.cli.app import app
 from services.cli.errors import CliError
-from services.cli.terminal import errors
 from services.contract.system.own_process import hide_process
 
 
@@ -21,12 +18,16 @@ def main() -> None:
         app()
     except CliError as error:
         _refuse(str(error))
-    except ValidationError as error:
+    except UnicodeEncodeError as error:
+        _refuse(f"{error.object!r} has characters that no HTTP header can carry")
+    except ValueError as error:
+        from pydantic import ValidationError  # noqa: PLC0415 (help and completion do without it)
+
+        if not isinstance(error, ValidationError):
+            raise
         fault = error.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"]))
         _refuse(f"{error.title}: {place}: {fault['msg']} (given: {fault['input']!r})")
-    except UnicodeEncodeError as error:
-        _refuse(f"{error.object!r} has characters that no HTTP header can carry")
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -34,6 +35,8 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _refuse(text: str) -> None:
+    from services.cli.terminal import errors  # noqa: PLC0415 (as above)
+
     errors.print(f"meshloom: {text}", style="red")
     sys.exit(2)
 

@@ -8,7 +8,10 @@
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
-from services.contract.words.problems import Problem
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every command imports this module, and the contract takes a tenth of a second
+    from services.contract.words.problems import Problem
 
 
 class CliError(Exception):
@@ -26,7 +29,7 @@ class SpecFileError(CliError):
 class RefusedError(CliError):
     """The controller refused; ``problem`` is its answer."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: "Problem") -> None:
         faults = "".join(
             f"\n  {fault.pointer or '(whole spec)'}: {fault.detail}" for fault in problem.errors
         )
