@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Command(TyperCommand):
     """A command whose help shows arguments and flags as a person types them."""
 
     def get_params(self, ctx: Any) -> Any:  # noqa: ANN401 typer's contexts have no public type here
-        """Flags without a type."""
-        return _plain_flags(super().get_params(ctx))
+        """Flags and arguments without types."""
+        return _plainly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 as above
         """``JOB`` for what typer calls ``{JOB}``."""
@@ -42,8 +42,8 @@ class Group(TyperGroup):
     """A group with such help."""
 
     def get_params(self, ctx: Any) -> Any:  # noqa: ANN401 as of Command
-        """Flags without a type."""
-        return _plain_flags(super().get_params(ctx))
+        """Flags and arguments without types."""
+        return _plainly(super().get_params(ctx))
 
 
 class LazyGroup(Group):
@@ -65,11 +65,18 @@ class LazyGroup(Group):
         return name, command if place is None else load(place), rest
 
 
-def _plain_flags(params: Any) -> Any:  # noqa: ANN401 typer's parameters have no public type
+def _plainly(params: Any) -> Any:  # noqa: ANN401 typer's parameters have no public type
+    """Without the types that typer shows: of a flag, and of an argument whose name says what it is."""
     for param in params:
         if isinstance(param, TyperOption) and param.metavar is None and param.is_flag:
             param.metavar = ""
+        elif isinstance(param, TyperArgument):
+            param.display_type_rich = _no_type  # type: ignore[method-assign]  # it has no other way
     return params
+
+
+def _no_type(ctx: Any) -> None:  # noqa: ANN401, ARG001 in the place of a method of typer's
+    return None
 
 
 def load(listed: Listed) -> Any:  # noqa: ANN401 typer's commands have no common public type

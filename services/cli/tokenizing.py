@@ -72,18 +72,25 @@ class Piece:
 def tokenize(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Plain text (a document each), .jsonl or .parquet (a row each)."),
+        typer.Argument(
+            metavar="FILES", help="Plain text (a document each), .jsonl or .parquet (a row each)."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder to make.")],
     tokenizer: Annotated[
         str,
-        typer.Option("--tokenizer", help="A folder with tokenizer.json, or 'bytes' (256 tokens)."),
+        typer.Option(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="A folder with tokenizer.json, or 'bytes' (256 tokens).",
+        ),
     ] = _BYTES,
     field: Annotated[
-        str, typer.Option("--field", help="Of a row, what its text is called.")
+        str, typer.Option("--field", metavar="NAME", help="Of a row, what its text is called.")
     ] = "text",
     shard_tokens: Annotated[
-        int, typer.Option("--shard-tokens", min=1, help="How many tokens a file takes.")
+        int,
+        typer.Option("--shard-tokens", metavar="N", min=1, help="How many tokens a file takes."),
     ] = 100_000_000,
 ) -> None:
     """Write the tokens of FILES to a folder that the data factory `tokens` reads.

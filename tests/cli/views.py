@@ -56,7 +56,7 @@ def ids(number: int) -> dict[str, str]:
     }
 
 
-def job(number: int = 0, **changes: Any) -> JobView:
+def job(number: int = 0, **changes: object) -> JobView:
     """A job that runs; ``changes`` are fields of its view."""
     known: dict[str, Any] = {
         "id": ids(number)["job"],

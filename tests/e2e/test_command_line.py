@@ -57,6 +57,8 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     assert "was looked into" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"
+    waited = meshloom("wait", "typed", "--timeout", 60)
+    assert (waited.returncode, "SUCCEEDED at step 40/40" in waited.stdout) == (0, True)
     assert "COMMITTED" in meshloom("checkpoints", "last").stdout
     assert "job.succeeded" in meshloom("events", "last").stdout
     assert meshloom("logs", "-f", "last").stdout == meshloom("logs", "last").stdout != ""
@@ -199,9 +201,9 @@ def test_a_job_is_changed_cloned_and_forgotten(meshloom: Meshloom, spec_file: Pa
     refused = meshloom("clone", source, "--from", "latest")
     assert (refused.returncode, "/overrides/train/steps" in refused.stderr) == (2, True)
     removed = meshloom("delete", view["id"], "--purge-checkpoints")
-    assert "is forgotten once its checkpoints are removed" in removed.stdout
+    assert "is deleted once its checkpoints are removed" in removed.stdout
     until(lambda: meshloom("status", view["id"]).returncode == 2)
-    assert meshloom("delete", source).stdout == f"{source} is forgotten\n"
+    assert meshloom("delete", source).stdout == f"{source} is deleted\n"
 
 
 def _shown(text: str, word: str) -> str:
