@@ -20,7 +20,7 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from services.cli.errors import CliError, SpecFileError
+from services.cli.errors import CliError, SpecFileError, listed
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
 from services.contract.words.problems import Fault
@@ -70,13 +70,16 @@ def spec_of(text: str, where: str) -> dict[str, Any]:
 
 def faults_in(spec: Mapping[str, Any]) -> list[Fault]:
     """What is wrong with a spec, as far as it can be judged without the controller."""
-    from services.contract.jobs.specs import JobSpec  # noqa: PLC0415 (200 ms that a submission does not need)
+    # Not at the top: a submission does not need them, and they take a tenth of a second.
+    from services.contract.api.spec_faults import hidden_faults  # noqa: PLC0415
+    from services.contract.jobs.specs import JobSpec  # noqa: PLC0415
 
+    found: list[Fault] = []
     try:
         JobSpec.model_validate(spec)
     except ValidationError as error:
-        return faults_of(error.errors(include_url=False), spec)
-    return []
+        found = faults_of(error.errors(include_url=False), spec, JobSpec)
+    return found + hidden_faults(spec, found)
 
 
 def _read(path: Path, where: str) -> str:
@@ -132,8 +135,8 @@ def read_model(model: type[_M], value: Mapping[str, Any]) -> _M:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CliError("\n".join(faults)) from error
+        faults = faults_of(error.errors(include_url=False), value, model)
+        raise CliError(listed(faults)) from error
 
 
 def _loaded(text: str, where: str) -> Any:  # noqa: ANN401 whatever a document holds

@@ -1,7 +1,8 @@
 """What a spec can say and this version cannot do: refused, for a request must not be passed over."""
 
-from services.contract.jobs.built_ins import BUILT_IN_NAMES
-from services.contract.jobs.entry_points import factories_of, is_entry_point
+from services.contract.api.pointers import pointer_of
+from services.contract.jobs.built_ins import misuse
+from services.contract.jobs.entry_points import factories_of
 from services.contract.jobs.spec_parts import Factory
 from services.contract.jobs.specs import JobSpec
 from services.contract.words.problems import Fault
@@ -21,12 +22,11 @@ def unsupported(spec: JobSpec) -> list[Fault]:
 
 
 def _unknown(field: str, used: Factory) -> list[Fault]:
-    choices = BUILT_IN_NAMES[field]
-    if is_entry_point(used.factory) or used.factory in choices:
-        return []
-    choose = f"choose one of {', '.join(sorted(choices))}, or " if choices else ""
-    why = f"there is no built-in {used.factory!r}; {choose}write package.module:callable"
-    return [_not_yet(f"/{field.replace('.', '/')}/factory", why)]
+    at = f"/{field.replace('.', '/')}"
+    return [
+        Fault(pointer=at + pointer_of(place), detail=why, code=_NOT_YET)
+        for place, why in misuse(field, used.factory, used.args)
+    ]
 
 
 def _not_yet(pointer: str, why: str) -> Fault:
