@@ -12,7 +12,7 @@ from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.output import answers, as_data
 from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.references import plan_id_of
-from services.cli.spec_file import read_spec
+from services.cli.spec_file import judged, read_text
 from services.cli.terminal import console, errors
 from services.contract.api.plan_views import PlanView
 from services.contract.words.states import PlanState
@@ -40,9 +40,9 @@ def plan(
 
       meshloom plan job.yaml --code . -o json
     """
-    spec = read_spec(file)
-    with connect(WATCHING_PATIENCE_S) as client:
-        made = planned(client, with_code(client, spec, code), fresh=fresh)
+    source = read_text(file)
+    with connect(WATCHING_PATIENCE_S) as client, judged(source):
+        made = planned(client, with_code(client, dict(source.spec), code), fresh=fresh)
     show(made)
     leave_unless_feasible(made)
 

@@ -1,5 +1,6 @@
 """A job spec as people write it: a YAML 1.2 file, or single fields of one."""
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,8 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from services.cli.errors import CliError, SpecFileError, listed
+from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefusedError, listed
+from services.cli.spec_places import SpecText
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
 from services.contract.words.problems import Fault
@@ -33,15 +35,40 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """The spec in ``path``, or of standard input for ``-``, as it goes on the wire; the controller judges it.
-
-    YAML 1.2, because in 1.1 a learning rate written ``1e-3`` is a string.
+    """The spec in ``path``, as ``read_text`` reads it.
 
     Raises:
         SpecFileError: The file cannot be read, is not YAML, holds no mapping, or values unknown to JSON.
     """
+    return dict(read_text(path).spec)
+
+
+def read_text(path: Path) -> SpecText:
+    """The spec in ``path``, or of standard input for ``-``; the controller judges what it says.
+
+    YAML 1.2, because in 1.1 a learning rate written ``1e-3`` is a string.
+
+    Raises:
+        SpecFileError: As ``read_spec``.
+    """
     where = "standard input" if str(path) == STANDARD_INPUT else str(path)
-    return spec_of(_read(path, where), where)
+    text = _read(path, where)
+    return SpecText(spec_of(text, where), text, where)
+
+
+@contextlib.contextmanager
+def judged(source: SpecText | None) -> Iterator[None]:
+    """A refusal within the block is one of this spec: its faults are told with their lines.
+
+    Raises:
+        SpecRefusedError: The controller refused the spec.
+    """
+    try:
+        yield
+    except RefusedError as error:
+        if source is None or not error.problem.errors:
+            raise
+        raise SpecRefusedError(error.problem, source.where, source.place) from None
 
 
 def spec_of(text: str, where: str) -> dict[str, Any]:

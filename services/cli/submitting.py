@@ -12,7 +12,8 @@ from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data, for_programs
 from services.cli.references import plan_id_of
-from services.cli.spec_file import read_spec
+from services.cli.spec_file import judged, read_text
+from services.cli.spec_places import SpecText
 from services.cli.terminal import console
 from services.cli.watching import Follow, submitted
 from services.contract.api.views import JobView
@@ -62,14 +63,15 @@ def submit(  # noqa: PLR0913 one parameter an option
 
       sed 's/lr: .*/lr: 1e-4/' job.yaml | meshloom submit - -o json
     """
-    spec = _what_to_submit(file, plan_id)
-    if code is not None and file is None:
+    source = _what_to_submit(file, plan_id)
+    if code is not None and source is None:
         raise CliError("--code is for a FILE; a plan names the code that it was made with")
-    with connect() as client:
-        if plan_id is not None:
-            spec = {"plan_id": plan_id_of(client, plan_id)}
-        spec = with_code(client, spec, code)
-        unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
+    with connect() as client, judged(source):
+        if source is None:
+            spec: dict[str, Any] = {"plan_id": plan_id_of(client, plan_id or "")}
+        else:
+            spec = with_code(client, dict(source.spec), code)
+        unfinished = _unfinished(client, spec) if rejoin and source and not dry_run else None
         if plan and unfinished is None:
             spec = _through_a_plan(spec)
         job = unfinished or client.submit(spec, idempotency_key=key, dry_run=dry_run)
@@ -81,10 +83,11 @@ def submit(  # noqa: PLR0913 one parameter an option
         submitted(client, job, verb=verb, follow=follow)
 
 
-def _what_to_submit(file: Path | None, plan_id: str | None) -> dict[str, Any]:
+def _what_to_submit(file: Path | None, plan_id: str | None) -> SpecText | None:
+    """What a FILE says; None: a plan is named."""
     if (file is None) == (plan_id is None):
         raise CliError("say what to submit: a FILE, or --plan-id with the id of a plan")
-    return {"plan_id": plan_id} if file is None else read_spec(file)
+    return None if file is None else read_text(file)
 
 
 def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
