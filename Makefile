@@ -1,5 +1,5 @@
 # Two commands matter: `make run` trains the example on two ranks, `make test` passes the tests.
-# Everything lives in .venv and .meshloom below this folder; delete both to begin anew.
+# Everything lives in .venv and .meshloom below this folder; delete both to start over.
 
 PYTHON ?= python3
 # Which torch to install. Any pip requirement: TORCH='torch==2.12.0', a wheel's path, and so on.
@@ -23,11 +23,11 @@ TESTABLE := .venv/.testable-$(CHOICE)
 
 TYPES := $(BIN)/mypy
 FLOORS := $(BIN)/lint-imports --no-cache
-# They start some hundred processes, each of which would compile our sources anew.
+# They start some hundred processes, each of which would compile our sources again.
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types floors tests chaos format dashboard clean
+.PHONY: help run up install test test-full lint types floors tests chaos format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,11 @@ test: lint ## Lint, types, floors and all tests
 test-full: override PYTEST_OPTIONS += --grid=full
 test-full: test ## The same with every cell of the engine's grid and the whole example
 
-lint: $(TESTABLE) ## Style
+lint: $(TESTABLE) ## Style of code and of words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/typos
+	$(BIN)/proselint check README.md docs
 
 types: $(TESTABLE) ## mypy --strict
 	$(TYPES)
@@ -70,13 +72,16 @@ format: $(TESTABLE) ## Put the code into its style
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
+docs: $(TESTABLE) ## Build the documentation site into .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 dashboard: ## Rebuild the dashboard's bundle (needs Node)
 	npm --prefix services/controller/dashboard ci --no-audit --no-fund
 	npm --prefix services/controller/dashboard run types
 	npm --prefix services/controller/dashboard run build
 
 clean: ## Remove what this Makefile made, the jobs' checkpoints included
-	rm -rf .venv .meshloom
+	rm -rf .venv .meshloom .site
 
 $(BIN)/python:
 	@echo "setting up .venv (once; torch is the large part)"

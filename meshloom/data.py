@@ -138,7 +138,7 @@ class IterableSource(_Options):
     of it. A checkpoint holds how many samples were taken. A run that goes on from it asks
     ``load_state_dict`` of the loader or data set, where it has ``state_dict`` too; else it walks
     there again from the beginning of the epoch, which takes as long as reading does. When the stream
-    ends, it is begun anew (``set_epoch`` is called first, where there is one), without a gap.
+    ends, it is started over (``set_epoch`` is called first, where there is one), without a gap.
 
     This is promised less than of a ``MapSource``: no sample is lost or repeated if the data set gives
     the same samples in the same order whenever it is begun with the same random state. It is begun

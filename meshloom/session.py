@@ -149,7 +149,7 @@ def restore(state: Any) -> Any:  # noqa: ANN401 (any nesting)
     A part of what was saved may be asked for, and any number of times.
 
     Returns:
-        None if the job begins anew; else ``state`` as it was saved: the same tensors and objects,
+        None if the job starts over; else ``state`` as it was saved: the same tensors and objects,
         and the saved numbers, strings and lists in the place of those in ``state``.
 
     Raises:

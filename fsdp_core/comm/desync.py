@@ -1,7 +1,7 @@
 """Ranks that fall out of step say so by name, before their data gets mixed up.
 
 All ranks of a process group must start the same collectives in the same order. A rank that skips
-a unit which others run breaks that, and backends answer by waiting for ever, by ending the
+a unit which others run breaks that, and backends answer by waiting forever, by ending the
 process, or by mixing up what belongs to different units.
 
 So each rank predicts its next collective from those before it: what came last time after the same

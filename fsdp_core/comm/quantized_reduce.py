@@ -24,7 +24,7 @@ class QuantizedReduceScatter(OrdinaryMemory, ReduceScatter):
     contributes to its own row is not quantised.
 
     An element of the sum over N ranks is off by at most the sum over the N - 1 others of
-    max|block| / 254, hence (N - 1) * M / 254 where M bounds the gradient's elements; of a mean,
+    max|block| / 254, so (N - 1) * M / 254 where M bounds the gradient's elements; of a mean,
     by 1 / N of that. See `BlockCode`. Each element then costs 1 + 4 / `block_size` bytes, a
     quarter of float32's.
 

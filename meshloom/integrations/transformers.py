@@ -46,7 +46,7 @@ class MeshloomCallback(TrainerCallback):
         self._awaits_first_step = False
 
     def resume_from(self, trainer: Trainer) -> str | None:
-        """What ``trainer.train`` is to resume from: None when the job begins anew.
+        """What ``trainer.train`` is to resume from: None when the job starts over.
 
         Otherwise a folder with the trainer's state alone: the weights come from Meshloom's checkpoint,
         when the model is wrapped and the optimizer made.

@@ -51,7 +51,7 @@ def create(
     ] = "",
     expires: Annotated[
         str | None,
-        typer.Option(help="How long it lives: 90s, 30m, 12h, 30d; else for ever.", metavar="AGE"),
+        typer.Option(help="How long it lives: 90s, 30m, 12h, 30d; else forever.", metavar="AGE"),
     ] = None,
 ) -> None:
     """Make a token and print it: this is the only time that it is shown.

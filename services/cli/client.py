@@ -143,7 +143,7 @@ class Client:
         return CodeView.model_validate_json(response.content), True
 
     def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
-        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile anew."""
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
         params = {"fresh": "true"} if fresh else {}
         # The controller may wait for the profile, longer than for other answers.
         timeout = httpx.Timeout(15.0, read=_PLANNED_WITHIN_S)

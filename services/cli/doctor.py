@@ -19,7 +19,7 @@ _MOST_NAMED: Final = 5
 _EXIT_UNWELL: Final = 1
 _RECORDS: Final = (
     "the controller's log says why (record_unreadable): run the version that wrote it, or delete "
-    "the job; a node's record is written anew when its agent starts; a key of another type is renamed "
+    "the job; a node's record is rewritten when its agent starts; a key of another type is renamed "
     "or deleted in Redis"
 )
 

@@ -28,7 +28,7 @@ def plan(
         Path, typer.Argument(metavar="FILE", help="A job spec in YAML; - reads standard input.")
     ],
     *,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model again.")] = False,
     code: Code = None,
 ) -> None:
     """Predict mesh, memory and step time of a job; allocates nothing.

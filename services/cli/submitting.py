@@ -53,7 +53,7 @@ def submit(  # noqa: PLR0913 one parameter an option
 ) -> None:
     """Submit a job.
 
-    FILE is its spec; or --plan-id names a plan, to run that very plan. With -f the exit code is 0 if the job
+    FILE is its spec; or --plan-id names a plan, to run exactly that plan. With -f the exit code is 0 if the job
     SUCCEEDED, else 1.
 
     Examples:

@@ -167,7 +167,7 @@ def _check_version(binary: Path, record: Path) -> None:
     if _as_numbers(version) < _as_numbers(known):
         raise RedisUnavailableError(
             f"{binary} is Redis {version}, but {record.parent} was written by Redis {known}: put that "
-            "one on PATH, or set MESHLOOM_HOME to begin anew"
+            "one on PATH, or set MESHLOOM_HOME to start over"
         )
     _write(record, version)
 

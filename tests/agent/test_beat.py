@@ -104,13 +104,13 @@ def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
     assert controller.steps() == []
 
 
-def test_a_beat_under_anothers_lease_writes_nothing(job: Controller, redis_url: str) -> None:
+def test_a_beat_under_the_lease_of_another_writes_nothing(job: Controller, redis_url: str) -> None:
     write(redis_url, 1, life="one")
     assert write(redis_url, 1, life="two") == BeatAnswer(taken_by="one")
     assert job.steps() == [STEP]
 
 
-def test_another_life_counts_its_beats_anew(job: Controller, redis_url: str) -> None:
+def test_another_life_counts_its_beats_again(job: Controller, redis_url: str) -> None:
     write(redis_url, 9, life="one")
     job.client.delete(redis_keys.node_lease(NODE))
     write(redis_url, 1, life="two")

@@ -115,7 +115,7 @@ def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_
     assert (done.attempt, done.restarts) == (1, 0)
 
 
-def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back(
+def test_what_happens_while_the_controller_is_away_is_acted_on_when_it_is_back(
     cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
 ) -> None:
     ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]

@@ -11,7 +11,7 @@ from services.contract.words.problems import Problem
 
 BAD = """\
 name: my job          # a blank is not allowed
-modle: {factory: decodr}
+models: {factory: decodr}
 model: {factory: decodr}
 data: {factory: stdlib_bytes}
 train:
@@ -43,7 +43,7 @@ def test_every_fault_is_told_once_with_its_line(tmp_path: Path) -> None:
     assert first == f"{path} is not a valid spec: {len(lines)} errors"
     for start in (
         "  line 1, column 1, /name: must be 1 to 63 letters",
-        "  line 2, column 1, /modle: there is no field 'modle' here; did you mean 'model'?",
+        "  line 2, column 1, /models: there is no field 'models' here; did you mean 'model'?",
         "  line 3, column 9, /model/factory: there is no built-in 'decodr'; did you mean 'decoder'?",
         "  line 6, column 3, /train/steps: must be at least 1, not 0",
         "  line 7, column 3, /train/global_batch: 7 does not divide by the 2 data-parallel ranks",

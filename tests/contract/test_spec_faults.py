@@ -35,7 +35,7 @@ def faults(spec: object) -> dict[str, str]:
 def test_faults_of_fields_hide_neither_unknown_built_ins_nor_batches_that_do_not_divide() -> None:
     spec = GOOD | {
         "name": "my job",
-        "modle": {},
+        "models": {},
         "model": {"factory": "decodr"},
         "train": {"steps": 0, "global_batch": 7},
         "optimizer": {"factory": "adamw", "args": {"lr": "fast", "weigt_decay": 0.1}},
@@ -44,7 +44,7 @@ def test_faults_of_fields_hide_neither_unknown_built_ins_nor_batches_that_do_not
     found = faults(spec)
     assert set(found) == {
         "/name",
-        "/modle",
+        "/models",
         "/model/factory",
         "/train/steps",
         "/train/global_batch",
@@ -52,7 +52,7 @@ def test_faults_of_fields_hide_neither_unknown_built_ins_nor_batches_that_do_not
         "/optimizer/args/weigt_decay",
         "/priority",
     }
-    assert found["/modle"] == "there is no field 'modle' here; did you mean 'model'?"
+    assert found["/models"] == "there is no field 'models' here; did you mean 'model'?"
     assert "did you mean 'decoder'?" in found["/model/factory"]
     assert found["/train/steps"] == "must be at least 1, not 0"
     assert "7 does not divide by the 2 data-parallel ranks" in found["/train/global_batch"]

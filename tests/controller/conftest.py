@@ -20,7 +20,7 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
-from services.controller.loops.reign import reign
+from services.controller.loops.leadership import run_term
 from services.controller.use_cases.plans import Drawing
 from tests.controller.agent_double import AgentDouble
 from tests.controller.replays import replay_all
@@ -110,7 +110,9 @@ def open_house(
         portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
     ):
         drawing = Drawing(wait_s=plan_wait_s)
-        leader = Leader(ports.leadership, "test", functools.partial(reign, ports, drawing=drawing))
+        leader = Leader(
+            ports.leadership, "test", functools.partial(run_term, ports, drawing=drawing)
+        )
         context = Context(
             ports,
             Monitor(),

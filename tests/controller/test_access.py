@@ -413,7 +413,7 @@ def test_the_trail_is_read_page_by_page(guarded: House) -> None:
         ("POST", {"Origin": "http://evil.example"}, 403),
     ],
 )
-def test_who_is_refused_for_ever_does_not_wash_the_trail_away(
+def test_who_is_refused_forever_does_not_wash_the_trail_away(
     guarded: House, method: str, headers: dict[str, str], status: int
 ) -> None:
     alice = make(guarded, "viewer")

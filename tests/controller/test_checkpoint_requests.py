@@ -110,7 +110,7 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert launch.resume_from == named(job, 10)
 
 
-def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_begins_anew() -> None:
+def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_starts_over() -> None:
     job = loading_again(with_saved(10))
     failed = play(job, [corrupt(job, 10), crashed(job, "CorruptShardError: no", 2, step=10)]).job
     assert failed.state is JobState.FAILED
@@ -122,7 +122,7 @@ def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_begins_a
     assert [type(command) for command in commands(forgotten)] == [RetireCheckpoint]
 
 
-def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_anew_after_a_crash() -> None:
+def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_again_after_a_crash() -> None:
     job = with_saved(10)
     failed = play(job, [corrupt(job, 10), killed(job)]).job
     assert failed.state is JobState.FAILED

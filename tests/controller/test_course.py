@@ -163,7 +163,7 @@ def test_a_pause_is_committed_and_resumed(house: House) -> None:
     assert house.agent.launches(job_id, 2).resume_from == name
 
 
-def test_an_agent_that_was_started_anew_has_lost_its_gangs(house: House) -> None:
+def test_an_agent_that_was_started_again_has_lost_its_gangs(house: House) -> None:
     house.agent.join()
     job_id = house.submit()
     gang = house.agent.launches(job_id)

@@ -77,7 +77,7 @@ def found(
 
 
 def take_in(fact: JobFound) -> Decision:
-    """As the use case does: make it anew, then take in what the fact tells."""
+    """As the use case does: make it again, then take in what the fact tells."""
     made = found_again(fact, LATER)
     return made.then(play(made.job, [FoundInStorage(fact, NODES)], LATER))
 
@@ -142,12 +142,12 @@ def test_a_job_that_a_person_stopped_or_that_ended_is_found_as_it_stood(state: J
     assert play(job, [ResumeAsked()], LATER).job.resume_point.step == 10
 
 
-def test_a_job_without_a_readable_commit_does_not_begin_anew_by_itself() -> None:
+def test_a_job_without_a_readable_commit_does_not_begin_again_by_itself() -> None:
     damage = (DamagedRecord(number=2, name="00000002.json", reason="no JSON"),)
     fact = found({}, standing=JobState.QUEUED).model_copy(update={"damaged": damage})
     job = take_in(fact).job
     assert job.state is JobState.PAUSED
-    assert "would begin anew" in str(job.reason)
+    assert "would start over" in str(job.reason)
 
 
 def test_storage_is_told_where_a_job_stands_whenever_that_changes() -> None:
@@ -273,7 +273,7 @@ def test_a_job_that_was_resumed_from_an_older_checkpoint_does_not_return_to_the_
     assert gone_on.resume_point.step == 20
 
 
-def test_a_line_whose_beginning_is_gone_does_not_make_a_job_begin_anew() -> None:
+def test_a_line_whose_beginning_is_gone_does_not_make_a_job_start_over() -> None:
     job = take_in(found({5: 40})).job
     assert job.resume_point.step == 40
 

@@ -586,7 +586,7 @@ async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -
     assert world.outside.inbox(NODE).count(MEASURE.command) == 2
 
 
-async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
+async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(
     world: World,
 ) -> None:
     plans = world.ports.plans
@@ -607,7 +607,7 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     assert await plans.keep(plan(2), ASK, None, fresh=True) == "asked"
     assert await plans.answer(QUESTION.probe_id) is None
     assert world.outside.inbox(NODE) == [QUESTION, QUESTION]
-    # Who was asked may be gone: one who asks anew does not wait for that.
+    # Who was asked may be gone: one who asks again does not wait for that.
     assert await plans.keep(plan(3), ASK, None) == "pending"
     assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
 

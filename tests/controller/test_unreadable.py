@@ -112,7 +112,7 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
         assert not found.healthy
         assert f"{told['items'][0]}, " in found.detail
         assert f"and {len(told['items']) - 5} more" in found.detail
-        assert not controller.said("reign_failed")
+        assert not controller.said("term_failed")
         # A record of a node that trains, too: its lease says that it lives.
         redis.hset(keys.NODES, agent.node_id, OTHER)
         third = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
@@ -241,10 +241,10 @@ def test_a_key_of_another_type_costs_itself_alone_and_is_named(redis_url: str) -
                 assert patch.status_code == (200 if is_written else 409)
                 if build is not keys.job_history and not is_text:  # it is written alone
                     assert "cannot be read" in ask.get("/readyz").json()["checks"]["records"]
-        assert not any(controller.said(word) for word in ("reign_failed", "no_longer_leading"))
+        assert not any(controller.said(word) for word in ("term_failed", "no_longer_leading"))
         assert not any(controller.said(word) for word in ("request_failed", "leader_died"))
-        # Once they are mended and were looked at, nothing of it is left.
-        body = {"labels": {"key": "mended"}}
+        # Once they are repaired and were looked at, nothing of it is left.
+        body = {"labels": {"key": "repaired"}}
         ask.patch(f"/v1/jobs/{first}", json=body, headers={"If-Match": "*"})
         for path in (*LISTS, *(f"/v1/jobs/{first}{part}" for part in PARTS)):
             assert status(path) == 200

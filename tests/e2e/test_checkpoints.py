@@ -145,7 +145,7 @@ def _record_of(stack: Stack, checkpoint: CheckpointView) -> Path:
     return record
 
 
-def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_begins_anew(stack: Stack) -> None:
+def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_starts_over(stack: Stack) -> None:
     job = paused_behind(stack, 10)
     (only,) = stack.client.checkpoints(job.id).items
     shard_of(stack, only.id).unlink()

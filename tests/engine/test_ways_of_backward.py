@@ -776,7 +776,7 @@ def accumulated(run: Run) -> None:
 
 @way
 def zeroed_after_a_backward_that_is_not_the_last(run: Run) -> None:
-    """As after a microbatch whose forward raised: the step begins anew."""
+    """As after a microbatch whose forward raised: the step starts over."""
     model = run.net()
     optimizer = torch.optim.SGD(run.params.values())
     model.set_is_last_backward(False)

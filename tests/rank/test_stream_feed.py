@@ -130,7 +130,7 @@ def test_epochs_of_a_shuffling_loader_differ() -> None:
     assert rows[:20] != rows[20:]
 
 
-def test_a_source_that_keeps_its_place_is_not_walked_through_anew() -> None:
+def test_a_source_that_keeps_its_place_is_not_walked_through_again() -> None:
     first = feed_of(made("remembering", 1_000), Share(2, 0, 2), 3)
     for step in range(1, 101):
         first.share(step)

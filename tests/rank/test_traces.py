@@ -170,7 +170,7 @@ class Recorded:
 
     def ask(self, steps: int = 1, trace_id: str = TRACE) -> None:
         """As an agent does; what it asks for begins."""
-        self.recorder.heed([RankOrder(trace=order(steps, trace_id))])
+        self.recorder.take_orders([RankOrder(trace=order(steps, trace_id))])
         self.recorder.turn(self.step)
 
     def make(self, steps: int = 1) -> None:

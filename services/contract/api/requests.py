@@ -77,7 +77,7 @@ class CloneRequest(_Request):
 
     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
-    the validation loss; without one the clone begins anew.
+    the validation loss; without one the clone starts over.
     """
 
     overrides: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(

@@ -210,7 +210,7 @@ class RankList(_View):
 
 
 class DiagnosisView(_View):
-    """What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+    """What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
 
     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
     made of running ranks. ``stacks`` are there where ranks were looked into.

@@ -217,7 +217,7 @@ def _members(body: bytes) -> Iterator[tuple[Member, IO[bytes] | None]]:
         source.end()
     except (CodeArchiveError, GeneratorExit):
         raise
-    except Exception as error:  # a forged header makes tarfile raise whatever it comes upon
+    except Exception as error:  # a forged header makes tarfile raise whatever it meets
         raise CodeArchiveError(
             f"this is no gzipped tar archive, or a damaged one ({type(error).__name__}: {error})"
         ) from error

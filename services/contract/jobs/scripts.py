@@ -53,9 +53,16 @@ class EntryPoint(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    script: ScriptPath | None = None
-    module: ModuleName | None = None
-    args: tuple[Argument, ...] = Field(default=(), max_length=1_024)
+    script: ScriptPath | None = Field(
+        default=None,
+        description="Path of the script, below the uploaded code or a folder of MESHLOOM_USER_PATH.",
+    )
+    module: ModuleName | None = Field(
+        default=None, description="A dotted module name, as for `python -m`."
+    )
+    args: tuple[Argument, ...] = Field(
+        default=(), max_length=1_024, description="Command-line arguments of the script or module."
+    )
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:

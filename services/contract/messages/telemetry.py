@@ -1,4 +1,4 @@
-"""What an agent shows of its ranks: overwritten or trimmed, never decided upon."""
+"""What an agent shows of its ranks: overwritten or trimmed, never decided."""
 
 from typing import Annotated, Final, Literal
 

@@ -11,7 +11,7 @@
 | ``ml:job:<id>`` | hash: ``doc``, without its ``spec``, ``plan`` and ``attempts`` once a leader wrote it, which are beside it; ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 8, once storage has them |
 | ``ml:job:<id>:events:older`` | stream: the same, of storage | TTL 15 min, when somebody asked |
-| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
 | ``ml:job:<id>:metrics`` | stream: ``m`` = MetricRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
@@ -58,7 +58,7 @@ ACTIVE_JOBS: Final = "ml:jobs:active"
 CHANGED_JOBS: Final = "ml:jobs:changes"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
-# Another number has all indexes built anew.
+# Another number has all indexes built again.
 JOB_INDEX_FORMAT: Final = "1"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
@@ -139,7 +139,7 @@ def job_older_events(job_id: str) -> str:
 
 
 def job_history(job_id: str) -> str:
-    """All that was decided upon, from its creation on."""
+    """All that was decided, from its creation on."""
     return f"ml:job:{job_id}:history"
 
 

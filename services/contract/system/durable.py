@@ -85,7 +85,7 @@ def sync_folder(folder: Path) -> None:
 def open_plain(path: Path) -> int:
     """A descriptor to read the plain file at ``path``; a rank may have replaced it, or its folder.
 
-    Opening a pipe or a device in its place would wait, or read for ever; a link may lead to what
+    Opening a pipe or a device in its place would wait, or read forever; a link may lead to what
     the rank itself cannot read.
 
     Raises:
@@ -131,7 +131,7 @@ def replace_plain(path: Path, content: bytes) -> None:
         OSError: The disk refuses; what was there stays.
     """
     draft = path.with_name(f"{path.name}.draft")
-    # Made anew: somebody may have put a pipe there, or a link that leads elsewhere.
+    # Made again: somebody may have put a pipe there, or a link that leads elsewhere.
     draft.unlink(missing_ok=True)
     with draft.open("xb") as file:
         file.write(content)

@@ -24,7 +24,7 @@ class Context:
     """The world, and how this process is doing.
 
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
-    epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
+    epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
     ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken.

@@ -105,7 +105,7 @@ def no_node(node_id: str) -> NotFoundError:
 def no_plan(plan_id: str) -> NotFoundError:
     """There is no such plan, or none any more."""
     return NotFoundError(
-        f"there is no plan {plan_id}; plans are kept for seven days, then made anew"
+        f"there is no plan {plan_id}; plans are kept for seven days, then made again"
     )
 
 

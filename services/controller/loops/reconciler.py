@@ -16,10 +16,10 @@ _WATCH_EVERY_S: Final = 1.0
 async def reconcile(
     ports: Ports, epoch: int, growth_delay: GrowthDelay, troubles: Troubles | None = None
 ) -> None:
-    """Reconcile for ever.
+    """Reconcile until cancelled.
 
     Raises:
-        ExceptionGroup: With the DeposedError that says that the reign is over.
+        ExceptionGroup: With the DeposedError that says that the term is over.
     """
     reconciler = Reconciler(ports, epoch, growth_delay)
     retry = StoreRetry("reconciler", reconciler.forget_health, troubles)

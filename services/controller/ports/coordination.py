@@ -15,10 +15,10 @@ from services.controller.ports.plans import PlanStore
 
 
 class Leadership(Protocol):
-    """The lease that at most one controller holds, and the number of its reign."""
+    """The lease that at most one controller holds, and the number of its term."""
 
     async def take(self, holder: str) -> int | None:
-        """The epoch of a new reign; None while somebody else reigns."""
+        """The epoch of a new term; None while another controller leads."""
         ...
 
     async def renew(self, holder: str) -> bool:

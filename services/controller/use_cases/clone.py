@@ -37,7 +37,7 @@ from services.controller.use_cases.submit import (
     MOST_UNFINISHED,
     Drafting,
     draft_job,
-    foreseen,
+    predicted,
     refuse_too_many,
 )
 
@@ -83,7 +83,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
             [f.model_copy(update={"pointer": f"/overrides{f.pointer}"}) for f in error.faults]
         ) from error
     if cloning.dry_run:
-        return foreseen(job, outcome)
+        return predicted(job, outcome)
     await refuse_too_many(ports, job.owner, cloning.most_unfinished)
     if origin.checkpoint_id is not None:
         await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)

@@ -94,7 +94,7 @@ class Drawing:
 
 
 class Wanted(NamedTuple):
-    """A spec and how its plan was asked for. ``fresh``: its model is profiled anew."""
+    """A spec and how its plan was asked for. ``fresh``: its model is profiled again."""
 
     spec: JobSpec
     fresh: bool = False

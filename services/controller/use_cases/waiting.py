@@ -1,7 +1,7 @@
 """Why jobs wait for slots, worked out when somebody asks.
 
 It follows from who runs and who goes first, so each end of a job changes it for all that wait: a
-record that kept it would be written anew each time.
+record that kept it would be rewritten each time.
 """
 
 import contextlib

@@ -188,7 +188,7 @@ def _hangs_up(_: RankSeat, pipe: PipeEnd) -> None:
 
 
 def _writes_past_its_agent(seat: RankSeat, _: PipeEnd) -> None:
-    """Whenever its agent begins its log anew, a pipe is in the way of what is kept."""
+    """Whenever its agent starts its log over, a pipe is in the way of what is kept."""
     kept = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log.1"
 
     def stand_in_the_way() -> None:

@@ -123,6 +123,12 @@ class MemoryTelemetry:
         """See ``Telemetry.last_steps``."""
         return {name: self._server.steps.get(name, [])[-count:] for name in job_ids}
 
+    async def recent_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """See ``Telemetry.recent_steps``."""
+        return await self.last_steps(job_ids, count)
+
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""
         return list(self._server.steps.get(job_id, []))

@@ -206,7 +206,7 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
             socket_timeout=patience_s,
             socket_connect_timeout=_ANSWER_S,
             decode_responses=True,
-            # Agents may write any bytes. Raised while reading, their fault would end every reign.
+            # Agents may write any bytes. Raised while reading, their fault would end every term.
             encoding_errors="replace",
         )
         return Redis.from_pool(pool)

@@ -191,7 +191,7 @@ class JobIndex:
     async def _cards(self, names: Sequence[str]) -> Mapping[str, int | None]:
         """How many stand in each index; None where that has another type."""
         with answering():
-            # As of one moment: what does not add up has all records read anew.
+            # As of one moment: what does not add up has all records read again.
             async with self._clients.reads.pipeline(transaction=True) as pipe:
                 for name in names:
                     pipe.zcard(name)

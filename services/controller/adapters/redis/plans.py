@@ -177,7 +177,7 @@ class RedisPlans:
         except ValidationError as error:
             raise RecordUnreadableError(
                 f"the answer to {probe_id} cannot be read by this version of the controller; "
-                "ask anew with POST /v1/plans?fresh=true"
+                "ask again with POST /v1/plans?fresh=true"
             ) from error
 
     async def keep_pace(self, probe_id: str, pace: Pace) -> None:

@@ -60,7 +60,7 @@ local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field
 """
 
 # Storage tells of jobs that Redis does not know, which may have been lost, or deleted. One that never had
-# an attempt left nothing there; to remember it for ever, too, would let its owner fill the memory.
+# an attempt left nothing there; to remember it forever, too, would let its owner fill the memory.
 _REMEMBER_DELETED: Final = """
 local function remember_deleted(key, job, id)
   if redis.pcall('HGET', job, 'fence') ~= '0' then redis.call('SADD', key, id) end
@@ -432,7 +432,7 @@ return redis.call('INCR', KEYS[2])
 RENEW_LEAD: Final = """
 -- KEYS: leader; ARGV: holder, lease in ms
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
--- A write, as all decisions are: a Redis that refuses those ends the reign, and so says why.
+-- A write, as all decisions are: a Redis that refuses those ends the term, and so says why.
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """

@@ -32,7 +32,7 @@ async def make_plan(
     context: WithContext,
     actor: WithActor,
     *,
-    fresh: Annotated[bool, Query(description="Profile the model anew")] = False,
+    fresh: Annotated[bool, Query(description="Profile the model again")] = False,
 ) -> Response:
     """Plan a job: mesh, units, memory, traffic, time, and why other layouts lost.
 

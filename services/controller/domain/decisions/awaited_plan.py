@@ -69,7 +69,7 @@ def on_missed(event: PlanMissed, draft: Draft) -> None:
 
 
 def on_refused(event: PlanRefused, draft: Draft) -> None:
-    """It cannot run as it is asked for; resumed, it is planned anew."""
+    """It cannot run as it is asked for; resumed, it is planned again."""
     if not _is_awaited(draft.job, event.plan_id):
         return
     words = f"{event.reason}; {event.advice}; or say plan: default to run it in spite of this"

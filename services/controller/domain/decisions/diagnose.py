@@ -84,7 +84,7 @@ _ADVICE: Final = {
 }
 
 _PREVENTED: Final = (
-    "{what}: make room there, or mend what the node lacks; the job goes on by itself when that is "
+    "{what}: make room there, or repair the node; the job goes on by itself when that is "
     "done, at no cost to its restart budget."
 )
 

@@ -1,4 +1,4 @@
-"""A job's history: all that ever happened to it, from which its record can be decided anew.
+"""A job's history: all that ever happened to it, from which its record can be decided again.
 
 The first entry is the job as it was created. Each that follows is an event (a request, a finding of
 the reconciler, an agent's fact) and its moment; those that changed nothing may be missing.

@@ -101,7 +101,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
     if draft.job.has_lost_its_checkpoints:
         raise StateConflictError(
             "every checkpoint to go on from is corrupt: restore the files and verify one, name "
-            "another, or delete the corrupt ones to begin anew"
+            "another, or delete the corrupt ones to start over"
         )
     draft.transition(
         JobState.QUEUED,

@@ -39,7 +39,7 @@ _REPEATABLE: Final = frozenset(
 _FROM_OUTSIDE: Final = frozenset({FailureClass.KILLED_BY_OPERATOR, FailureClass.NODE_LOST})
 _NOTHING_LEFT: Final = (
     "{what}, and no other committed checkpoint is left to go on from: restore its files and "
-    "verify it, or delete the corrupt ones to begin anew"
+    "verify it, or delete the corrupt ones to start over"
 )
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300

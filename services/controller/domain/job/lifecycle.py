@@ -88,7 +88,7 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.CANCELLING, JobState.CANCELLED, "all ranks have ended"),
     Edge(JobState.CANCELLING, JobState.SUCCEEDED, _DONE),
     Edge(JobState.CANCELLED, JobState.QUEUED, "resume"),
-    Edge(JobState.FAILED, JobState.QUEUED, "resume, with the restart budget anew"),
+    Edge(JobState.FAILED, JobState.QUEUED, "resume, with a fresh restart budget"),
     Edge(JobState.FAILED, JobState.SUCCEEDED, _LATE),
 )
 
@@ -97,7 +97,7 @@ TRANSITIONS: Final[Mapping[JobState, frozenset[JobState]]] = {
 }
 """From each state, those that may follow."""
 
-LEFT_BY_WISH: Final = frozenset(
+LEFT_ON_REQUEST: Final = frozenset(
     (edge.source, edge.target) for edge in EDGES if edge.source in TERMINAL_STATES
 )
 """The documented ways out of a state in which a job has ended."""

@@ -9,7 +9,7 @@ from services.controller.domain.job.lifecycle import EDGES
 _HEAD: Final = """\
 # A job's life
 
-Written by `python -m tests.docs.test_lifecycle_page` from
+Written by `python -m tests.docs.generated_pages` from
 `services/controller/domain/job/lifecycle.py`; a test compares the two. Every transition is one Lua script:
 it compares the job's version, its fence and the leader's epoch, and writes the job, its
 checkpoints, its events and the commands to agents, or nothing

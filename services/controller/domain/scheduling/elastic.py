@@ -38,7 +38,7 @@ class GrowthDelay:
 
     Attributes:
         stable_ms: So long there must have been room all the while; twice as long after each restart
-            that counted, up to 16 times, lest a node that comes and goes uses the budget up.
+            that counted, up to 16 times, so that a node that comes and goes does not use the budget up.
         commit_ms: So long, from then on, the next commit is waited for.
     """
 
@@ -69,7 +69,8 @@ def gang_request_of(job: Job, ranks: int | None = None) -> GangRequest:
     It rather does without the nodes that its last attempt lost.
     """
     lost = job.attempts[-1].lost_nodes if job.attempts else ()
-    return replace(GangRequest.of(job.spec, ranks), last_resort=lost)
+    gang = GangRequest.of(job.spec, ranks)
+    return replace(gang, last_resort=lost) if lost else gang
 
 
 def place_most(spec: JobSpec, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:

@@ -9,6 +9,7 @@ Three outcomes: there is room; there is none now, and why; there can never be an
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal
 
 from services.contract.jobs.plans import RankPlacement, Taken, taken_by
@@ -92,6 +93,11 @@ class NodeSet:
     def name(self) -> str:
         """Its nodes."""
         return ", ".join(usage.node.id for usage in self.usages)
+
+    @cached_property
+    def by_node(self) -> Mapping[NodeId, NodeUsage]:
+        """The same by the node's id."""
+        return {usage.node.id: usage for usage in self.usages}
 
     @property
     def jobs(self) -> tuple[str, ...]:

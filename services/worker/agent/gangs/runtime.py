@@ -162,7 +162,7 @@ class GangRuntime:
             self.happen(Condemned("a newer attempt of the job is open"))
 
     def happen(self, event: Event) -> None:
-        """Decide upon an event and perform the effects."""
+        """Decide about an event and perform the effects."""
         self._state, effects = decide(self._state, event, time.monotonic())
         for effect in effects:
             match effect:

@@ -45,7 +45,7 @@ class SelfTest:
         folder: Where the figures are kept.
         node_id: Whose they are.
         incarnation: The life of the agent that tells them.
-        inventory: What the node has; other hardware or versions are measured anew.
+        inventory: What the node has; other hardware or versions are measured again.
         runner: Runs the program that measures.
         settled: Returns once the agent's own start takes no processor any more.
     """

@@ -77,7 +77,7 @@ class Launcher:
     def give_code_back(self, digest: str | None) -> None:
         """A gang whose ranks imported from it has ended."""
         if digest is not None:
-            self._codes.give_back(digest)
+            self._codes.release(digest)
 
     async def launch(self, command: LaunchGang, folder: AttemptFolder) -> Crew:
         """Fork all ranks that the plan places here, or none.
@@ -101,7 +101,7 @@ class Launcher:
 
     async def _code_of(self, command: LaunchGang) -> Path | None:
         digest = command.spec.code
-        return None if digest is None else await self._codes.lend(digest, command.job_id)
+        return None if digest is None else await self._codes.acquire(digest, command.job_id)
 
     async def _launch(
         self,

@@ -253,7 +253,7 @@ def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, 
 def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
     name = f"shards/{folder.name}/{shard.name}"
     try:
-        # Not by its name alone: a rank may have put a pipe there, which is waited for for ever.
+        # Not by its name alone: a rank may have put a pipe there, which is waited for forever.
         file = stack.enter_context(os.fdopen(open_plain(folder / shard.name), "rb"))
     except FileNotFoundError:
         raise DifferentError(name, "the file is missing") from None

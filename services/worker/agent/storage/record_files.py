@@ -35,7 +35,7 @@ from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import append_plain, open_plain, sync_folder
 
 PART_BYTES: Final = 64 << 20
-"""A file that is longer is begun anew; what it held until then is kept beside it, once."""
+"""A file that is longer is started over; what it held until then is kept beside it, once."""
 CLOSED_BYTES: Final = 64 << 20
 """So much is closed of a kind, before it is compressed: the newest entries."""
 PARTS_READ: Final = 256

@@ -101,7 +101,7 @@ return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
 class BeatAnswer:
     """What Redis said. ``taken_by``: another incarnation holds the lease and nothing was written.
 
-    ``lapsed``: the lease had run out and was taken anew. ``fenced``: gangs of void attempts, or of
+    ``lapsed``: the lease had run out and was taken again. ``fenced``: gangs of void attempts, or of
     jobs that were deleted. ``unknown``: gangs of jobs that Redis does not know and that nobody
     deleted: it has lost them. Nothing was written of either. ``ids``: by gang and kind of records, the id that
     each of them was given, separated by blanks; "" where none was written.

@@ -179,7 +179,7 @@ class TraceRecorder:
             self._abandoned.set()
             self._writing.join(_ABANDONING_S)
 
-    def heed(self, orders: Iterable[RankOrder]) -> None:
+    def take_orders(self, orders: Iterable[RankOrder]) -> None:
         """Takes what agents ask for; it begins at the next ``turn``."""
         for order in orders:
             if order.trace is None:

@@ -30,7 +30,7 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew."""
+        """Draws new values for the weight."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Computes the frequencies anew."""
+        """Recomputes the frequencies."""
         exponents = torch.arange(0, self.head_dim, 2, device=self.inverse_periods.device)
         self.inverse_periods.copy_(self.base ** (-exponents / self.head_dim))
 

@@ -66,7 +66,7 @@ class Template:
         self._listener = listener
         self._linger_s = linger_s
         self._ranks = ranks
-        self._wake = wake_at_a_childs_end()
+        self._wake = wake_when_a_child_ends()
 
     def serve(self, first: WarmChannel) -> None:
         """Serve the first agent, and those that come within ``linger_s`` after its end."""
@@ -142,7 +142,7 @@ class Template:
                 self._ranks,
                 asked.agent,
                 lifeline,
-                wake_at_a_childs_end(),
+                wake_when_a_child_ends(),
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
@@ -151,7 +151,7 @@ class Template:
             os._exit(0)
 
 
-def wake_at_a_childs_end() -> tuple[socket.socket, socket.socket]:
+def wake_when_a_child_ends() -> tuple[socket.socket, socket.socket]:
     """A pair of sockets of which the first turns readable when a child of this process ends."""
     wake = socket.socketpair()
     for end in wake:

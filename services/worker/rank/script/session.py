@@ -154,7 +154,7 @@ class Session:
             )
         self._of = figures.of or self._of
         if step > self._reported:
-            self._notice_if_anew()
+            self._notice_a_fresh_start()
             values |= self._finish_step(step, loss, figures, values)
         elif self._reported:
             self._evaluated += 1
@@ -176,7 +176,7 @@ class Session:
             )
         if not self._writer.is_due(at):
             return False
-        self._notice_if_anew()
+        self._notice_a_fresh_start()
         self._watch.enter(RankPhase.CHECKPOINT)
         is_last = self._asked.stop or at == self._of
         self._writer.save(self._captured(state, at), is_last=is_last)
@@ -250,14 +250,14 @@ class Session:
         told = {"loss": loss, "step_time_s": elapsed_s, speed: done.tokens_per_s}
         return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
 
-    def _notice_if_anew(self) -> None:
+    def _notice_a_fresh_start(self) -> None:
         """Tells once that the script makes steps again which a checkpoint holds."""
         source = self._seat.resume_from
         if source is None or self._restored or self._notices:
             return
         notice = (
             f"the attempt resumes from checkpoint {source}, but the script has not called "
-            "session.restore, so it begins anew; call it before the first step: "
+            "session.restore, so it starts over; call it before the first step: "
             "state = session.restore(state) or state"
         )
         self._notices = (notice,)
@@ -279,14 +279,14 @@ class Session:
             return
         self._poll_orders()
         orders, self._unheeded = self._unheeded, []
-        wishes = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
-        agreed = self._control().all_reduce(torch.tensor(wishes), dist.ReduceOp.MAX).wait()
+        requests = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
+        agreed = self._control().all_reduce(torch.tensor(requests), dist.ReduceOp.MAX).wait()
         self._asked.take(agreed.tolist(), asker)
 
     def _poll_orders(self) -> None:
         """Takes what this rank's agent asks for; on all but traces the ranks agree later."""
         orders = self._pipe.poll_orders()
-        self._traces.heed(orders)
+        self._traces.take_orders(orders)
         self._unheeded += orders
 
     def _control(self) -> ControlChannel:

@@ -58,7 +58,7 @@ interface Polled<T> {
   error: Error | null;
 }
 
-/** Until the next question: all alike while no one answers, for ever without a token. */
+/** Until the next question: all alike while no one answers, forever without a token. */
 function paced(everyMs: number): number | false {
   const { downSince, needsToken } = connection.get();
   if (needsToken) return false;

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document cf6090d3901b333032ae482b19908598a68647855a79fff1c24f9da87d169da5
-// types d9bfb54bfe245a6598f29d3b93034151feb6aa67e10f6cfd2d34c86fabe05df3
+// document 1f6f621f34a9df6e8494a3a249250cce80419dd4d8a3a55a55a4810c83e974e6
+// types 86ca03a28a2caa652607616abb75f74e1bb4063a0b0fcc3292cde6e4caac2189
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -192,19 +192,21 @@ export interface components {
         CheckpointSpec: {
             /**
              * Every Steps
-             * @description 0: only after the last step
+             * @description Steps between checkpoints; 0: only after the last step.
              * @default 0
              */
             every_steps: number;
-            /** @description keeps the best ones beside the last; evaluates before each checkpoint that is due */
+            /** @description Keeps the best checkpoints in addition; evaluates before each checkpoint. */
             keep_best?: components["schemas"]["KeepBestSpec"] | null;
             /**
              * Keep Last
+             * @description How many of the newest committed checkpoints retention keeps.
              * @default 2
              */
             keep_last: number;
             /**
              * Mode
+             * @description async: training continues while files are written; sync: it waits.
              * @default async
              * @enum {string}
              */
@@ -315,7 +317,7 @@ export interface components {
          *
          *     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
          *     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
-         *     the validation loss; without one the clone begins anew.
+         *     the validation loss; without one the clone starts over.
          */
         CloneRequest: {
             /** From Checkpoint */
@@ -360,7 +362,7 @@ export interface components {
         };
         /**
          * DiagnosisView
-         * @description What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+         * @description What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
          *
          *     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
          *     made of running ranks. ``stacks`` are there where ranks were looked into.
@@ -418,21 +420,27 @@ export interface components {
         EarlyStopSpec: {
             /**
              * Metric
+             * @description The validation metric that decides; loss is the validation loss.
              * @default loss
              */
             metric: string;
             /**
              * Min Delta
+             * @description An improvement must be larger than this.
              * @default 0
              */
             min_delta: number;
             /**
              * Mode
+             * @description min: lower is better; max: higher is better.
              * @default min
              * @enum {string}
              */
             mode: "min" | "max";
-            /** Patience */
+            /**
+             * Patience
+             * @description Evaluations in a row without an improvement after which training ends.
+             */
             patience: number;
         };
         /**
@@ -444,11 +452,13 @@ export interface components {
         EmaSpec: {
             /**
              * Decay
+             * @description The average becomes decay of itself plus 1 - decay of the weights.
              * @default 0.999
              */
             decay: number;
             /**
              * Every
+             * @description Steps between updates of the average.
              * @default 1
              */
             every: number;
@@ -463,12 +473,19 @@ export interface components {
         EntryPoint: {
             /**
              * Args
+             * @description Command-line arguments of the script or module.
              * @default []
              */
             args: string[];
-            /** Module */
+            /**
+             * Module
+             * @description A dotted module name, as for `python -m`.
+             */
             module?: string | null;
-            /** Script */
+            /**
+             * Script
+             * @description Path of the script, below the uploaded code or a folder of MESHLOOM_USER_PATH.
+             */
             script?: string | null;
         };
         /**
@@ -560,10 +577,11 @@ export interface components {
         EvaluationSpec: {
             /**
              * At Steps
-             * @description measured in each training step, too
+             * @description Compute them at each training step, too.
              * @default false
              */
             at_steps: boolean;
+            /** @description A callable (output, batch) that returns a dict of numbers, each the mean over the batch. */
             metrics: components["schemas"]["Factory"];
         };
         /**
@@ -659,11 +677,17 @@ export interface components {
          * @description A built-in by its short name, or ``package.module:callable``, with keyword arguments.
          */
         Factory: {
-            /** Args */
+            /**
+             * Args
+             * @description Keyword arguments of the callable.
+             */
             args?: {
                 [key: string]: components["schemas"]["JsonValue"];
             };
-            /** Factory */
+            /**
+             * Factory
+             * @description A built-in's short name, or module:callable of your code.
+             */
             factory: string;
         };
         /**
@@ -718,16 +742,19 @@ export interface components {
         FaultSpec: {
             /**
              * Hang Timeout S
+             * @description Seconds without progress on any rank that count as a hang; auto: 5 s or three usual steps, whichever is longer.
              * @default auto
              */
             hang_timeout_s: number | "auto";
             /**
              * Max Restarts
+             * @description Failed attempts after which the job fails.
              * @default 3
              */
             max_restarts: number;
             /**
              * On Nan
+             * @description When a loss or gradient is not finite: stop fails the job; rollback restarts from the last commit (counted).
              * @default stop
              * @enum {string}
              */
@@ -846,6 +873,7 @@ export interface components {
          */
         JobSpec: {
             /**
+             * @description When to checkpoint and which checkpoints to keep.
              * @default {
              *       "every_steps": 0,
              *       "keep_last": 2,
@@ -855,16 +883,17 @@ export interface components {
             checkpoint: components["schemas"]["CheckpointSpec"];
             /**
              * Code
-             * @description an uploaded archive, from which this job imports first
+             * @description SHA-256 of an uploaded code archive; the job imports from it first. `submit --code` sets it.
              */
             code?: string | null;
-            /** @description may be left out where trainable builds it */
+            /** @description The training data; optional where trainable builds it, required with model. */
             data?: components["schemas"]["Factory"] | null;
-            /** @description a script or module to run in each rank, in the place of our loop */
+            /** @description A script or module that each rank runs with its own training loop, as torchrun would. */
             entrypoint?: components["schemas"]["EntryPoint"] | null;
-            /** @description metrics of validation data beside those that the loss gives */
+            /** @description Metrics that are computed on validation data in addition to those of the loss. */
             evaluation?: components["schemas"]["EvaluationSpec"] | null;
             /**
+             * @description How many restarts, and what counts as a hang.
              * @default {
              *       "hang_timeout_s": "auto",
              *       "max_restarts": 3,
@@ -872,26 +901,33 @@ export interface components {
              *     }
              */
             faults: components["schemas"]["FaultSpec"];
-            /** Labels */
+            /**
+             * Labels
+             * @description Your own keys and values, to filter lists by.
+             */
             labels?: {
                 [key: string]: string;
             };
-            /** @description null: the model's own, else the cross entropy of the next token */
+            /** @description The loss; null: the model's own, else the cross entropy of the next token. */
             loss?: components["schemas"]["Factory"] | null;
             /**
              * Mesh
+             * @description Sizes of the mesh axes; auto: the planner chooses them.
              * @default auto
              */
             mesh: components["schemas"]["MeshSpec"] | "auto";
-            /** @description services that take the metrics, beside files and the API */
+            /** @description Experiment trackers that receive the metrics in addition to the API and TensorBoard files. */
             metrics?: components["schemas"]["MetricsSpec"] | null;
+            /** @description A callable that returns the nn.Module to train; required without trainable or entrypoint. */
             model?: components["schemas"]["Factory"] | null;
             /**
              * Name
+             * @description Shown in lists; need not be unique.
              * @default job
              */
             name: string;
             /**
+             * @description The optimizer: adamw, or any callable that takes parameters.
              * @default {
              *       "args": {},
              *       "factory": "adamw",
@@ -901,6 +937,7 @@ export interface components {
             optimizer: components["schemas"]["OptimizerSpec"];
             /**
              * Plan
+             * @description The sharding plan: auto: the planner chooses; default: one unit a block without profiling; or fields of a plan, of which the planner fills in the rest.
              * @default auto
              */
             plan: {
@@ -908,10 +945,12 @@ export interface components {
             } | ("auto" | "default");
             /**
              * Priority
+             * @description Jobs of higher priority are placed first and may preempt jobs of lower priority.
              * @default 0
              */
             priority: number;
             /**
+             * @description How many ranks, on what kind of device, with how much host memory.
              * @default {
              *       "device": "auto",
              *       "ranks": 1
@@ -919,14 +958,16 @@ export interface components {
              */
             resources: components["schemas"]["ResourceSpec"];
             /**
+             * @description The learning rate schedule.
              * @default {
              *       "args": {},
              *       "factory": "constant"
              *     }
              */
             schedule: components["schemas"]["Factory"];
+            /** @description Steps, batch sizes, precision and evaluation. */
             train?: components["schemas"]["TrainSpec"];
-            /** @description a subclass of meshloom.Trainable, in place of model */
+            /** @description A subclass of meshloom.Trainable; it builds the model and computes a step. */
             trainable?: components["schemas"]["Factory"] | null;
         };
         /**
@@ -1026,16 +1067,19 @@ export interface components {
         KeepBestSpec: {
             /**
              * Count
+             * @description How many of the best checkpoints to keep.
              * @default 1
              */
             count: number;
             /**
              * Metric
+             * @description The validation metric that decides; loss is the validation loss.
              * @default loss
              */
             metric: string;
             /**
              * Mode
+             * @description min: lower is better; max: higher is better.
              * @default min
              * @enum {string}
              */
@@ -1188,16 +1232,19 @@ export interface components {
         MeshSpec: {
             /**
              * Dp Replicate
+             * @description Copies of the sharded model (HSDP); leave it out of an elastic job.
              * @default 1
              */
             dp_replicate: number;
             /**
              * Dp Shard
+             * @description Ranks over which one copy is sharded.
              * @default 1
              */
             dp_shard: number;
             /**
              * Tp
+             * @description Ranks over which single matrices are split (tensor parallelism).
              * @default 1
              */
             tp: number;
@@ -1267,7 +1314,9 @@ export interface components {
          * @description Where the metrics go beside the API, JSON lines and TensorBoard's event files.
          */
         MetricsSpec: {
+            /** @description MLflow. */
             mlflow?: components["schemas"]["MlflowSpec"] | null;
+            /** @description Weights & Biases. */
             wandb?: components["schemas"]["WandbSpec"] | null;
         };
         /**
@@ -1330,12 +1379,21 @@ export interface components {
          *     read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
          */
         MlflowSpec: {
-            /** Experiment */
+            /**
+             * Experiment
+             * @description The experiment's name; null: the job's name.
+             */
             experiment?: string | null;
+            /** @description That user's password. */
             password?: components["schemas"]["SecretReference"] | null;
+            /** @description The server's bearer token. */
             token?: components["schemas"]["SecretReference"] | null;
-            /** Tracking Uri */
+            /**
+             * Tracking Uri
+             * @description The tracking server; null: the folder mlruns beside the job's logs.
+             */
             tracking_uri?: string | null;
+            /** @description The server's user. */
             username?: components["schemas"]["SecretReference"] | null;
         };
         /**
@@ -1507,14 +1565,21 @@ export interface components {
          * @description An optimizer, and what is different for some of the parameters.
          */
         OptimizerSpec: {
-            /** Args */
+            /**
+             * Args
+             * @description Keyword arguments of the callable.
+             */
             args?: {
                 [key: string]: components["schemas"]["JsonValue"];
             };
-            /** Factory */
+            /**
+             * Factory
+             * @description A built-in's short name, or module:callable of your code.
+             */
             factory: string;
             /**
              * Groups
+             * @description Different options for some parameters; the first group that matches applies.
              * @default []
              */
             groups: components["schemas"]["ParameterGroup"][];
@@ -1527,7 +1592,10 @@ export interface components {
          *     the first group that matches it, and to the optimizer's own groups if none does.
          */
         ParameterGroup: {
-            /** Match */
+            /**
+             * Match
+             * @description Pattern of parameter names; * matches any characters, dots included.
+             */
             match: string;
         } & {
             [key: string]: components["schemas"]["JsonValue"];
@@ -1777,12 +1845,14 @@ export interface components {
         PrecisionSpec: {
             /**
              * Params
+             * @description Element type of gathered parameters and of the computation.
              * @default fp32
              * @enum {string}
              */
             params: "fp32" | "bf16" | "fp16";
             /**
              * Reduce
+             * @description Element type in which gradients are reduced.
              * @default fp32
              * @enum {string}
              */
@@ -2089,20 +2159,23 @@ export interface components {
         ResourceSpec: {
             /**
              * Device
+             * @description auto: GPUs where a node has them, else CPUs.
              * @default auto
              * @enum {string}
              */
             device: "auto" | "cpu" | "cuda";
             /**
              * Memory Gib
-             * @description host memory that a rank may take; beyond it allocations fail
+             * @description Host memory that a rank may take, in GiB; allocations beyond it fail. null: no limit.
              */
             memory_gib?: number | null;
             /**
              * Ranks
+             * @description A fixed number of ranks; give either ranks or world.
              * @default 1
              */
             ranks: number;
+            /** @description Bounds of an elastic job, which shrinks and grows between them. */
             world?: components["schemas"]["WorldSpec"] | null;
         };
         /**
@@ -2137,7 +2210,10 @@ export interface components {
          * @description A secret by name: the value lies in a file on the nodes.
          */
         SecretReference: {
-            /** Secret */
+            /**
+             * Secret
+             * @description The name of a file in the nodes' MESHLOOM_SECRETS_DIR.
+             */
             secret: string;
         };
         /**
@@ -2515,36 +2591,40 @@ export interface components {
         TrainSpec: {
             /**
              * Clip Norm
+             * @description Gradients are clipped to this norm; null: they are not clipped.
              * @default 1
              */
             clip_norm: number | null;
             /**
              * Deterministic
-             * @description only operators that give the same bits each time; slower
+             * @description Only operators that give the same bits each time; slower.
              * @default false
              */
             deterministic: boolean;
-            /** @description null: all steps are made; needs eval_every */
+            /** @description Ends training when evaluations stop improving; needs eval_every. null: all steps are made. */
             early_stop?: components["schemas"]["EarlyStopSpec"] | null;
-            /** @description null: no average of the weights is kept */
+            /** @description An exponential moving average of the weights, used for validation; null: none. */
             ema?: components["schemas"]["EmaSpec"] | null;
             /**
              * Eval Every
-             * @description 0: only after the last step
+             * @description Steps between evaluations; 0: only after the last step.
              * @default 0
              */
             eval_every: number;
             /**
              * Global Batch
+             * @description Samples of a step over all ranks; the data-parallel ranks must divide it.
              * @default 32
              */
             global_batch: number;
             /**
              * Micro Batch
+             * @description Samples of one forward and backward on a rank; auto: the planner chooses.
              * @default auto
              */
             micro_batch: number | "auto";
             /**
+             * @description Element types; float16 adds loss scaling.
              * @default {
              *       "params": "fp32",
              *       "reduce": "fp32"
@@ -2553,10 +2633,14 @@ export interface components {
             precision: components["schemas"]["PrecisionSpec"];
             /**
              * Seed
+             * @description Seed of initial weights, data order and dropout.
              * @default 0
              */
             seed: number;
-            /** Steps */
+            /**
+             * Steps
+             * @description Optimizer steps; required unless an entrypoint counts its own.
+             */
             steps: number;
         };
         /**
@@ -2651,21 +2735,33 @@ export interface components {
          *     logs, for ``wandb sync``.
          */
         WandbSpec: {
+            /** @description The API key. */
             api_key?: components["schemas"]["SecretReference"] | null;
-            /** Base Url */
+            /**
+             * Base Url
+             * @description A self-hosted server.
+             */
             base_url?: string | null;
-            /** Entity */
+            /**
+             * Entity
+             * @description The team or user; null: that of the API key.
+             */
             entity?: string | null;
             /**
              * Mode
+             * @description offline: files for `wandb sync`, in the folder wandb beside the job's logs.
              * @default online
              * @enum {string}
              */
             mode: "online" | "offline";
-            /** Project */
+            /**
+             * Project
+             * @description The project; null: W&B's default.
+             */
             project?: string | null;
             /**
              * Tags
+             * @description Tags of the runs.
              * @default []
              */
             tags: string[];
@@ -2675,10 +2771,14 @@ export interface components {
          * @description An elastic job's bounds: it goes on with as many ranks, in between, as there is room for.
          */
         WorldSpec: {
-            /** Max */
+            /**
+             * Max
+             * @description The most ranks.
+             */
             max: number;
             /**
              * Min
+             * @description The fewest ranks with which the job runs.
              * @default 1
              */
             min: number;

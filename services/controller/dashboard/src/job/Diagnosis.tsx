@@ -6,7 +6,7 @@ import type { JobView } from "../api/types";
 import { dateTime, words } from "../ui/format";
 import { Panel, Quiet, Trouble } from "../ui/parts";
 
-/** What ails the newest attempt in trouble, or ended it; running ranks are looked into on demand. */
+/** What is wrong with the newest attempt in trouble, or what ended it; running ranks are looked into on demand. */
 export function Diagnosis({ job }: { job: JobView }) {
   const [asked, setAsked] = useState(false);
   const ask = useMutation({

@@ -1,4 +1,4 @@
-// uPlot in a React house: made anew when its shape or the colours change, fed when data comes.
+// uPlot in a React house: made again when its shape or the colours change, fed when data comes.
 
 import { useEffect, useId, useLayoutEffect, useRef, useState } from "react";
 import uPlot from "uplot";

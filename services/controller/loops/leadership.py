@@ -17,7 +17,7 @@ from services.controller.use_cases.plans import Drawing
 _GROWTH_DELAY: Final = GrowthDelay()
 
 
-async def reign(
+async def run_term(
     ports: Ports,
     epoch: int,
     drawing: Drawing,
@@ -25,17 +25,17 @@ async def reign(
     growth_delay: GrowthDelay = _GROWTH_DELAY,
     troubles: Troubles | None = None,
 ) -> None:
-    """Heed facts, reconcile, choose open layouts, forget unused code, keep lists whole, for ever.
+    """Run what a leader does in one term, until cancelled: all loops.
 
     Args:
         ports: The world.
-        epoch: The reign.
+        epoch: The term.
         drawing: How plans are made.
         growth_delay: That of elastic jobs that could grow.
-        troubles: As of ``StoreRetry``; empty once the reign is over.
+        troubles: As of ``StoreRetry``; empty once the term is over.
 
     Raises:
-        DeposedError: The reign is over.
+        DeposedError: The term is over.
     """
     try:
         async with asyncio.TaskGroup() as group:
