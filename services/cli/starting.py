@@ -155,7 +155,7 @@ def _of_answers(ask: _Questions, file: Path, name: str | None, ranks: int | None
     ranks = ranks or ask.number("ranks", 2)
     steps = ask.number("steps", 1000)
     batch = ask.number("samples a step, over all ranks", 16 * ranks)
-    built_in = ", args: {dim: 128, layers: 2, heads: 4, seq_len: 128}" if model == "decoder" else ""
+    built_in = ", args: {dim: 128, layers: 2, heads: 4}" if model == "decoder" else ""
     of_data = ", args: {seq_len: 128}" if data == "stdlib_bytes" else ""
     parts = (
         f"model: {{factory: {_scalar(model)}{built_in}}}\n"

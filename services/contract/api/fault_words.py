@@ -10,7 +10,7 @@ from pydantic import StringConstraints
 from services.contract.api.access import Subject
 from services.contract.jobs.code_archives import CodeDigest
 from services.contract.jobs.scripts import ModuleName, ScriptPath
-from services.contract.jobs.secret_references import SECRET_NAME
+from services.contract.jobs.secret_references import SECRET_NAME, looks_secret
 from services.contract.jobs.spec_parts import FactoryName, LabelKey
 from services.contract.words.ids import CheckpointId, JobId, NodeId, PlanId, TokenId, TraceId
 from services.contract.words.plain import did_you_mean, shown
@@ -128,4 +128,8 @@ def _of_a_form(kind: str, error: Mapping[str, Any]) -> str | None:
 
 
 def _not(error: Mapping[str, Any]) -> str:
-    return f", not {shown(error['input'])}" if "input" in error else ""
+    """What is there, unless it may be a credential."""
+    if "input" not in error:
+        return ""
+    name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
+    return "" if looks_secret(name, error["input"]) else f", not {shown(error['input'])}"

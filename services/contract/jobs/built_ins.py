@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from services.contract.jobs.secret_references import references
+from services.contract.jobs.secret_references import looks_secret, references
 from services.contract.words.plain import did_you_mean, shown
 
 _SGD: Final = {"lr": "number", "momentum": "number", "weight_decay": "number", "nesterov": "flag"}
@@ -149,7 +149,8 @@ def misuse(
             )
         elif not _is_of(kind, value):
             words = _WORDS[kind.rstrip("?!")]
-            yield ("args", name), f"must be {words}, not {shown(value)}"
+            there = "" if looks_secret(name, value) else f", not {shown(value)}"
+            yield ("args", name), f"must be {words}{there}"
     for name, kind in known.items():
         if kind.endswith("!") and name not in args:
             yield ("args", name), f"{factory} needs this argument: {_WORDS[kind.rstrip('!')]}"
