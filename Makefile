@@ -22,12 +22,12 @@ RUNNABLE := .venv/.runnable-$(CHOICE)
 TESTABLE := .venv/.testable-$(CHOICE)
 
 TYPES := $(BIN)/mypy
-FLOORS := $(BIN)/lint-imports --no-cache
+LAYERS := $(BIN)/lint-imports --no-cache
 # They start some hundred processes, each of which would compile our sources again.
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types floors tests chaos format docs dashboard clean
+.PHONY: help run up install test test-full lint types layers tests chaos format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,9 @@ up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctr
 
 install: $(RUNNABLE) ## Only set up .venv
 
-# Types and floors take a core for a minute: they give way to the tests, and are told after them.
-test: lint ## Lint, types, floors and all tests
-	@(set -x; nice $(TYPES) && nice $(FLOORS)) >.venv/checks.log 2>&1 & checks=$$!; \
+# Types and layers take a core for a minute: they run at low priority, and are printed after the tests.
+test: lint ## Lint, types, layers and all tests
+	@(set -x; nice $(TYPES) && nice $(LAYERS)) >.venv/checks.log 2>&1 & checks=$$!; \
 	(set -x; $(TESTS)); tested=$$?; \
 	wait $$checks; checked=$$?; \
 	cat .venv/checks.log; exit $$((tested | checked))
@@ -59,8 +59,8 @@ lint: $(TESTABLE) ## Style of code and of words
 types: $(TESTABLE) ## mypy --strict
 	$(TYPES)
 
-floors: $(TESTABLE) ## Who may import whom
-	$(FLOORS)
+layers: $(TESTABLE) ## Which module may import which
+	$(LAYERS)
 
 tests: $(TESTABLE) ## The tests alone
 	$(TESTS)

@@ -1,9 +1,9 @@
 """What training code imports to run under Meshloom.
 
-``DataSource`` and ``Trainable`` are base classes for data and models; ``session`` is for scripts that
-bring their own loop; ``integrations`` connects trainers of other libraries. Nothing else of Meshloom
-is an interface for user code. Under plain ``torchrun`` or ``python`` everything here still works:
-there is then nobody to report to.
+``DataSource`` and ``Trainable`` are base classes for data and models; ``session`` is for scripts
+that bring their own loop; ``integrations`` connects trainers of other libraries. Nothing else of
+Meshloom is an interface for user code. Under plain ``torchrun`` or ``python`` everything here works
+too: reports are then dropped.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""How a collective is done and where its buffers come from: what users may replace."""
+"""Collectives and the allocation of their buffers, which users may replace."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def _placement(
         found = list(_named(chosen, [modules[name] for name in unit.names]))
         if not found:
             raise PlanError(
-                f"shard_dims: {chosen.parameter!r} is no parameter of the unit {list(unit.names)}."
+                f"shard_dims: {chosen.parameter!r} is not a parameter of the unit "
+                f"{list(unit.names)}."
             )
         for name, parameter in found:
             if not -parameter.ndim <= chosen.dim < parameter.ndim:

@@ -262,6 +262,11 @@ class RootContext:
                 "unit's forward, so gradients of the two cannot be told apart. Call "
                 "reset_iter_state() on the root after a backward that raised."
             )
+        if torch_private.in_compiled_autograd():
+            raise StateError(
+                "Compiled autograd runs this backward, which it takes apart before units can gather and "
+                "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
+            )
         if self._end is None:
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
             end = _EndOfBackward(self._end_outside_transforms)

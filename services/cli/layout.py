@@ -97,7 +97,7 @@ class FittedTable(Generic[_R]):
         return min(natural, max(about.least, len(about.title))) if about.fit == "cut" else natural
 
     def _is_told(self, index: int) -> bool:
-        return any(cells[index].plain not in _UNKNOWN for cells in self._cells)
+        return self._wide or any(cells[index].plain not in _UNKNOWN for cells in self._cells)
 
     def _shown(self, width: int) -> list[int]:
         """The columns for which there is room, by their importance."""

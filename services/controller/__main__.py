@@ -17,6 +17,7 @@ import uvicorn
 from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
+from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits
@@ -58,6 +59,7 @@ class ControllerServer(uvicorn.Server):
 def main() -> None:
     """Run until a signal comes."""
     set_up_process(holds_secrets=True)
+    keep_collections_short()
     try:
         settings = Settings()
     except ValidationError as error:

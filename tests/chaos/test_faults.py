@@ -56,7 +56,7 @@ def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_at
 ) -> None:
     faults = {
         "raise": "ArithmeticError: this rank fails as it was told to",
-        "exit": "left with exit code 7 before it had finished",
+        "exit": "exited with code 7",
         "run out of memory": "can't allocate memory",
     }
     for fence, fault in enumerate(faults, start=1):

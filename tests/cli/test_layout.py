@@ -98,6 +98,22 @@ COLUMNS = (
 )
 
 
+def test_a_column_in_which_nothing_is_known_is_left_out_unless_all_are_wanted() -> None:
+    def page() -> RenderableType:
+        plain = views.job(name="a", priority=0, progress=views.Progress(step=0, of=None))
+        return tables.jobs_table(views.JobPage(items=(plain,)))
+
+    assert shown(page, 300).split("\n")[0].split() == [
+        "job",
+        "name",
+        "state",
+        "step",
+        "age",
+        "owner",
+    ]
+    assert "throughput" in shown(page, 80, Format.WIDE)
+
+
 def test_a_sentence_stands_below_its_row_unless_all_have_room() -> None:
     rows = [("1", "first", "short"), ("2", "second", "a sentence of some words")]
     assert shown(lambda: FittedTable(COLUMNS, rows), 40).splitlines() == [

@@ -213,7 +213,8 @@ def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why
         (launch,) = office.launched()
         assert launch.plan.sharding == default_plan.shard(job.spec)
         words = (
-            "the model could not be profiled: it went wrong so; the job runs by the default layout"
+            "the model could not be profiled: it went wrong so; the job runs with the default "
+            "layout"
         )
         assert (await office.events(job_id))["job.unplanned"] == words
 
@@ -673,7 +674,7 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"granularity": 10**300}, "no measure of a model"),
+        ({"granularity": 10**300}, "not a measurement of a model"),
         ({"flops": Growth(0, 0, tuple((n, n) for n in range(50_000)))}, "50000 numbers or names"),
     ],
     ids=["a number", "megabytes of numbers"],

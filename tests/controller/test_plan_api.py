@@ -111,7 +111,7 @@ def test_a_plan_that_is_not_made_yet_is_answered_as_such_and_cannot_be_submitted
     refused = submits(desk, plan["id"])
     assert (refused.status_code, refused.json()["code"]) == (409, "plan_failed")
     assert "KeyError" in refused.json()["detail"]
-    assert "may train all the same" in refused.json()["detail"]
+    assert "may still train" in refused.json()["detail"]
 
 
 def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from fsdp_core.plan.model import Conditions
+from services.contract.api.access import Scope
 from services.contract.api.views import StopRequest
 from services.contract.jobs.code_archives import digest_of, hex_of
 from services.contract.messages.commands import COMMAND, Command, StopGang
@@ -44,9 +45,10 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement
+from services.controller.ports.access import AuditRecord
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
-from services.controller.ports.machines import Log
+from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to
@@ -717,3 +719,33 @@ async def test_code_is_forgotten_once_and_gives_its_room_back(world: World) -> N
     assert first not in await codes.unused(later)
     assert await codes.keep(_code(bodies[2]), bodies[2], tight) == "known"
     assert await codes.keep(_code(bodies[3]), bodies[3], tight) == "new"
+
+
+async def test_what_others_do_and_refusals_push_nothing_of_operators_out_of_the_trail(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "AUDIT_KEPT", 100)
+    audit = world.ports.audit
+
+    def entry(number: int, scope: Scope, status: int = 200) -> AuditRecord:
+        return AuditRecord(
+            actor="any",
+            scope=scope,
+            request_id=f"{scope}-{number}",
+            method="POST",
+            path="/v1/jobs",
+            status=status,
+        )
+
+    await audit.append(entry(0, Scope.OPERATOR))
+    for number in range(250):
+        await audit.append(entry(number, Scope.SUBMITTER))
+        await audit.append(entry(number, Scope.OPERATOR, status=409))
+    whole = await audit.newest(None, 1_000)
+    assert '"operator-0"' in whole[-1].body
+    assert '"status":200' in whole[-1].body
+    assert [each.place for each in whole] == sorted({e.place for e in whole}, reverse=True)
+    pages: list[Entry] = []
+    while page := await audit.newest(pages[-1].id if pages else None, 7):
+        pages += page
+    assert pages == whole

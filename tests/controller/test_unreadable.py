@@ -263,7 +263,7 @@ def test_a_lead_that_cannot_be_read_is_waited_for_and_told(redis_url: str, key: 
             if key == keys.EPOCH:
                 raw.delete(keys.LEADER)
             answer = until(lambda: unready(controller))
-            assert "not of the type" in answer.json()["checks"]["redis"]
+            assert "the wrong type" in answer.json()["checks"]["redis"]
         until(lambda: controller.client.get("/readyz").status_code == 200)
         assert controller.process.poll() is None
 

@@ -50,11 +50,11 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     assert "typed" in listed.stdout
     status = meshloom("status", "last")
     assert "FINISHED" in status.stdout
-    assert "waited for" in meshloom("ranks", "last").stdout
+    assert "waited for" in meshloom("ranks", "last", "-o", "wide").stdout
     ranks = json.loads(meshloom("ranks", "last", "--json").stdout)["items"]
     assert len(ranks) == 2
     assert all(0 < rank["data_wait_s"] < rank["step_time_s"] for rank in ranks)
-    assert "was looked into" in meshloom("diagnose", "last").stderr
+    assert "was inspected" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"
     waited = meshloom("wait", "typed", "--timeout", 60)
@@ -120,7 +120,6 @@ def test_a_dry_run_submits_nothing(meshloom: Meshloom, stack: Stack, spec_file: 
         ("submit", "/no/such.yaml"),
         ("resume", "job_00000000000000000000000000", "--from", "garbage"),
         ("cancel", "job_00000000000000000000000000", "--grace", "1000000"),
-        ("pause", "job_00000000000000000000000000", "--checkpoint", "maybe"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(

@@ -229,7 +229,7 @@ SETS = "tests.rank.user_sets"
     [
         (
             {"data": at(f"{SETS}:Wide"), "loss": at("next_token"), "model": at(f"{MODELS}:Noisy")},
-            r"data: token 1011 has no place in the model's embedding of 256 .*first in sample 3 \(",
+            r"data: token 1011 is outside the model's embedding of 256 .*first in sample 3 \(",
         ),
         (
             {
@@ -245,7 +245,7 @@ SETS = "tests.rank.user_sets"
                 "loss": at("cross_entropy"),
                 "model": at(f"{VISION}:Classifier"),
             },
-            r"data: the model does not take float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
+            r"data: the batches are float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
         ),
         (
             {

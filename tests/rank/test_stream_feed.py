@@ -156,7 +156,7 @@ def test_a_stream_without_samples_is_refused() -> None:
         feed_of(Stream(0), Share(1, 0, 1), 3)
     once = feed_of(iter([torch.zeros(1)] * 3), Share(2, 0, 1), 3)
     once.share(1)
-    with pytest.raises(DataError, match="iterable again and again"):
+    with pytest.raises(DataError, match="iterable more than once"):
         once.share(2)
 
 

@@ -15,7 +15,7 @@ SHARDING_PLAN: TypeAdapter[ShardingPlan] = TypeAdapter(ShardingPlan)
 
 
 class RankPlacement(BaseModel):
-    """One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``)."""
+    """Where a rank runs: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -46,7 +46,7 @@ def taken_by(ranks: Iterable[RankPlacement]) -> Mapping[NodeId, Taken]:
 
 
 class GangPlan(BaseModel):
-    """All that the ranks of one attempt must know about where and how they run."""
+    """Where and how the ranks of one attempt run."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -67,7 +67,7 @@ class EntryPoint(BaseModel):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if (self.script is None) == (self.module is None):
-            raise ValueError("give one of both, script (a path) or module (a dotted name)")
+            raise ValueError("give either script (a path) or module (a dotted name)")
         return self
 
     @property
@@ -136,5 +136,6 @@ def _is_unsaid(name: str, value: object, field: FieldInfo) -> bool:
 def _fault(place: tuple[str, ...]) -> Any:  # noqa: ANN401 (a literal or an error, for pydantic)
     name = ".".join(place)
     return PydanticCustomError(
-        _OF_THE_LOOP, f"{name} is read by our loop alone; a script does this itself: leave it out"
+        _OF_THE_LOOP,
+        f"{name} is read only by Meshloom's loop; a script does this itself: leave it out",
     )

@@ -72,7 +72,7 @@ class ParameterGroup(SpecPart):
 
 
 class OptimizerSpec(Factory):
-    """An optimizer, and what is different for some of the parameters."""
+    """An optimizer, and options for some of the parameters."""
 
     groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(bounded)] = Field(
         default=(),
@@ -135,7 +135,7 @@ class _ByMetric(SpecPart):
 
 
 class EarlyStopSpec(_ByMetric):
-    """Ends the run, as one that succeeded, once evaluations no longer get better.
+    """Ends the run successfully once evaluations no longer improve.
 
     That is after ``patience`` evaluations in a row of which none was better than the best one before
     them by more than ``min_delta``.
@@ -152,7 +152,7 @@ class EarlyStopSpec(_ByMetric):
 
 
 class KeepBestSpec(_ByMetric):
-    """Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step."""
+    """Retention also keeps the ``count`` best checkpoints, by the evaluation at their step."""
 
     count: int = Field(
         default=1, ge=1, le=1_000, description="How many of the best checkpoints to keep."
@@ -160,7 +160,7 @@ class KeepBestSpec(_ByMetric):
 
 
 class TrainSpec(SpecPart):
-    """The loop: how many steps, how large a batch over all ranks, how exact."""
+    """The training loop: steps, batch sizes, precision, evaluation."""
 
     steps: int = Field(
         ge=1, le=_MOST, description="Optimizer steps; required unless an entrypoint counts its own."
@@ -211,14 +211,14 @@ class TrainSpec(SpecPart):
     ) -> EarlyStopSpec | None:
         if value is not None and info.data.get("eval_every") == 0:
             raise ValueError(
-                "it is decided by evaluations, and there are none before the last step: set "
+                "evaluations decide it, and the only one is after the last step: set "
                 "train.eval_every"
             )
         return value
 
 
 class WorldSpec(SpecPart):
-    """An elastic job's bounds: it goes on with as many ranks, in between, as there is room for."""
+    """An elastic job's bounds: it runs with as many ranks between them as fit."""
 
     min: int = Field(
         default=1, ge=1, le=MOST_RANKS, description="The fewest ranks with which the job runs."
@@ -263,8 +263,8 @@ class ResourceSpec(SpecPart):
             return given
         if "ranks" in given:
             raise ValueError(
-                "ranks: a job has so many ranks, or is elastic between the bounds of world; "
-                "give one of both (in a merge-patch, take the other one away with null)"
+                "ranks: a job has a fixed number of ranks, or is elastic within world; give one of "
+                "them (in a merge-patch, set the other to null)"
             )
         world = given["world"]
         least = world.get("min", 1) if isinstance(world, Mapping) else getattr(world, "min", 1)
@@ -335,7 +335,7 @@ class CheckpointSpec(SpecPart):
 
 
 class EvaluationSpec(SpecPart):
-    """What evaluations measure beside the loss.
+    """What evaluations measure in addition to the loss.
 
     ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
     over the batch.
@@ -370,7 +370,7 @@ class FaultSpec(SpecPart):
 
 
 class SecretReference(SpecPart):
-    """A secret by name: the value lies in a file on the nodes."""
+    """A secret by name: its value is in a file on the nodes."""
 
     secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")] = Field(
         description="The name of a file in the nodes' MESHLOOM_SECRETS_DIR."
@@ -381,7 +381,7 @@ _Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class WandbSpec(SpecPart):
-    """Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+    """Sends the metrics to Weights & Biases too; nodes need ``meshloom[wandb]``.
 
     Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
     logs, for ``wandb sync``.
@@ -401,7 +401,7 @@ class WandbSpec(SpecPart):
 
 
 class MlflowSpec(SpecPart):
-    """MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+    """Sends the metrics to MLflow too; nodes need ``meshloom[mlflow]``.
 
     Each attempt is a run of the experiment, the job's name unless another is given. Without a
     ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
@@ -421,7 +421,7 @@ class MlflowSpec(SpecPart):
 
 
 class MetricsSpec(SpecPart):
-    """Where the metrics go beside the API, JSON lines and TensorBoard's event files."""
+    """Where metrics are sent in addition to the API, JSON lines and TensorBoard's event files."""
 
     wandb: WandbSpec | None = Field(default=None, description="Weights & Biases.")
     mlflow: MlflowSpec | None = Field(default=None, description="MLflow.")

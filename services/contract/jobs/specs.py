@@ -55,11 +55,11 @@ _MESH_OF_ONE: Final = MeshSpec()
 
 
 class JobSpec(SpecPart):
-    """Everything that a job is, apart from what happens to it.
+    """Everything that a user decides about a job.
 
-    A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-    ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
-    not say how many it makes, is one more than there can be.
+    A job trains in Meshloom's loop, by ``model``, ``data`` and the related fields, or it runs an
+    ``entrypoint``: then the fields that only the loop reads are left out. ``train.steps``, if it is
+    not given either, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
@@ -169,8 +169,8 @@ class JobSpec(SpecPart):
             for_a_loop_alone(self)
             if self.checkpoint.keep_best is not None:
                 raise ValueError(
-                    "checkpoint.keep_best: it is decided by evaluations of our loop, and a script has "
-                    "none; leave it out"
+                    "checkpoint.keep_best: evaluations of Meshloom's loop decide it, and a script "
+                    "has none; leave it out"
                 )
         return self
 
@@ -257,7 +257,7 @@ class JobSpec(SpecPart):
             raise ValueError(
                 f"mesh: {self.mesh.dp_replicate} x {self.mesh.dp_shard} x {self.mesh.tp} is "
                 f"{self.mesh.size} ranks, but resources.ranks is {self.resources.ranks}; "
-                "make the product equal, or say mesh: auto"
+                "make the product equal, or use mesh: auto"
             )
         return self
 

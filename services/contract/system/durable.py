@@ -23,8 +23,8 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
         errno.EROFS: "{disk} of {node} is read-only",
         errno.EIO: "{disk} of {node} reports input/output errors",
         errno.ESTALE: "{disk} of {node} is no longer mounted as it was",
-        errno.EMFILE: "a process on {node} has no file handle left",
-        errno.ENFILE: "{node} has no file handle left",
+        errno.EMFILE: "a process on {node} has no free file handle",
+        errno.ENFILE: "{node} has no free file handle",
         errno.ENOMEM: "{node} has no memory left",
         errno.EAGAIN: "{node} can start no more processes",
     }

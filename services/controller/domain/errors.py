@@ -66,7 +66,7 @@ class KeyReusedError(MeshloomError):
 
 
 class ForbiddenError(MeshloomError):
-    """Who asks is known, and may not: the scope is too small, or the thing is somebody else's."""
+    """Who asks is known, and may not: the scope is too small, or the resource has another owner."""
 
     status = 403
     code = "insufficient_scope"
@@ -114,7 +114,7 @@ class PreconditionRequiredError(MeshloomError):
 
     status = 428
     code = "precondition_required"
-    title = "If-Match is wanted"
+    title = "If-Match is required"
 
 
 class PreconditionFailedError(MeshloomError):

@@ -94,8 +94,8 @@ async def refuse_too_many(ports: Ports, owner: str, most: int) -> None:
     if active < most and active + len(await ports.jobs.summaries(paused, None, most)) < most:
         return
     raise StateConflictError(
-        f"{owner} has {most} jobs that have not ended, as many as one may have: cancel some, or wait until "
-        "some end; MESHLOOM_MAX_UNFINISHED_JOBS of the controller sets the bound",
+        f"{owner} has {most} jobs that have not ended, the most allowed: cancel some, or wait "
+        "until some end (MESHLOOM_MAX_UNFINISHED_JOBS of the controller)",
         code="too_many_jobs",
     )
 
@@ -152,4 +152,4 @@ async def _predict(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed 
 def _reason(outcome: Placed | NotNow) -> str:
     if isinstance(outcome, NotNow):
         return outcome.reason
-    return f"queued; there is room on {', '.join(outcome.incarnations)}"
+    return f"queued; there are free slots on {', '.join(outcome.incarnations)}"

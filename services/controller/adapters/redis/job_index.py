@@ -58,7 +58,7 @@ class JobIndex:
         self._clients = clients
         self._read = read
         self._load = load
-        self._put = clients.writes.register_script(scripts.LIST_JOB)
+        self._put = clients.script(scripts.LIST_JOB)
         # By how much the indexes differed when they were built last, for records that nobody can list.
         self._surplus = 0
 

@@ -79,11 +79,11 @@ class RedisJobs:
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
         )
         self._telemetry_kept_s = telemetry_kept_s
-        self._commit = clients.writes.register_script(scripts.COMMIT)
-        self._create = clients.writes.register_script(scripts.CREATE)
-        self._restore = clients.writes.register_script(scripts.RESTORE)
-        self._delete = clients.writes.register_script(scripts.DELETE)
-        self._send = clients.writes.register_script(scripts.SEND)
+        self._commit = clients.script(scripts.COMMIT)
+        self._create = clients.script(scripts.CREATE)
+        self._restore = clients.script(scripts.RESTORE)
+        self._delete = clients.script(scripts.DELETE)
+        self._send = clients.script(scripts.SEND)
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""

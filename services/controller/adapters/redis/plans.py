@@ -37,9 +37,9 @@ class RedisPlans:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._keep = clients.writes.register_script(scripts.KEEP_PLAN)
-        self._conclude = clients.writes.register_script(scripts.CONCLUDE_PLAN)
-        self._keep_answer = clients.writes.register_script(scripts.KEEP_ANSWER)
+        self._keep = clients.script(scripts.KEEP_PLAN)
+        self._conclude = clients.script(scripts.CONCLUDE_PLAN)
+        self._keep_answer = clients.script(scripts.KEEP_ANSWER)
 
     async def keep(
         self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False

@@ -1,6 +1,32 @@
 """The Lua scripts: each is one decision's whole write, so that a crash leaves no half of it."""
 
+import re
 from typing import Final
+
+from services.contract.redis import redis_keys
+
+_COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
+# Asked about a command without its arguments, Redis 7.0 reads beyond them, and may crash.
+_CHECK_RIGHTS: Final = """
+local asked = {XGROUP = {'CREATE', KEYS[1], 'x', '$'}, PUBLISH = {'%(channel)s', ''}, TIME = {}}
+for _, name in ipairs({%(names)s}) do
+  local with = asked[name] or {KEYS[1], KEYS[1], KEYS[1]}
+  if redis.acl_check_cmd and not redis.acl_check_cmd(name, unpack(with)) then
+    return redis.error_reply('NOPERM this user may not run ' .. name)
+  end
+end
+"""
+
+
+def checked(script: str) -> str:
+    """The script, which does nothing unless its user may run all commands that it may come to.
+
+    Redis takes nothing back of a script that it stops half-way. What else it refuses (no memory, a
+    replica, a disk) it refuses at a script's first write.
+    """
+    names = ", ".join(f"'{name}'" for name in sorted(set(_COMMAND.findall(script))))
+    return _CHECK_RIGHTS % {"names": names, "channel": redis_keys.WAKE} + script
+
 
 _REFUSE_DEPOSED: Final = """
 local function deposed(key, epoch)
@@ -54,9 +80,15 @@ local function relist(job, id, created, listed)
 end
 """
 
-# The inbox is its agent's: one that it gave another type costs that agent its commands, and nobody else.
+# The inbox is its agent's: one that it gave another type, or the last id, costs that agent its commands,
+# and nobody else. What Redis refuses to all is no doing of the agent's.
 TO_INBOX: Final = """
-local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
+local function to_inbox(key, field, command)
+  local told = redis.pcall('XADD', key, '*', field, command)
+  if type(told) ~= 'table' then return end
+  local is_spoilt = string.find(told.err, '^WRONGTYPE') or string.find(told.err, '^ERR The stream')
+  if not is_spoilt then redis.call('XADD', key, '*', field, command) end
+end
 """
 
 # Storage tells of jobs that Redis does not know, which may have been lost, or deleted. One that never had
@@ -411,10 +443,12 @@ TAKE_FACTS: Final = """
 local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 for i = 2, #KEYS do
   while left > 0 and room > 0 do
-    local fact = redis.call('LPOP', KEYS[i])
+    -- Taken once it is kept: a stream to which nothing can be added must cost no fact.
+    local fact = redis.call('LINDEX', KEYS[i], 0)
     if not fact then break end
     if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
     redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    redis.call('LPOP', KEYS[i])
     left, room = left - 1, room - #fact
   end
 end

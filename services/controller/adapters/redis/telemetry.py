@@ -59,9 +59,9 @@ class RedisTelemetry:
         self._clients = clients
         self._recalled_s = recalled_s
         self._recent: dict[tuple[str, int], _Recent] = {}
-        self._ask_back = clients.writes.register_script(record_scripts.ASK_BACK)
-        self._put_together = clients.writes.register_script(record_scripts.PUT_TOGETHER)
-        self._closed = clients.writes.register_script(record_scripts.RECORDS_CLOSED)
+        self._ask_back = clients.script(record_scripts.ASK_BACK)
+        self._put_together = clients.script(record_scripts.PUT_TOGETHER)
+        self._closed = clients.script(record_scripts.RECORDS_CLOSED)
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """See ``Telemetry.samples``."""

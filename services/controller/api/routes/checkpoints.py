@@ -37,7 +37,7 @@ async def take_checkpoint(
 
 @router.get("/checkpoints/{checkpoint_id}", response_model=CheckpointView, dependencies=[READS])
 async def get_checkpoint(checkpoint_id: str, request: Request, ports: WithPorts) -> Response:
-    """One checkpoint: its state, its shards and their digests, and what keeps it."""
+    """One checkpoint: its state, its shards and their digests, and why it is kept."""
     return answer(request, await use_cases.get_checkpoint(ports, checkpoint_id))
 
 
@@ -52,7 +52,7 @@ async def verify(
 ) -> Response:
     """Have a node read every shard and compare it with its digest.
 
-    What comes of it is `verified_at`, or the state CORRUPT with the file that differs.
+    The result is `verified_at`, or the state CORRUPT with the file that differs.
     """
     view = await use_cases.verify(ports, checkpoint_id, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -67,9 +67,9 @@ async def verify(
 async def export(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
 ) -> Response:
-    """Put its model together as safetensors files, in the storage, below the job's folder.
+    """Export its model as safetensors files, in the storage, below the job's folder.
 
-    What comes of it is in `export`: its state, its folder and files.
+    The result is in `export`: its state, its folder and files.
     """
     view = await use_cases.export(ports, checkpoint_id, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -82,7 +82,7 @@ async def export(
     dependencies=[OWNS_JOB],
 )
 async def pin(checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
-    """Keep it, whatever retention says, until it is unpinned."""
+    """Keep it until it is unpinned; retention does not delete it."""
     view = await use_cases.pin(ports, checkpoint_id, actor, keep=True)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
@@ -110,6 +110,6 @@ async def unpin(
 async def remove(
     checkpoint_id: str, request: Request, ports: WithPorts, actor: WithActor
 ) -> Response:
-    """Delete it, unless it is pinned, is being loaded, or is what a job would go on from."""
+    """Delete it, unless it is pinned, being loaded, or where a job would resume."""
     view = await use_cases.remove(ports, checkpoint_id, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)

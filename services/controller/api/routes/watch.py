@@ -20,7 +20,7 @@ from services.controller.use_cases.cursors import to_entry_id
 router = APIRouter(prefix="/v1/jobs", tags=["watch"])
 
 Accept = Annotated[str, Header()]
-LastEventId = Annotated[str | None, Header(description="Goes on behind this entry")]
+LastEventId = Annotated[str | None, Header(description="Continues after this entry")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Cursor = Annotated[str | None, Query(description="`next_cursor`, or the id of an entry")]
 
@@ -44,7 +44,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What happened to a job, oldest first; as a stream, until the job has ended."""
+    """The events of a job, oldest first; as a stream, until the job has ended."""
     after = to_entry_id(last_event_id or cursor)
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
@@ -63,7 +63,9 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     *,
     rank: Annotated[int | None, Query(ge=0)] = None,
     stream: Literal["stdout", "stderr"] | None = None,
-    level: Annotated[use_cases.Level | None, Query(description="this one and worse")] = None,
+    level: Annotated[
+        use_cases.Level | None, Query(description="this level and more severe ones")
+    ] = None,
     text: Annotated[str | None, Query(max_length=200, description="text in the line")] = None,
     since: Annotated[
         AwareDatetime | None, Query(description="lines of this time and later")
@@ -75,7 +77,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What a job's ranks wrote, oldest first."""
+    """The output of a job's ranks, oldest first."""
     after = to_entry_id(last_event_id or cursor)
     wanted = use_cases.LineFilter(
         rank=rank, stream=stream, level=level, text=text, since=since, until=until

@@ -22,7 +22,7 @@ _DAMAGED: Final = (
     "records of its commit chain cannot be read, and without them it would start over: restore them, "
     "or resume it to do so"
 )
-_PINNED = "pinned, for pins and holds were lost with Redis: unpin those that retention may give up"
+_PINNED = "pinned, because Redis lost pins and holds: unpin those that retention may delete"
 
 
 def found_again(fact: JobFound, now_ms: int) -> Decision:
@@ -72,7 +72,7 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         }
     words = f"{reason}; all are {_PINNED}" if count else reason
     if indexed.base_checkpoint is not None:
-        words += f"; it had left later ones behind to go on from {indexed.base_checkpoint}"
+        words += f"; it had discarded later ones to resume from {indexed.base_checkpoint}"
     note = Note("job.found_again", words, {"fence": fact.fence, "node_id": fact.node_id})
     return Decision(indexed.model_copy(update=changes), notes=(note,))
 

@@ -135,7 +135,7 @@ def _refuse_unless_trained(job: Job) -> int:
         first = "resume it first, and " if job.state in RESUMABLE_STATES else ""
         then = "" if job.state == JobState.SUCCEEDED else f"; {first}ask again when it is RUNNING"
         raise StateConflictError(
-            f"the job is {job.state}: only steps that are made are recorded{then}"
+            f"the job is {job.state}: only steps of a running job are recorded{then}"
         )
     if job.stop is not None:
         raise StateConflictError(

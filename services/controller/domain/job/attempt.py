@@ -15,7 +15,7 @@ ATTEMPTS_KEPT: Final = 20
 
 
 class Failure(Record):
-    """What ended an attempt: the first rank to fail, and its own words."""
+    """What ended an attempt: the first rank to fail, and its error."""
 
     rank: int | None = None
     node_id: NodeId | None = None

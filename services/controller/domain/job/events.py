@@ -57,7 +57,7 @@ class KillAsked:
 
 @dataclass(frozen=True)
 class ResumeAsked:
-    """Go on, from a named checkpoint or from the latest committed one."""
+    """Continue from a named checkpoint, or from the latest committed one."""
 
     from_checkpoint: str | None = None
 

@@ -25,14 +25,14 @@ _GIVEN_UP: Final = "the job's own fault, or the restart budget is used up"
 _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
-_STOOD: Final = "the ranks drained, and who had asked for it was lost with Redis"
+_STOOD: Final = "the ranks drained, and Redis lost who had requested it"
 _ADOPTED: Final = (
     "Redis had lost the job; it was found in storage, and its ranks were still training"
 )
 _NO_RANK: Final = "; no rank is running"
 
 EDGES: Final[tuple[Edge, ...]] = (
-    Edge(JobState.QUEUED, JobState.PLACING, "there is room for all ranks: attempt opened"),
+    Edge(JobState.QUEUED, JobState.PLACING, "there are slots for all ranks: attempt opened"),
     Edge(JobState.QUEUED, JobState.RUNNING, _ADOPTED),
     Edge(JobState.QUEUED, JobState.PAUSED, "pause" + _NO_RANK),
     Edge(JobState.QUEUED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
@@ -43,7 +43,7 @@ EDGES: Final[tuple[Edge, ...]] = (
         "its plan is infeasible, or its probe found the spec to be wrong",
     ),
     Edge(JobState.PLACING, JobState.STARTING, "all ranks are launched"),
-    Edge(JobState.PLACING, JobState.RUNNING, "the first step, told before the launch"),
+    Edge(JobState.PLACING, JobState.RUNNING, "the first step, reported before the launch"),
     Edge(JobState.PLACING, JobState.PAUSING, _PAUSE),
     Edge(JobState.PLACING, JobState.PAUSED, _STOOD),
     Edge(JobState.PLACING, JobState.RESTARTING, _RETRIED),
@@ -62,8 +62,8 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(
         JobState.RUNNING,
         JobState.RESTARTING,
-        "a rank or node was lost, or the gang drained to make room, to leave its node or to change "
-        "its size",
+        "a rank or node was lost, or the gang drained: it was preempted, its node is drained, or "
+        "its size changes",
     ),
     Edge(JobState.RUNNING, JobState.CANCELLING, _STOP),
     Edge(JobState.RUNNING, JobState.SUCCEEDED, _ALL_DONE),
@@ -80,8 +80,8 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(JobState.PAUSED, JobState.QUEUED, "resume"),
     Edge(JobState.PAUSED, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
     Edge(JobState.PAUSED, JobState.RUNNING, _ADOPTED),
-    Edge(JobState.RESTARTING, JobState.PLACING, "the wait is over and there is room"),
-    Edge(JobState.RESTARTING, JobState.QUEUED, "preempted: it waits for room like any other"),
+    Edge(JobState.RESTARTING, JobState.PLACING, "the wait is over and there are slots"),
+    Edge(JobState.RESTARTING, JobState.QUEUED, "preempted: it waits for slots like any other job"),
     Edge(JobState.RESTARTING, JobState.PAUSED, "pause" + _NO_RANK),
     Edge(JobState.RESTARTING, JobState.CANCELLED, "cancel or kill" + _NO_RANK),
     Edge(JobState.RESTARTING, JobState.SUCCEEDED, _LATE),

@@ -130,9 +130,10 @@ def growth(
     now, then = len(job.plan.ranks) if job.plan else 0, len(option.placed.ranks)
     settled_ms = since_ms + growth_delay.stable_ms_of(job)
     if now < job.spec.worlds[0]:
-        why = f"its bounds want {job.spec.worlds[0]} or more"
+        why = f"its bounds require {job.spec.worlds[0]} or more"
     elif now_ms >= settled_ms and _may_end(job, settled_ms, now_ms, growth_delay):
-        why = f"for {(now_ms - since_ms) / 1000:.0f} s there has been room that nobody waits for"
+        seconds = (now_ms - since_ms) / 1000
+        why = f"for {seconds:.0f} s there have been free slots that no job waits for"
     else:
         return None
     where = ", ".join(node.id for node in option.placed.nodes)

@@ -276,7 +276,7 @@ def _take(usage: NodeUsage, taken: Taken, job_id: str) -> NodeUsage:
 def _why_never(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> str:
     total = NodeSet(tuple(usages)).capacity(device, gang.together)
     if device == "cuda" and total == 0:
-        return f"{gang.ranks} CUDA ranks are asked for, but no known node has a GPU"
+        return f"{gang.ranks} CUDA ranks are requested, but no known node has a GPU"
     parted = f" in groups of {gang.together} on one node" if gang.together > 1 else ""
     return (
         f"{gang.ranks} ranks need {gang.ranks} {_WORDS[device]}{parted}, but all known nodes "

@@ -141,7 +141,7 @@ class Launcher:
         if not here:
             raise LaunchError(f"the plan places no rank on node {self._node_id}")
         if command.store is None and all(p.rank != 0 for p in here):
-            raise LaunchError(f"node {self._node_id} was not told where rank 0 listens")
+            raise LaunchError(f"node {self._node_id} did not receive the address of rank 0")
         return here
 
     def _listen(self, command: LaunchGang) -> socket.socket:

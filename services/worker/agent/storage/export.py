@@ -46,6 +46,8 @@ _PLAIN_NAME: Final = re.compile(
 _MOST_FILES: Final = 32
 _MOST_HEADER: Final = 100_000_000
 _MOST_RUNS: Final = 1 << 28
+_MOST_DIMS: Final = 64  # as PyTorch has
+_LONGEST_REASON: Final = 2_000
 _ITEM_BYTES: Final = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -224,7 +226,8 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
     """
     numbers = [*whole.shape, *piece.offsets, *piece.shape]
     lies_within = (
-        all(type(number) is int for number in numbers)
+        len(whole.shape) <= _MOST_DIMS
+        and all(type(number) is int for number in numbers)
         and len(whole.shape) == len(piece.shape) == len(piece.offsets)
         and all(
             0 <= offset <= extent - size <= extent
@@ -233,7 +236,9 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
     )
     item_bytes = _ITEM_BYTES.get(whole.dtype)
     if not lies_within or item_bytes is None:
-        raise IncompleteError(f"{where} is no box of a tensor of {whole.dtype} {whole.shape}")
+        raise IncompleteError(
+            f"{where} is not a box of a tensor of {whole.dtype} {whole.shape[:_MOST_DIMS]}"
+        )
     if len(piece.content) != math.prod(piece.shape) * item_bytes:
         raise IncompleteError(f"{where} has {len(piece.content)} bytes for a box {piece.shape}")
     if math.prod(piece.shape[: _split_axis(whole.shape, piece.shape)]) > _MOST_RUNS:
@@ -349,6 +354,11 @@ def _put(descriptor: int, content: memoryview, place: int) -> None:
         content, place = content[written:], place + written
 
 
+def _reason(error: Exception) -> str:
+    # It may quote what a rank wrote, and the agent reads it whole.
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+
+
 def main() -> None:
     """Export as the command line says; code 0 with the files, else 1."""
     set_up_process()
@@ -364,7 +374,12 @@ def main() -> None:
         name, reason = error.args
         outcome = ExportOutcome(reason=reason, corrupt_file=name)
     except (ChainError, IncompleteError, OSError, ValueError, KeyError) as error:
-        outcome = ExportOutcome(reason=f"{type(error).__name__}: {error}")
+        outcome = ExportOutcome(reason=_reason(error))
+    # A header may have any form: lists for objects, a hundred thousand levels.
+    except (TypeError, AttributeError, RecursionError) as error:
+        outcome = ExportOutcome(
+            reason=f"a shard's header is not what a rank writes: {_reason(error)}"
+        )
     sys.stdout.write(outcome.model_dump_json() + "\n")
     sys.stdout.flush()
     # Maps of shards are still exported as views: the process ends without unwinding them.

@@ -216,7 +216,8 @@ def _encoder(folder: str) -> tuple[_Encode, int | None, int]:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
-            f"data.args.tokenizer: {file} is not there; save_pretrained of a fast tokenizer writes it"
+            f"data.args.tokenizer: {file} does not exist; save_pretrained of a fast tokenizer "
+            "writes it"
         )
     found = _library("tokenizers").Tokenizer.from_file(str(file))
     ending = end_token(file.parent)

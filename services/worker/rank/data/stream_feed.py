@@ -200,8 +200,8 @@ class Walk:
             self._begin(self._epoch + 1)
             if not self._has_more():
                 raise DataError(
-                    f"data.factory: the {type(self._source.dataset).__name__} gives no sample when it "
-                    f"is begun for epoch {self._epoch}; it must be iterable again and again"
+                    f"data.factory: the {type(self._source.dataset).__name__} gives no sample in "
+                    f"epoch {self._epoch}; it must be iterable more than once"
                 )
         return self._pending[-1]
 

@@ -103,7 +103,7 @@ class EarlyStop:
             else f"the best is {course.best:.6g} of step {course.best_step}"
         )
         return (
-            f"stopped early: {what} got no better in {course.since} evaluations in a row ({best})"
+            f"stopped early: {what} did not improve in {course.since} evaluations in a row ({best})"
         )
 
     def state(self) -> Mapping[str, Any]:

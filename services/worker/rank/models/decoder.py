@@ -96,8 +96,8 @@ class Attention(nn.Module):
         """``[B, T, D]`` of this rank's heads as ``[B, H, T, D / H]``."""
         if projected.shape[-1] % self.head_dim:
             raise ValueError(
-                f"decoder: tp leaves each rank a width of {projected.shape[-1]}, which is no whole "
-                f"number of heads of {self.head_dim}; choose a tp that divides heads"
+                f"decoder: tp leaves each rank a width of {projected.shape[-1]}, which is not a "
+                f"multiple of the head size {self.head_dim}; choose a tp that divides heads"
             )
         batch, length, _ = projected.shape
         return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)

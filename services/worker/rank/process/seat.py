@@ -158,7 +158,7 @@ def _told(refused: BaseException | None, error: BaseException) -> str:
     """What is behind an error that does not say itself that memory was refused."""
     if refused is None or refused is error:
         return ""
-    return f"; it was refused memory: {one_line(refused)}"
+    return f"; the system refused memory: {one_line(refused)}"
 
 
 def _of_another(refused: BaseException | None, error: BaseException) -> tuple[str, ...]:

@@ -351,8 +351,8 @@ class Session:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "meshloom.session is the rank's: a process that it started (a DataLoader's worker) "
-                "cannot call it"
+                "only the rank itself may use meshloom.session; this process was started by it, as "
+                "a DataLoader's worker is"
             )
 
 
@@ -387,5 +387,5 @@ def _number(name: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # users give what they have
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"session.report: {name} is a {type(value).__name__}, which is no number: {error}"
+            f"session.report: {name} is a {type(value).__name__}, which is not a number: {error}"
         ) from error

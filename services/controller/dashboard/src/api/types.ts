@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 1f6f621f34a9df6e8494a3a249250cce80419dd4d8a3a55a55a4810c83e974e6
-// types 86ca03a28a2caa652607616abb75f74e1bb4063a0b0fcc3292cde6e4caac2189
+// document c28588ea7eca38af657cabd113c987e8e9ec486accf150d1267617e5ee715581
+// types db616e056efcb4efa63f7718653f5684f7c20199ada5e5275b7985fc9ef64808
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -8,7 +8,7 @@ export interface components {
     schemas: {
         /**
          * AttemptList
-         * @description A job's tries, oldest first: the first one and the newest 20.
+         * @description A job's attempts, oldest first: the first one and the newest 20.
          *
          *     ``left_out``: how many between them are no longer kept.
          */
@@ -23,11 +23,11 @@ export interface components {
         };
         /**
          * AttemptView
-         * @description One numbered try of a job, and how long things took, in seconds, where that is known.
+         * @description One numbered attempt of a job, and its times in seconds, where they are known.
          *
-         *     ``time_to_detect_s``: from the first rank's exit, or the last word of a lost node, until the
-         *     controller had concluded. ``time_to_restart_s``: from there to the next attempt, if the job went
-         *     on by itself. ``time_to_first_step_s``: from the launch command to the first step.
+         *     ``time_to_detect_s``: from the first rank's exit, or the last message of a lost node, until the
+         *     controller decided. ``time_to_restart_s``: from there to the next attempt, if the job restarted
+         *     by itself. ``time_to_first_step_s``: from the launch command to the first step.
          */
         AttemptView: {
             /** Ended At */
@@ -65,12 +65,12 @@ export interface components {
         };
         /**
          * AuditEntryView
-         * @description A request that changed something or was refused, and what became of it.
+         * @description A request that changed something or was refused, and its outcome.
          */
         AuditEntryView: {
             /**
              * Actor
-             * @description null: nobody showed who they were
+             * @description null: the caller did not authenticate
              */
             actor: string | null;
             /**
@@ -82,7 +82,7 @@ export interface components {
             id: string;
             /**
              * Left Out
-             * @description refusals like it before it that have no entry: there were too many
+             * @description earlier refusals like it that were not recorded: there were too many
              * @default 0
              */
             left_out: number;
@@ -113,7 +113,7 @@ export interface components {
         };
         /**
          * AxisTraffic
-         * @description What one rank does along a mesh axis in a step. ``seconds``: as if nothing else ran.
+         * @description What one rank sends along a mesh axis in a step. ``seconds``: without any overlap.
          */
         AxisTraffic: {
             /** Axis */
@@ -129,7 +129,7 @@ export interface components {
         };
         /**
          * BestPatch
-         * @description Which committed checkpoints are the best, and how many of them are kept; null: as by default.
+         * @description Which committed checkpoints are the best, and how many are kept; null: the default.
          */
         BestPatch: {
             /** Count */
@@ -151,7 +151,7 @@ export interface components {
         };
         /**
          * BudgetPatch
-         * @description How many restarts a run may cost; null: as many as by default.
+         * @description How many restarts a run may need; null: the default.
          */
         BudgetPatch: {
             /** Max Restarts */
@@ -159,7 +159,7 @@ export interface components {
         };
         /**
          * CapacityView
-         * @description The room on all nodes. A gang sits on one: ``largest_*`` is what fits now, whole.
+         * @description The slots of all nodes. ``largest_*`` is the largest gang that fits on one node now.
          */
         CapacityView: {
             /** Accelerators */
@@ -214,19 +214,19 @@ export interface components {
         };
         /**
          * CheckpointState
-         * @description Where a checkpoint stands; only COMMITTED ones are ever resumed from.
+         * @description The state of a checkpoint; jobs resume only from COMMITTED ones.
          * @enum {string}
          */
         CheckpointState: "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
         /**
          * CheckpointView
-         * @description A checkpoint: only COMMITTED ones are resumed from.
+         * @description A checkpoint. Jobs resume only from COMMITTED ones.
          *
          *     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
-         *     when one last was done with reading, whatever it found. ``held_by``:
-         *     jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
-         *     ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
-         *     ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
+         *     when a node last finished reading, with either result. ``held_by``: jobs that begin from it.
+         *     ``corrupt_file``: below the job's folder, what differs or is missing. ``evaluation``: the
+         *     validation ``loss`` after its step, and metrics; empty without a pass at it. ``best``: of the
+         *     job's, by ``checkpoint.keep_best``, else by the validation loss.
          */
         CheckpointView: {
             /**
@@ -298,7 +298,7 @@ export interface components {
         };
         /**
          * CloneOrigin
-         * @description The job of which this one is a clone, and the checkpoint and step with which it begins.
+         * @description The job of which this one is a clone, and the checkpoint and step from which it starts.
          */
         CloneOrigin: {
             /** Checkpoint Id */
@@ -313,7 +313,7 @@ export interface components {
         };
         /**
          * CloneRequest
-         * @description What is to differ from the job that is cloned, and where the clone begins.
+         * @description How the clone differs from the cloned job, and where it starts.
          *
          *     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
          *     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
@@ -329,7 +329,7 @@ export interface components {
         };
         /**
          * CodeView
-         * @description An uploaded archive of code, by its digest; its content is for the nodes alone.
+         * @description An uploaded archive of code, by its digest. Only nodes read its content.
          */
         CodeView: {
             /** Bytes */
@@ -365,7 +365,7 @@ export interface components {
          * @description What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
          *
          *     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
-         *     made of running ranks. ``stacks`` are there where ranks were looked into.
+         *     made of running ranks. ``stacks`` are present if ranks were inspected.
          */
         DiagnosisView: {
             /** Advice */
@@ -412,7 +412,7 @@ export interface components {
         };
         /**
          * EarlyStopSpec
-         * @description Ends the run, as one that succeeded, once evaluations no longer get better.
+         * @description Ends the run successfully once evaluations no longer improve.
          *
          *     That is after ``patience`` evaluations in a row of which none was better than the best one before
          *     them by more than ``min_delta``.
@@ -540,7 +540,7 @@ export interface components {
         };
         /**
          * Evaluation
-         * @description A validation pass: mean loss, and simple models' losses beside it.
+         * @description A validation pass: mean loss, and for comparison the losses of simple models.
          *
          *     ``tokens``: over how many, or over how many samples. A loss that is no finite number is null.
          */
@@ -569,7 +569,7 @@ export interface components {
         };
         /**
          * EvaluationSpec
-         * @description What evaluations measure beside the loss.
+         * @description What evaluations measure in addition to the loss.
          *
          *     ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
          *     over the batch.
@@ -698,7 +698,7 @@ export interface components {
         FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
         /**
          * FailureView
-         * @description What ended an attempt: the first rank to fail, and its own words.
+         * @description What ended an attempt: the first rank to fail, and its error.
          */
         FailureView: {
             /** Error */
@@ -720,7 +720,7 @@ export interface components {
         };
         /**
          * Fault
-         * @description One fault of a request: where (a JSON pointer, RFC 6901, into the body) and what.
+         * @description One error of a request: where (a JSON pointer, RFC 6901, into the body) and what.
          */
         Fault: {
             /** Code */
@@ -762,7 +762,7 @@ export interface components {
         };
         /**
          * FromPlan
-         * @description A job by the plan that was made for it: its spec, with that very mesh and sharding.
+         * @description A job by a plan: the plan's spec, with exactly its mesh and sharding.
          */
         FromPlan: {
             /** Plan Id */
@@ -770,7 +770,7 @@ export interface components {
         };
         /**
          * GangPlan
-         * @description All that the ranks of one attempt must know about where and how they run.
+         * @description Where and how the ranks of one attempt run.
          */
         GangPlan: {
             /**
@@ -784,7 +784,7 @@ export interface components {
         };
         /**
          * Health
-         * @description Liveness or readiness. ``checks`` names each part and how it is.
+         * @description Liveness or readiness. ``checks`` has the status of each part.
          */
         Health: {
             /**
@@ -802,7 +802,7 @@ export interface components {
         };
         /**
          * Inventory
-         * @description What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time.
+         * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          */
         Inventory: {
             /**
@@ -835,10 +835,10 @@ export interface components {
         };
         /**
          * JobPatch
-         * @description What of a job may be changed after it was submitted: a merge-patch on its spec.
+         * @description The fields of a job that may be changed after it was submitted: a merge-patch on its spec.
          *
          *     A field that is left out stays as it is, null makes it the default again, and a label that is
-         *     null is taken away.
+         *     null is removed.
          */
         JobPatch: {
             /** @default {} */
@@ -860,11 +860,11 @@ export interface components {
         };
         /**
          * JobSpec
-         * @description Everything that a job is, apart from what happens to it.
+         * @description Everything that a user decides about a job.
          *
-         *     A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-         *     ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
-         *     not say how many it makes, is one more than there can be.
+         *     A job trains in Meshloom's loop, by ``model``, ``data`` and the related fields, or it runs an
+         *     ``entrypoint``: then the fields that only the loop reads are left out. ``train.steps``, if it is
+         *     not given either, is one more than there can be.
          *
          *     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
          *     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
@@ -972,13 +972,13 @@ export interface components {
         };
         /**
          * JobState
-         * @description Where a job stands (the transitions are in ``services.controller.domain.job.job``).
+         * @description The state of a job (the transitions are in ``services.controller.domain.job.lifecycle``).
          * @enum {string}
          */
         JobState: "QUEUED" | "PLACING" | "STARTING" | "RUNNING" | "PAUSING" | "PAUSED" | "RESTARTING" | "CANCELLING" | "CANCELLED" | "SUCCEEDED" | "FAILED";
         /**
          * JobView
-         * @description A job: what was asked, where it stands and why, how far it is.
+         * @description A job: its spec, its state and the reason for it, and its progress.
          */
         JobView: {
             /**
@@ -1027,7 +1027,7 @@ export interface components {
             progress: components["schemas"]["Progress"];
             /**
              * Reason
-             * @description why it stands there, in a sentence
+             * @description why it is in this state
              */
             reason: string | null;
             /**
@@ -1062,7 +1062,7 @@ export interface components {
         JsonValue: unknown;
         /**
          * KeepBestSpec
-         * @description Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step.
+         * @description Retention also keeps the ``count`` best checkpoints, by the evaluation at their step.
          */
         KeepBestSpec: {
             /**
@@ -1124,7 +1124,7 @@ export interface components {
         };
         /**
          * MeasuredView
-         * @description What a node found when it last measured its devices: figures, or why there are none.
+         * @description The figures that a node last measured of its devices, or why there are none.
          */
         MeasuredView: {
             facts: components["schemas"]["NodeFacts"] | null;
@@ -1251,7 +1251,7 @@ export interface components {
         };
         /**
          * MetricPoint
-         * @description What the user's code measured at a step; validation's names begin with ``validation/``.
+         * @description A user metric at a step; names of validation begin with ``validation/``.
          */
         MetricPoint: {
             /** Fence */
@@ -1265,7 +1265,7 @@ export interface components {
         };
         /**
          * MetricsPart
-         * @description The same with some metrics alone: each item has ``step``, ``fence`` and those it knows.
+         * @description The same with only the requested metrics, beside ``step`` and ``fence``.
          */
         MetricsPart: {
             /**
@@ -1279,20 +1279,20 @@ export interface components {
             }[];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1305,13 +1305,13 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
         };
         /**
          * MetricsSpec
-         * @description Where the metrics go beside the API, JSON lines and TensorBoard's event files.
+         * @description Where metrics are sent in addition to the API, JSON lines and TensorBoard's event files.
          */
         MetricsSpec: {
             /** @description MLflow. */
@@ -1335,20 +1335,20 @@ export interface components {
             items: components["schemas"]["StepView"][];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1361,7 +1361,7 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
             /**
@@ -1372,7 +1372,7 @@ export interface components {
         };
         /**
          * MlflowSpec
-         * @description MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+         * @description Sends the metrics to MLflow too; nodes need ``meshloom[mlflow]``.
          *
          *     Each attempt is a run of the experiment, the job's name unless another is given. Without a
          *     ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
@@ -1398,7 +1398,7 @@ export interface components {
         };
         /**
          * NodeCapacity
-         * @description The room on one node. Nothing is free on one that takes no gangs now.
+         * @description The slots of one node. Nothing is free on a node that takes no gangs now.
          */
         NodeCapacity: {
             /** Accelerators */
@@ -1415,7 +1415,7 @@ export interface components {
         };
         /**
          * NodeFacts
-         * @description What a node's self-test measured; for each rank, with its fellows at work.
+         * @description What a node's self-test measured: for each rank, while the others work too.
          *
          *     Attributes:
          *         matmul_flops: Floating-point operations a second of large matrix products, by dtype word.
@@ -1504,7 +1504,7 @@ export interface components {
         };
         /**
          * NodeList
-         * @description All nodes that ever joined.
+         * @description All known nodes.
          */
         NodeList: {
             /** Items */
@@ -1512,13 +1512,13 @@ export interface components {
         };
         /**
          * NodeState
-         * @description Where a node stands: its lease is renewed, or it is over.
+         * @description The state of a node: whether its lease is renewed.
          * @enum {string}
          */
         NodeState: "READY" | "DRAINING" | "LOST";
         /**
          * NodeView
-         * @description A node: what it has, whether its lease lives, what runs there.
+         * @description A node: its resources, whether its lease is valid, the ranks that it runs.
          *
          *     ``measured``, by type of device, is known once a plan has asked for it.
          */
@@ -1548,7 +1548,7 @@ export interface components {
             joined_at: string;
             /**
              * Lease S
-             * @description seconds that the lease still has
+             * @description seconds until the lease expires
              */
             lease_s: number | null;
             /**
@@ -1562,7 +1562,7 @@ export interface components {
         };
         /**
          * OptimizerSpec
-         * @description An optimizer, and what is different for some of the parameters.
+         * @description An optimizer, and options for some of the parameters.
          */
         OptimizerSpec: {
             /**
@@ -1621,7 +1621,7 @@ export interface components {
         };
         /**
          * PlanFailure
-         * @description Why there is no plan: the code tells programs, the reason people, and what they can do.
+         * @description Why there is no plan: a code for programs, the reason, and what to do.
          */
         PlanFailure: {
             /** Advice */
@@ -1648,7 +1648,7 @@ export interface components {
         };
         /**
          * PlanProbe
-         * @description Where the model was profiled. ``cached``: an earlier plan had asked the same.
+         * @description Where the model was profiled. ``cached``: the profile of an earlier plan was used.
          */
         PlanProbe: {
             /** Cached */
@@ -1662,7 +1662,7 @@ export interface components {
         };
         /**
          * PlanState
-         * @description Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be.
+         * @description The state of a plan: its model is profiled; it is ready (feasible or not); or it failed.
          * @enum {string}
          */
         PlanState: "PROBING" | "READY" | "FAILED";
@@ -1749,7 +1749,7 @@ export interface components {
         };
         /**
          * PlanView
-         * @description A plan: where it stands, and what it comes to once its model is profiled.
+         * @description A plan: its state, and its result once the model is profiled.
          */
         PlanView: {
             /**
@@ -1932,7 +1932,7 @@ export interface components {
         };
         /**
          * QueueEntry
-         * @description A job that waits for seats. ``position`` counts from 1.
+         * @description A job that waits for slots. ``position`` counts from 1.
          */
         QueueEntry: {
             /**
@@ -1947,7 +1947,7 @@ export interface components {
             device: "auto" | "cpu" | "cuda";
             /**
              * Expected Start At
-             * @description by the speed of the jobs in its way so far; null: nobody can say
+             * @description by the speed of the jobs ahead of it so far; null: unknown
              */
             expected_start_at: string | null;
             /** Job Id */
@@ -1960,12 +1960,12 @@ export interface components {
             priority: number;
             /**
              * Ranks
-             * @description how many it needs; an elastic job begins with no fewer
+             * @description how many it needs; of an elastic job, the fewest
              */
             ranks: number;
             /**
              * Reason
-             * @description why it waits, in a sentence
+             * @description why it waits
              */
             reason: string;
             state: components["schemas"]["JobState"];
@@ -1979,7 +1979,7 @@ export interface components {
         };
         /**
          * QueueView
-         * @description All jobs that wait for seats, the next one first.
+         * @description All jobs that wait for slots, the next one first.
          */
         QueueView: {
             /** Items */
@@ -2026,7 +2026,7 @@ export interface components {
         };
         /**
          * RankPlacement
-         * @description One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``).
+         * @description Where a rank runs: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``).
          */
         RankPlacement: {
             /** Device */
@@ -2040,7 +2040,7 @@ export interface components {
         };
         /**
          * RankStacks
-         * @description The Python stacks of all threads of a rank, when it was last looked into.
+         * @description The Python stacks of all threads of a rank, when it was last inspected.
          *
          *     Empty where it did not answer.
          */
@@ -2056,7 +2056,7 @@ export interface components {
         };
         /**
          * RankView
-         * @description One rank of the newest attempt as its board told last. Memory in bytes, times in seconds.
+         * @description One rank of the newest attempt, from its board. Memory in bytes, times in seconds.
          */
         RankView: {
             /**
@@ -2143,7 +2143,7 @@ export interface components {
         };
         /**
          * ResourcesPatch
-         * @description What an elastic job may have.
+         * @description The bounds of an elastic job.
          */
         ResourcesPatch: {
             /** @default {} */
@@ -2180,7 +2180,7 @@ export interface components {
         };
         /**
          * ResumeRequest
-         * @description From where to go on: a checkpoint of the job, or its latest committed one.
+         * @description From where to resume: a checkpoint of the job, or its latest committed one.
          */
         ResumeRequest: {
             /** From Checkpoint */
@@ -2188,7 +2188,7 @@ export interface components {
         };
         /**
          * RetentionPatch
-         * @description How many committed checkpoints are kept; null: as many as by default.
+         * @description How many committed checkpoints are kept; null: the default.
          *
          *     ``keep_best``: beside these the best ones, null: none. It holds for what is committed from now on,
          *     and for what has an evaluation already. Ranks that run go on evaluating as they did: where they did
@@ -2201,13 +2201,13 @@ export interface components {
         };
         /**
          * Scope
-         * @description What a token is good for. Each of the first three includes those before it.
+         * @description The rights of a token. Each of the first three includes those before it.
          * @enum {string}
          */
         Scope: "viewer" | "submitter" | "operator" | "agent";
         /**
          * SecretReference
-         * @description A secret by name: the value lies in a file on the nodes.
+         * @description A secret by name: its value is in a file on the nodes.
          */
         SecretReference: {
             /**
@@ -2300,7 +2300,7 @@ export interface components {
         };
         /**
          * SparseJobPage
-         * @description A page of jobs of which only some fields were asked for; ``id`` is always there.
+         * @description A page of jobs with only the requested fields, and ``id``.
          */
         SparseJobPage: {
             /** Items */
@@ -2312,7 +2312,7 @@ export interface components {
         };
         /**
          * StepTimeView
-         * @description Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+         * @description Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
          *
          *     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
          *     them; all seconds are multiplied by it.
@@ -2449,7 +2449,7 @@ export interface components {
         };
         /**
          * TokenRequest
-         * @description A token to be made. ``subject``: who will hold it, and so the owner of what it submits.
+         * @description A token to create. ``subject``: its holder, who owns the jobs that it submits.
          */
         TokenRequest: {
             /** Expires In S */
@@ -2465,7 +2465,7 @@ export interface components {
         };
         /**
          * TokenView
-         * @description A token as it may be shown: all but its secret, which nobody keeps.
+         * @description A token without its secret, which is not stored.
          */
         TokenView: {
             /**
@@ -2539,13 +2539,13 @@ export interface components {
         };
         /**
          * TraceState
-         * @description Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why.
+         * @description The state of a trace: requested; its ranks record; all files written; or failed.
          * @enum {string}
          */
         TraceState: "REQUESTED" | "RECORDING" | "DONE" | "FAILED";
         /**
          * TraceView
-         * @description What ranks recorded of their steps.
+         * @description A recording of some steps of ranks.
          *
          *     ``folder`` is below the storage root. A trace that FAILED may have the files of some ranks; then
          *     ``reason`` says which of the others failed first, and why.
@@ -2586,7 +2586,7 @@ export interface components {
         };
         /**
          * TrainSpec
-         * @description The loop: how many steps, how large a batch over all ranks, how exact.
+         * @description The training loop: steps, batch sizes, precision, evaluation.
          */
         TrainSpec: {
             /**
@@ -2716,7 +2716,7 @@ export interface components {
         };
         /**
          * Version
-         * @description Which build answers.
+         * @description The version of the controller that answers.
          */
         Version: {
             /**
@@ -2729,7 +2729,7 @@ export interface components {
         };
         /**
          * WandbSpec
-         * @description Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+         * @description Sends the metrics to Weights & Biases too; nodes need ``meshloom[wandb]``.
          *
          *     Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
          *     logs, for ``wandb sync``.
@@ -2768,7 +2768,7 @@ export interface components {
         };
         /**
          * WorldSpec
-         * @description An elastic job's bounds: it goes on with as many ranks, in between, as there is room for.
+         * @description An elastic job's bounds: it runs with as many ranks between them as fit.
          */
         WorldSpec: {
             /**
