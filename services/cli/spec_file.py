@@ -86,7 +86,7 @@ def spec_of(text: str, where: str) -> dict[str, Any]:
         named = f"{where}: {place or 'a key'}"
         if isinstance(value, int) and not _is_of_json(value):  # too long to be shown, perhaps
             raise SpecFileError(
-                f"{named} is a whole number beyond 64 bits; quote it if it is a text"
+                f"{named} is an integer beyond 64 bits; quote it if it is a text"
             )
         raise SpecFileError(
             f"{named} is {value!r}, a {type(value).__name__}, which JSON cannot "
