@@ -17,8 +17,9 @@ from services.cli.terminal import console
 from services.contract.api.views import JobView, MetricsView
 
 _POINTS: Final = 10_000
-_LEAST_IS_BEST: Final = frozenset({"loss", "step_time_s", "data_wait_s", "grad_norm"})
+_LEAST_IS_BEST: Final = frozenset({"loss", "step_time_s"})
 _MOST_IS_BEST: Final = frozenset({"tokens_per_s", "mfu"})
+_NONE_IS_BEST: Final = frozenset({"learning_rate", "grad_norm", "data_wait_s"})
 _UNSAID: Final = "-"
 
 
@@ -99,7 +100,7 @@ def metric_pairs(a: MetricsView, b: MetricsView) -> Iterator[Pair]:
 
 
 def _best(name: str, a: list[float], b: list[float]) -> Iterator[Pair]:
-    if name == "learning_rate":
+    if name in _NONE_IS_BEST:
         return
     if name not in _MOST_IS_BEST:
         yield Pair(name, "least", min(a, default=None), min(b, default=None))
@@ -166,4 +167,4 @@ def _change(pair: Pair) -> str:
     if pair.a is None or pair.b is None:
         return "-"
     share = f" ({(pair.b - pair.a) / abs(pair.a):+.1%})" if pair.a else ""
-    return f"{pair.b - pair.a:+.4g}{share}"
+    return f"{pair.b - pair.a:+.5g}{share}"

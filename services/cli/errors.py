@@ -6,6 +6,7 @@
      +- UnreachableError   nobody answers at the URL
      +- RefusedError       the controller answered with a problem (RFC 9457)
      |   +- SpecRefusedError   about a spec in a file: with lines and columns
+     +- UnknownNameError   no job, checkpoint or plan is called so
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
@@ -43,14 +44,22 @@ class SpecRefusedError(RefusedError):
     Args:
         problem: Its answer.
         where: What the file is called.
-        place: Line and column of what a JSON pointer names, as words.
+        mark: Line and column, from 1, of what a JSON pointer names; None: the file does not say it.
     """
 
-    def __init__(self, problem: "Problem", where: str, place: "Callable[[str], str]") -> None:
+    def __init__(
+        self, problem: "Problem", where: str, mark: "Callable[[str], tuple[int, int] | None]"
+    ) -> None:
         super().__init__(problem)
-        count = f"{len(problem.errors)} error{'s' * (len(problem.errors) != 1)}"
-        told = (f"\n  {place(each.pointer)}{in_a_line(each)}" for each in problem.errors)
-        self.args = (f"{where} is not a valid spec: {count}{''.join(told)}",)
+        found = [(mark(fault.pointer), fault) for fault in problem.errors]
+        lines = [
+            f"\n  line {at[0]}, column {at[1]}, {in_a_line(fault)}"
+            for at, fault in sorted(found, key=lambda each: each[0] or ())
+            if at is not None
+        ]
+        lines += [f"\n  {in_a_line(fault)}" for at, fault in found if at is None]
+        count = f"{len(lines)} error{'s' * (len(lines) != 1)}"
+        self.args = (f"{where} is not a valid spec: {count}{''.join(lines)}",)
 
 
 def listed(faults: "Sequence[Fault]") -> str:

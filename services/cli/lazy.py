@@ -32,6 +32,15 @@ class Command(TyperCommand):
         """Flags and arguments without types."""
         return _plainly(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 as above
+        """Errors of options without pydantic's words."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            said = error.message.removeprefix("Value error, ")
+            error.message = said.replace("Input should be", "it must be")
+            raise
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 as above
         """``JOB`` for what typer calls ``{JOB}``."""
         pieces = super().collect_usage_pieces(ctx)

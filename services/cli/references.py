@@ -38,6 +38,11 @@ _LISTS: Final = {
     "plan": "`meshloom plans` lists them",
 }
 
+
+class UnknownNameError(CliError):
+    """Nothing is called so."""
+
+
 Job = Annotated[
     str,
     typer.Argument(
@@ -90,7 +95,7 @@ def checkpoint_id_of(client: "Client", text: str, job_id: str | None = None) -> 
     if _is(_CHECKPOINT_ID, text):
         return text
     if job_id is None and not text.startswith("ckpt_"):
-        job_id, text = job_id_of(client, text), _LAST
+        job_id, text = _job_with_checkpoints(client, text), _LAST
     _check_kind(text, "checkpoint")
     if text == _LAST and job_id is not None:
         return _newest_committed(client, job_id).id
@@ -98,6 +103,16 @@ def checkpoint_id_of(client: "Client", text: str, job_id: str | None = None) -> 
     known = (each for one in jobs for each in client.checkpoints(one).items)
     found = [each for each in known if _begins(each.id, "ckpt_", text)]
     return _only(text, "checkpoint", [(each.id, f"step {each.step}") for each in found])
+
+
+def _job_with_checkpoints(client: "Client", text: str) -> str:
+    try:
+        return job_id_of(client, text)
+    except UnknownNameError:
+        raise UnknownNameError(
+            f"no checkpoint has an id that begins with {text!r}, and no job is called so; "
+            f"{_LISTS['checkpoint']}"
+        ) from None
 
 
 def plan_id_of(client: "Client", text: str) -> str:
@@ -194,7 +209,9 @@ def _plans(client: "Client") -> "Iterator[PlanSummary]":
 def _only(text: str, kind: str, found: Iterable[tuple[str, str]]) -> str:
     known = list(found)
     if not known:
-        raise CliError(f"no {kind} has the name {text!r}, or an id that begins so; {_LISTS[kind]}")
+        raise UnknownNameError(
+            f"no {kind} has the name {text!r}, or an id that begins so; {_LISTS[kind]}"
+        )
     if len(known) > 1:
         lines = [f"\n  {identity}  {name}" for identity, name in known[:_MOST_NAMED]]
         more = len(known) - _MOST_NAMED

@@ -68,7 +68,7 @@ def judged(source: SpecText | None) -> Iterator[None]:
     except RefusedError as error:
         if source is None or not error.problem.errors:
             raise
-        raise SpecRefusedError(error.problem, source.where, source.place) from None
+        raise SpecRefusedError(error.problem, source.where, source.mark) from None
 
 
 def spec_of(text: str, where: str) -> dict[str, Any]:
@@ -85,9 +85,7 @@ def spec_of(text: str, where: str) -> dict[str, Any]:
     for place, value in _beyond_json(loaded, ""):
         named = f"{where}: {place or 'a key'}"
         if isinstance(value, int) and not _is_of_json(value):  # too long to be shown, perhaps
-            raise SpecFileError(
-                f"{named} is an integer beyond 64 bits; quote it if it is a text"
-            )
+            raise SpecFileError(f"{named} is an integer beyond 64 bits; quote it if it is a text")
         raise SpecFileError(
             f"{named} is {value!r}, a {type(value).__name__}, which JSON cannot "
             "carry; write it as a number or a quoted text"

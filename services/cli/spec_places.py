@@ -23,17 +23,17 @@ class SpecText:
     text: str
     where: str
 
-    def place(self, pointer: str) -> str:
-        """``line 3, column 5, `` of what a JSON pointer names, or of what is around a field that is missing.
+    def mark(self, pointer: str) -> tuple[int, int] | None:
+        """Line and column, from 1, of what a JSON pointer names, or of what is around a field that is missing.
 
-        Nothing where the file does not say it, as the digest of ``--code``.
+        None where the file does not say it, as the digest of ``--code``.
         """
         try:
             node = YAML(typ="rt").compose(self.text)
         except YAMLError:  # it was read before
-            return ""
-        mark = _mark(node, pointer)
-        return "" if mark is None else f"line {mark[0] + 1}, column {mark[1] + 1}, "
+            return None
+        found = _mark(node, pointer)
+        return None if found is None else (found[0] + 1, found[1] + 1)
 
 
 def _mark(node: Node | None, pointer: str) -> tuple[int, int] | None:

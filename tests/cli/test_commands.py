@@ -73,9 +73,26 @@ def test_every_command_answers_programs_too(leaf: object) -> None:
 
 
 def test_a_format_that_is_none_is_refused() -> None:
-    done = CliRunner().invoke(app, ["ls", "-o", "xml"])
+    done = CliRunner().invoke(app, ["ls", "-o", "xml"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "'table', 'wide', 'json', 'yaml'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["logs", "last", "--stream", "foo"], "'foo' is not one of 'stdout', 'stderr'"),
+        (["patch", "last", "--keep-last", "0"], "it must be greater than or equal to 1"),
+        (["patch", "last", "--keep-last", "x"], "--keep-last"),
+        (["status"], "Missing argument 'JOB'"),
+    ],
+)
+def test_an_option_that_is_wrong_is_told_in_plain_words(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert said in done.output
+    for raw in ("Value error", "Input should", "type="):
+        assert raw not in done.output
 
 
 def test_the_version_is_that_of_the_package() -> None:

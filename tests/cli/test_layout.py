@@ -12,6 +12,7 @@ from services.cli import access, checkpoint_tables, cluster_tables, plan_tables,
 from services.cli.layout import Column, Details, Exact, FittedTable
 from services.cli.output import Format, chosen
 from services.cli.terminal import Terminal
+from services.contract.api.views import JobPage, Progress
 from tests.cli import views
 
 
@@ -100,8 +101,8 @@ COLUMNS = (
 
 def test_a_column_in_which_nothing_is_known_is_left_out_unless_all_are_wanted() -> None:
     def page() -> RenderableType:
-        plain = views.job(name="a", priority=0, progress=views.Progress(step=0, of=None))
-        return tables.jobs_table(views.JobPage(items=(plain,)))
+        plain = views.job(name="a", priority=0, progress=Progress(step=0, of=None))
+        return tables.jobs_table(JobPage(items=(plain,)))
 
     assert shown(page, 300).split("\n")[0].split() == [
         "job",

@@ -52,6 +52,8 @@ def test_every_fault_is_told_once_with_its_line(tmp_path: Path) -> None:
     ):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert len(lines) == 7
+    places = [int(line.split()[1].rstrip(",")) for line in lines]
+    assert places == sorted(places)
     for raw in ("Input should", "String should", "Extra inputs", "pattern", "^["):
         assert raw not in _refused(path)
 
@@ -67,8 +69,8 @@ def test_what_the_file_does_not_say_has_no_line(tmp_path: Path, text: str) -> No
     path = tmp_path / "job.yaml"
     path.write_text(text)
     source = read_text(path)
-    assert source.place("/code") == ""
-    assert source.place("") == ""
+    assert source.mark("/code") is None
+    assert source.mark("") is None
 
 
 class _Wanted(BaseModel):

@@ -497,8 +497,7 @@ def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) ->
         "/v1/jobs",
         json=job_body(model={"factory": "decoder", "args": typed}, priority=typed["dim"]),
     )
-    places = {fault["pointer"] for fault in answer.json()["errors"]}
-    assert places == {"/model/args/dim", "/priority"}
+    assert {each["pointer"] for each in answer.json()["errors"]} == {"/model/args/dim", "/priority"}
     assert "ghp_" not in answer.text
     named = job_body(data={"factory": "mine:load", "args": {"hf_token": {"secret": "HUB"}}})
     assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201

@@ -121,7 +121,7 @@ def _things_are_named(
     assert first in both
     assert second in both
     assert "has no committed checkpoint yet" in _refused("verify", "slow")
-    assert "no job has the name 'x'" in _refused("verify", "x")
+    assert "no checkpoint has an id that begins with 'x'" in _refused("verify", "x")
     wrong = _refused("status", first)
     assert wrong == f"{first} is the id of a checkpoint, not of a job; its job is {gang.job_id}"
     assert "give the id of the checkpoint" in _refused("rm-checkpoint", gang.job_id)
