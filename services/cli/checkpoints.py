@@ -1,13 +1,16 @@
 """The checkpoints of a job, and what people do with one: have it read, exported, kept, deleted."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
+from meshloom.client import Checkpoint as Downloadable
+from meshloom.client import RestClient as Client
+from meshloom.client.downloads import ExportFormat
 from services.cli.checkpoint_tables import checkpoint_details, checkpoints_table
-from services.cli.client import Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data
@@ -74,16 +77,34 @@ def export(
     checkpoint: Checkpoint,
     *,
     wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Download it to this folder; a broken download is resumed."
+        ),
+    ] = None,
+    file_format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Of a download: safetensors; hf, with config.json; or dcp.",
+        ),
+    ] = "safetensors",
 ) -> None:
     """Export the model of a checkpoint as safetensors files.
 
-    They are written in the storage of the nodes. The exit code is 1 if that failed.
+    They are written in the storage of the nodes, and with --output downloaded to a folder here. The exit code
+    is 1 if the export failed.
 
     Examples:
       meshloom export last
 
-      meshloom export my-model
+      meshloom export my-model --output exported --format hf
     """
+    if output is not None:
+        _download(checkpoint, output, file_format)
+        return
     with connect(WATCHING_PATIENCE_S if wait else PATIENCE_S) as client:
         checkpoint = checkpoint_id_of(client, checkpoint)
         view = client.export(checkpoint)
@@ -92,6 +113,15 @@ def export(
     _show(view)
     if view.export is not None and view.export.state == "FAILED":
         raise typer.Exit(_EXIT_BAD)
+
+
+def _download(checkpoint: str, folder: Path, file_format: ExportFormat) -> None:
+    with connect(WATCHING_PATIENCE_S) as client:
+        view = client.checkpoint(checkpoint_id_of(client, checkpoint))
+        files = Downloadable(client, view).download(folder, format=file_format)
+    if not as_data({"checkpoint": view.id, "files": [str(path) for path in files]}):
+        for path in files:
+            console.print(str(path))
 
 
 @answers

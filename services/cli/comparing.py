@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.connect import connect
 from services.cli.figures import figure
 from services.cli.layout import Column, Columns, Details, Exact, FittedTable

@@ -7,7 +7,7 @@ from typing import Final
 import typer
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data

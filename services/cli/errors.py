@@ -1,8 +1,10 @@
-"""What can go wrong on the way to the controller, each as one line that says what to do.
+"""What ends a command with one text that says what to do, and exit code 2.
+
+``CliError`` is what the client raises, too: nobody answers, or the controller refused.
 
 ::
 
-    CliError
+    CliError  (meshloom.client.ClientError)
      +- UnreachableError   nobody answers at the URL
      +- RefusedError       the controller answered with a problem (RFC 9457)
      |   +- SpecRefusedError   about a spec in a file: with lines and columns
@@ -10,32 +12,28 @@
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:  # every command imports this module, and the contract takes a tenth of a second
-    from collections.abc import Callable, Sequence
+from meshloom.client.errors import ClientError as CliError
+from meshloom.client.errors import RefusedError, UnreachableError
+from services.contract.words.problems import Problem, in_a_line
 
-    from services.contract.words.problems import Fault, Problem
-
-
-class CliError(Exception):
-    """The command ends with exit code 2 and this text."""
-
-
-class UnreachableError(CliError):
-    """Nobody answers at the controller's URL."""
+__all__ = [
+    "CliError",
+    "RefusedError",
+    "SpecFileError",
+    "SpecRefusedError",
+    "UnknownNameError",
+    "UnreachableError",
+]
 
 
 class SpecFileError(CliError):
     """The file cannot be read as a job spec."""
 
 
-class RefusedError(CliError):
-    """The controller refused; ``problem`` is its answer."""
-
-    def __init__(self, problem: "Problem") -> None:
-        super().__init__(listed(problem.errors) or problem.detail or problem.title)
-        self.problem = problem
+class UnknownNameError(CliError):
+    """No job, checkpoint or plan is called so."""
 
 
 class SpecRefusedError(RefusedError):
@@ -48,7 +46,7 @@ class SpecRefusedError(RefusedError):
     """
 
     def __init__(
-        self, problem: "Problem", where: str, mark: "Callable[[str], tuple[int, int] | None]"
+        self, problem: Problem, where: str, mark: Callable[[str], tuple[int, int] | None]
     ) -> None:
         super().__init__(problem)
         found = [(mark(fault.pointer), fault) for fault in problem.errors]
@@ -60,17 +58,3 @@ class SpecRefusedError(RefusedError):
         lines += [f"\n  {in_a_line(fault)}" for at, fault in found if at is None]
         count = f"{len(lines)} error{'s' * (len(lines) != 1)}"
         self.args = (f"{where} is not a valid spec: {count}{''.join(lines)}",)
-
-
-def listed(faults: "Sequence[Fault]") -> str:
-    """Faults as text: one as it is, several a line each."""
-    lines = [in_a_line(fault) for fault in faults]
-    return lines[0] if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
-
-
-def in_a_line(fault: "Fault") -> str:
-    """Where, and what is wrong; the place only once."""
-    if not fault.pointer:
-        return fault.detail
-    dotted = fault.pointer.removeprefix("/").replace("/", ".")
-    return f"{fault.pointer}: {fault.detail.removeprefix(f'{dotted}: ')}"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data_line

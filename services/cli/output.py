@@ -35,14 +35,13 @@ Data: TypeAlias = BaseModel | Mapping[str, Any] | Sequence[Any]
 
 _CHOSEN: ContextVar[Format] = ContextVar("format", default=Format.TABLE)
 _FORMAT: Final = inspect.Parameter(
-    "format",
+    "answer_format",
     inspect.Parameter.KEYWORD_ONLY,
     default=Format.TABLE,
     annotation=Annotated[
         Format,
         typer.Option(
             "-o",
-            "--format",
             metavar="FORMAT",
             help="table, wide (all columns, nothing cut), json or yaml.",
             show_default=False,
@@ -61,8 +60,8 @@ def answers(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options ``-o`` and ``--json``."""
 
     @functools.wraps(command)
-    def with_format(*args: Any, format: Format, as_json: bool, **given: Any) -> None:  # noqa: A002, ANN401 (the option's name; the command's own parameters)
-        with chosen(Format.JSON if as_json else format):
+    def with_format(*args: Any, answer_format: Format, as_json: bool, **given: Any) -> None:  # noqa: ANN401 (the command's own parameters)
+        with chosen(Format.JSON if as_json else answer_format):
             command(*args, **given)
 
     signature = inspect.signature(command)
@@ -78,9 +77,9 @@ def answers(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def chosen(format: Format) -> Iterator[None]:  # noqa: A002 (as above)
+def chosen(how: Format) -> Iterator[None]:
     """Answers within the block are written so."""
-    token = _CHOSEN.set(format)
+    token = _CHOSEN.set(how)
     try:
         yield
     finally:

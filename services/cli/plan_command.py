@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.code_folder import Code, with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.output import answers, as_data

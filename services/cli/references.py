@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from services.cli.errors import CliError
+from services.cli.errors import CliError, UnknownNameError
 from services.contract.words.ids import CheckpointId, JobId, PlanId, job_of_checkpoint
 from services.contract.words.states import CheckpointState
 
 if TYPE_CHECKING:
-    from services.cli.client import Client
+    from meshloom.client import RestClient as Client
     from services.contract.api.plan_views import PlanSummary
     from services.contract.api.views import CheckpointView, JobView
 
@@ -37,10 +37,6 @@ _LISTS: Final = {
     "checkpoint": "`meshloom checkpoints JOB` lists those of a job",
     "plan": "`meshloom plans` lists them",
 }
-
-
-class UnknownNameError(CliError):
-    """Nothing is called so."""
 
 
 Job = Annotated[

@@ -21,11 +21,11 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefusedError, listed
+from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefusedError
 from services.cli.spec_places import SpecText
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
-from services.contract.words.problems import Fault
+from services.contract.words.problems import Fault, listed
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""

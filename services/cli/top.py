@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.cluster_tables import nodes_table, queue_table
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.figures import plural

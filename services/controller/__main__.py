@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from services.contract.system.own_process import set_up_process
 from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.controller.api.context import Context
@@ -109,6 +110,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
             settings.max_unfinished_jobs,
+            FolderExports(settings.checkpoint_root),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),

@@ -133,6 +133,10 @@ class Settings(BaseSettings):
         le=3_650,
         description="Days after a job's end for which Redis keeps samples and stacks, and records that storage could not take.",
     )
+    checkpoint_root: Path | None = Field(
+        default=None,
+        description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least severe log lines that are written."
     )

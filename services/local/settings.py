@@ -35,6 +35,10 @@ class LocalSettings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    checkpoint_root: Path | None = Field(
+        default=None,
+        description="Folder of all jobs' checkpoints; unset: `checkpoints` in the home folder.",
+    )
     token: str | None = Field(default=None, description="The operator's bearer token.")
 
     @property

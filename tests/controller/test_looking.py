@@ -132,7 +132,7 @@ def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs
     house: House,
 ) -> None:
     house.agent.join()
-    job_id = house.submit()
+    job_id = house.submit(faults={"max_restarts": 0})
     gang = house.agent.launches(job_id)
 
     def named(*scores: float) -> list[bool]:
@@ -144,8 +144,12 @@ def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs
     assert named(0.02, 0.4) == [False, False]
     house.agent.trains(gang, [1])
     house.in_state(job_id, "RUNNING")
-    assert named(0.02, 0.19) == [False, False]
-    assert named(0.02, 0.4) == [False, True]
+    assert named(0.02, 0.06) == [False, False]
+    assert named(0.30, 0.34) == [False, False]
+    assert named(0.02, 0.08) == [False, True]
+    house.agent.ends(gang, 1, exit_code=1, error="ValueError: x", traceback="Traceback")
+    house.in_state(job_id, "FAILED")
+    assert named(0.02, 0.4) == [False, False]
 
 
 @pytest.mark.parametrize(

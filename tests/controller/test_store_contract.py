@@ -200,6 +200,46 @@ async def test_a_decision_is_committed_as_a_whole(world: World) -> None:
     assert (await world.ports.jobs.load(before.job.id)).job.checkpoints == {}
 
 
+async def test_the_events_of_all_jobs_stand_in_one_feed_in_the_order_of_the_writes(
+    world: World,
+) -> None:
+    ports = world.ports
+    assert await ports.events.newest() == "0-0"
+    first = await world.keep(job(name="first"))
+    second = await world.keep(job(name="second"))
+    decision = play(first.job, [placed(first.job)])
+    await ports.jobs.commit(Change(first, decision, ACTOR))
+    lost = job(name="third")
+    epoch = await ports.leadership.take("a")
+    assert epoch is not None
+    assert await ports.jobs.restore(first_decision(lost), ACTOR, epoch)
+    entries = await ports.events.read(None, 100)
+    placings = [first.job.id] * len(decision.notes)
+    ids = [entry.job_id for entry in entries]
+    assert ids == [first.job.id, second.job.id, *placings, lost.id]
+    log = await ports.telemetry.read(first.job.id, Log.EVENTS, None, 100)
+    of_first = [entry.body for entry in entries if entry.job_id == first.job.id]
+    assert of_first == [entry.body for entry in log]
+    assert await ports.events.newest() == entries[-1].id
+    assert await ports.events.read(entries[1].id, 2) == entries[2:4]
+    await ports.events.wait(entries[0].id, 60)
+
+
+async def test_a_reader_of_the_feed_is_told_that_events_were_trimmed(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        for _ in range(3):
+            await ports.jobs.create(first_decision(job()), ACTOR, None)
+        entries = await ports.events.read(None, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.xtrim(keys.EVENT_FEED, maxlen=1, approximate=False)
+        assert await ports.events.read(None, 100) == entries[-1:]
+        with pytest.raises(CursorExpiredError):
+            await ports.events.read(entries[0].id, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.set(keys.EVENT_FEED, "of another type")
+        await ports.jobs.create(first_decision(job(name="kept-all-the-same")), ACTOR, None)
+
+
 async def test_a_stale_writer_writes_nothing(world: World) -> None:
     before = await world.keep(job())
     decision = play(before.job, [placed(before.job)])

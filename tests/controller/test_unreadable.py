@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.doctor import Finding, examine
 from services.cli.settings import CliSettings
 from services.contract.api.views import StopRequest

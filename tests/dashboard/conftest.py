@@ -1,6 +1,7 @@
 """A real controller on a real Redis, and a browser that looks at it."""
 
 import contextlib
+import re
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from playwright.sync_api import (
 )
 from redis import Redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.local.children import die_with_parent
 from services.local.embedded_redis import EmbeddedRedis
@@ -32,6 +33,10 @@ from services.local.settings import child_environment
 from tests.dashboard.scripted_agent import ScriptedAgent
 from tests.waiting import until
 
+DASHBOARD: Final = Path(__file__).parents[2] / "services/controller/dashboard"
+OFFLINE: Final = re.compile(
+    r"\b(ENOTFOUND|ECONNREFUSED|ECONNRESET|EAI_AGAIN|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH)\b"
+)
 _FLAGS: Final = (
     "--no-sandbox",
     "--disable-gpu",
@@ -41,7 +46,7 @@ _FLAGS: Final = (
     "--disable-component-update",
     "--disable-sync",
 )
-_TIMEOUT_MS: Final = 20_000
+_TIMEOUT_MS: Final = 6_000
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 
 
@@ -151,16 +156,28 @@ class Visit:
         self.complaints.append(str(error))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if program is None:
-        pytest.skip("no Chromium is installed: the dashboard cannot be looked at")
+@contextlib.contextmanager
+def chromium(program: str) -> Iterator[Browser]:
+    """A Chromium without a window."""
     expect.set_options(timeout=_TIMEOUT_MS)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=list(_FLAGS))
-        yield chromium
-        chromium.close()
+        browser = playwright.chromium.launch(executable_path=program, args=list(_FLAGS))
+        yield browser
+        browser.close()
+
+
+def chromium_program() -> str | None:
+    """Where it is installed."""
+    return next(filter(None, map(shutil.which, _BROWSERS)), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = chromium_program()
+    if program is None:
+        pytest.skip("no Chromium is installed: the dashboard cannot be looked at")
+    with chromium(program) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +214,25 @@ def visit(browser: Browser, controller: Controller) -> Iterator[Callable[..., Vi
         tab.page.close()
         assert tab.foreign == []
         assert tab.complaints == []
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with what they need, outside of the repository."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("Node.js is not installed: the bundle cannot be rebuilt and compared")
+    copy = tmp_path_factory.mktemp("rebuild") / "dashboard"
+    shutil.copytree(DASHBOARD, copy, ignore=shutil.ignore_patterns("node_modules", "bundle"))
+    done = subprocess.run(
+        [npm, "ci", "--ignore-scripts", "--prefer-offline"],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode != 0 and (why := OFFLINE.search(done.stderr)):
+        pytest.skip(f"npm cannot reach its registry ({why[0]}): the bundle cannot be rebuilt")
+    assert done.returncode == 0, done.stderr
+    return copy

@@ -42,13 +42,13 @@ class ScriptedAgent:
     node_id: str = "loom-1"
     incarnation: str = "first"
 
-    def join(self) -> None:
+    def join(self, slots: int = 4) -> None:
         lease = redis_keys.node_lease(self.node_id)
         self.redis.set(lease, self.incarnation, px=_LEASE_MS)
         inventory = Inventory(
             hostname="loom-1.example",
-            cpu_slots=4,
-            cpu_count=4,
+            cpu_slots=slots,
+            cpu_count=slots,
             memory_bytes=16 << 30,
             versions={"torch": "2.13.0"},
         )
@@ -118,6 +118,7 @@ class ScriptedAgent:
     def beat(self, gang: LaunchGang, step: int, phase: RankPhase = RankPhase.FORWARD) -> None:
         """Sample every rank's board; rank 1 is two collectives behind."""
         seconds, micros = self.redis.time()
+        told: dict[str, str] = {}
         for seat in gang.plan.ranks:
             sample = RankSample(
                 rank=seat.rank,
@@ -132,15 +133,15 @@ class ScriptedAgent:
                 loss=2.0,
                 tokens_per_s=2_600.0,
                 step_time_s=0.31,
-                memory_bytes=(1 + seat.rank) << 30,
-                issued={"dp_shard": 100 - 2 * seat.rank},
-                completed={"dp_shard": 100 - 2 * seat.rank},
-                arrival_lag_s=0.2 * seat.rank,
-                straggler_score=0.6 * seat.rank,
+                memory_bytes=(1 + seat.rank % 16) << 30,
+                issued={"dp_shard": 100 - 2 * (seat.rank % 16)},
+                completed={"dp_shard": 100 - 2 * (seat.rank % 16)},
+                arrival_lag_s=0.2 * (seat.rank % 16),
+                straggler_score=0.6 * (seat.rank == 1),
                 seen_ms=seconds * 1000 + micros // 1000,
             )
-            ranks = redis_keys.job_ranks(gang.job_id)
-            self.redis.hset(ranks, str(seat.rank), sample.model_dump_json())
+            told[str(seat.rank)] = sample.model_dump_json()
+        self.redis.hset(redis_keys.job_ranks(gang.job_id), mapping=told)
 
     def write(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
         """Pass on a line that a rank wrote."""

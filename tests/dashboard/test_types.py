@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.dashboard.test_bundle import OFFLINE
+from tests.dashboard.conftest import OFFLINE
 
 _ROOT: Final = Path(__file__).parents[2]
 _DASHBOARD: Final = _ROOT / "services/controller/dashboard"

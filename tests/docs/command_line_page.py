@@ -10,7 +10,7 @@ from tests.cli.tree import Leaf, leaves
 _MADE: Final = (
     "<!-- Made by `python -m tests.docs.generated_pages` from the tree of commands. -->\n"
 )
-_WITH_ALL: Final = frozenset({"--help", "--format", "--json"})
+_WITH_ALL: Final = frozenset({"--help", "-o", "--json"})
 _INTRODUCTION: Final = """\
 `meshloom COMMAND --help` shows the same. The controller is at `MESHLOOM_URL`, else at 127.0.0.1 and
 `MESHLOOM_PORT` (8400). `MESHLOOM_TOKEN` is sent if it is set ([configuration](../configuration.md)).
@@ -27,7 +27,7 @@ If several ids begin so, the command lists them and does nothing.
 
 ## Output
 
-Every command takes `-o FORMAT` (`--format`):
+Every command takes `-o FORMAT`:
 
 | format | what is printed |
 | --- | --- |

@@ -135,6 +135,10 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
 def test_a_bad_environment_is_one_line_and_exit_code_2(stack: Stack, bad: dict[str, str]) -> None:
     done = _call(stack.url, "ls", **bad)
     assert done.returncode == 2
+    assert (
+        "MESHLOOM_PORT" not in bad
+        or "MESHLOOM_PORT: must be a whole number, not 'abc'" in done.stderr
+    )
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.contract.redis import redis_keys
 from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, USER_MODELS, Stack, free_port, tiny_spec

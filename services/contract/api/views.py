@@ -182,7 +182,8 @@ class RankView(_View):
     )
     is_straggler: bool = Field(
         default=False,
-        description="the job is RUNNING, and this is the highest score of the attempt, at least 0.2",
+        description="the job is RUNNING, and this rank costs it 5 % of the step or more: its score is "
+        "the highest, and that far above the median of the other ranks",
     )
     collectives_behind: int = Field(0, description="behind the foremost rank of its groups")
     loss: float | None = None

@@ -23,6 +23,7 @@
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:changes`` | stream: ``m`` = job id, ``v`` = its version, ``a`` = 1 while it is active | permanent, trimmed |
+| ``ml:events`` | stream: ``m`` = JSON event, ``j`` = job id, of all jobs | permanent, trimmed |
 | ``ml:jobs:deleted`` | set: ids of jobs that had an attempt and that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
@@ -58,6 +59,7 @@ from typing import Final
 JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
 CHANGED_JOBS: Final = "ml:jobs:changes"
+EVENT_FEED: Final = "ml:events"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
 # Another number has all indexes built again.
@@ -85,6 +87,7 @@ WAKE: Final = "ml:wake"
 CODES: Final = "ml:codes"
 CODES_BYTES: Final = "ml:codes:bytes"
 MESSAGE_FIELD: Final = "m"
+JOB_FIELD: Final = "j"
 # With the look that the reconciler takes each second, a silent node is fenced within six seconds.
 NODE_LEASE_MS: Final = 5_000
 LEADER_LEASE_MS: Final = 4_000
@@ -105,6 +108,7 @@ LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 METRICS_KEPT: Final = 50_000
 EVENTS_KEPT: Final = 10_000
+EVENT_FEED_KEPT: Final = 20_000
 HISTORY_KEPT: Final = 20_000
 CHANGES_KEPT: Final = 10_000
 AUDIT_KEPT: Final = 50_000

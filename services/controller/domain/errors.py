@@ -13,6 +13,7 @@
     ├── PreconditionFailedError  412  the job is not as the client saw it
     ├── CursorExpiredError       410  the stream was trimmed behind the cursor
     ├── BodyTooLargeError        413  an archive of code is larger than may be
+    ├── RangeNotSatisfiableError 416  the range is behind the end of the file
     ├── TooManyUploadsError      503  as many archives are being sent as may
     ├── TooManyStreamsError      503  as many follow logs and events as may
     ├── TooManyOwnStreamsError   429  one subject follows as many as it may
@@ -147,6 +148,14 @@ class BodyTooLargeError(MeshloomError):
     status = 413
     code = "body_too_large"
     title = "Too large"
+
+
+class RangeNotSatisfiableError(MeshloomError):
+    """A range of bytes begins behind the end of the file."""
+
+    status = 416
+    code = "range_not_satisfiable"
+    title = "Range not satisfiable"
 
 
 class TooManyUploadsError(MeshloomError):

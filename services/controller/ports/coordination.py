@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from services.controller.ports.access import AuditLog, TokenStore
 from services.controller.ports.code import CodeStore
+from services.controller.ports.event_feed import EventFeed
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
@@ -60,6 +61,7 @@ class Ports:
     plans: PlanStore
     codes: CodeStore
     telemetry: Telemetry
+    events: EventFeed
     leadership: Leadership
     clock: Clock
     tokens: TokenStore

@@ -1,6 +1,7 @@
 """Records as the REST API shows them."""
 
 import signal
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
@@ -31,9 +32,8 @@ from services.controller.use_cases.progress import measure
 _NOT_SEEN_YET = "PENDING"
 _LAST_MS: Final = 253_402_300_799_000
 """Python knows no later second. What agents and storage say may name one, and fails no list by it."""
-STRAGGLER_SCORE: Final = 0.2
-"""From this share of the time on, the rank that keeps the others waiting most is named: below it,
-what else a machine does makes one rank late or the other."""
+STRAGGLER_COST: Final = 0.05
+"""A rank is named a straggler when it costs this share of the step, more than the others do."""
 _RESOLVED_BYTES: Final = {"resident_growth": 64 << 20, "allocated": 2 << 20}
 """Estimates below this are not compared: kernels, gloo and the allocator take as much for any model."""
 _ENDED_BY_PEOPLE = frozenset(
@@ -260,10 +260,17 @@ def _origin_view(origin: Origin | None) -> CloneOrigin | None:
 
 
 def _slowest(samples: Iterable[RankSample]) -> int | None:
-    """The rank for which most others wait most, if they do for long enough to be worth a word."""
-    scores = [(s.straggler_score, s.rank) for s in samples if s.straggler_score is not None]
-    score, rank = max(scores, default=(0.0, 0))
-    return rank if score >= STRAGGLER_SCORE else None
+    """The straggler: the rank with the highest score, if it costs ``STRAGGLER_COST`` of the step.
+
+    Its cost is its score without the median score of the others. A busy host delays all ranks in
+    turn: then all scores are alike, and the step would not be shorter without any one of them.
+    """
+    scores = sorted((s.straggler_score, s.rank) for s in samples if s.straggler_score is not None)
+    if len(scores) < 2:  # noqa: PLR2004  # a comparison takes two
+        return None
+    *others, (score, rank) = scores
+    usual = statistics.median(other for other, _ in others)
+    return rank if score - usual >= STRAGGLER_COST else None
 
 
 def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler: bool) -> RankView:

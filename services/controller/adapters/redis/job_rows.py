@@ -80,6 +80,7 @@ def keys_of_commit(job_id: str) -> list[str]:
         keys.job_metrics(job_id),
         keys.job_records(job_id),
         keys.CHANGED_JOBS,
+        keys.EVENT_FEED,
     ]
 
 

@@ -99,6 +99,7 @@ class RedisJobs:
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
                     keys.job_records(job.id),
+                    keys.EVENT_FEED,
                 ],
                 args=[
                     job.id,
@@ -136,6 +137,7 @@ class RedisJobs:
                     keys.DELETED_JOBS,
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
+                    keys.EVENT_FEED,
                 ],
                 args=[
                     epoch,

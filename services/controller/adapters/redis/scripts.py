@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from services.contract.redis import redis_keys
+from services.contract.redis import redis_keys as keys
 
 _COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
 # Asked about a command without its arguments, Redis 7.0 reads beyond them, and may crash.
@@ -25,7 +25,7 @@ def checked(script: str) -> str:
     replica, a disk) it refuses at a script's first write.
     """
     names = ", ".join(f"'{name}'" for name in sorted(set(_COMMAND.findall(script))))
-    return _CHECK_RIGHTS % {"names": names, "channel": redis_keys.WAKE} + script
+    return _CHECK_RIGHTS % {"names": names, "channel": keys.WAKE} + script
 
 
 _REFUSE_DEPOSED: Final = """
@@ -61,6 +61,13 @@ end
 _TELL_CHANGE: Final = """
 local function tell_change(key, kept, id, version, active)
   redis.pcall('XADD', key, 'MAXLEN', '~', kept, '*', 'm', id, 'v', version, 'a', active)
+end
+"""
+
+# Dashboards and webhooks read it. Of another type it costs them their events, and no write.
+_TELL_EVENT: Final = f"""
+local function tell_event(feed, field, event, id)
+  redis.pcall('XADD', feed, 'MAXLEN', '~', {keys.EVENT_FEED_KEPT}, '*', field, event, '{keys.JOB_FIELD}', id)
 end
 """
 
@@ -115,10 +122,11 @@ COMMIT: Final = (
     + TO_INBOX
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + LIVE_AT_MOST
     + """
 -- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
--- these are whole, changes, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- these are whole, changes, events of all jobs, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -151,6 +159,7 @@ relist(KEYS[1], id, created, listed)
 if active == '1' then redis.call('SADD', KEYS[2], id) else redis.call('SREM', KEYS[2], id) end
 for _, event in ipairs(take_list()) do
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', kept, '*', field, event)
+  tell_event(KEYS[14], field, event, id)
 end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
@@ -188,8 +197,10 @@ CREATE: Final = (
     + _FIND_MISTYPED
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
+-- events of all jobs
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
@@ -204,7 +215,10 @@ redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', s
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
-for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
+for _, event in ipairs(take_list()) do
+  redis.call('XADD', KEYS[4], '*', field, event)
+  tell_event(KEYS[9], field, event, id)
+end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
 redis.call('SET', KEYS[8], '1')
 tell_change(KEYS[7], take(), id, 1, 1)
@@ -219,8 +233,10 @@ RESTORE: Final = (
     + _FIND_MISTYPED
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + """
--- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history, changes
+-- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history, changes,
+-- events of all jobs
 local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
 local summary, listed = take(), take()
@@ -233,7 +249,10 @@ redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state',
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 if active == '1' then redis.call('SADD', KEYS[3], id) end
-for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[5], '*', field, event) end
+for _, event in ipairs(take_list()) do
+  redis.call('XADD', KEYS[5], '*', field, event)
+  tell_event(KEYS[10], field, event, id)
+end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end

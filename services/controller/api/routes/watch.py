@@ -24,7 +24,7 @@ LastEventId = Annotated[str | None, Header(description="Continues after this ent
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Cursor = Annotated[str | None, Query(description="`next_cursor`, or the id of an entry")]
 
-_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "A page, or with `Accept: text/event-stream` a stream",
         "content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}},
@@ -32,7 +32,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.get("/{job_id}/events", response_model=EventPage, responses=_STREAM, dependencies=[READS])
+@router.get("/{job_id}/events", response_model=EventPage, responses=STREAM, dependencies=[READS])
 async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,
@@ -49,12 +49,14 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True)
-        return await sse.stream(entries, context.stopping, context.streams, _viewer(context, asks))
+        return await sse.stream(
+            entries, context.stopping, context.streams, viewer_of(context, asks)
+        )
     page = await use_cases.page_of_events(context.ports, job_id, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-@router.get("/{job_id}/logs", response_model=LogPage, responses=_STREAM, dependencies=[READS])
+@router.get("/{job_id}/logs", response_model=LogPage, responses=STREAM, dependencies=[READS])
 async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,
@@ -85,13 +87,14 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
-        return await sse.stream(lines, context.stopping, context.streams, _viewer(context, asks))
+        return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
     async with context.turns.of(asks.subject):
         page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-def _viewer(context: Context, asks: Principal) -> sse.Viewer:
+def viewer_of(context: Context, asks: Principal) -> sse.Viewer:
+    """Who follows a stream, and whose share of the open streams it takes."""
     # Without tokens everybody is the same subject.
     subject = None if asks.token_id is None else asks.subject
     return sse.Viewer(subject, functools.partial(refused_since, context.ports, asks))

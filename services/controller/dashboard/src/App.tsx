@@ -1,24 +1,49 @@
-import { useEffect } from "react";
-import { useConnection } from "./api/connection";
+import { lazy, Suspense, useEffect } from "react";
+import { token } from "./api/client";
+import { connection, useConnection } from "./api/connection";
 import { Banner } from "./pages/Banner";
-import { JobPage } from "./pages/JobPage";
 import { JobsPage } from "./pages/JobsPage";
-import { NodesPage } from "./pages/NodesPage";
-import { PlanPage } from "./pages/PlanPage";
-import { PlansPage } from "./pages/PlansPage";
-import { TokenPrompt } from "./pages/TokenPrompt";
-import { useRoute } from "./router";
+import { LoginPage } from "./pages/LoginPage";
+import { type PageName, type Route, useRoute } from "./router";
 import { Quiet } from "./ui/parts";
+
+// Each page is a file of its own, which the browser asks for when the page is first opened.
+const AccessPage = lazy(() => import("./pages/AccessPage"));
+const CheckpointsPage = lazy(() => import("./pages/CheckpointsPage"));
+const ComparePage = lazy(() => import("./pages/ComparePage"));
+const JobPage = lazy(() => import("./pages/JobPage"));
+const LogsPage = lazy(() => import("./pages/LogsPage"));
+const NodesPage = lazy(() => import("./pages/NodesPage"));
+const PlanPage = lazy(() => import("./pages/PlanPage"));
+const PlansPage = lazy(() => import("./pages/PlansPage"));
+const QueuePage = lazy(() => import("./pages/QueuePage"));
+const SubmitPage = lazy(() => import("./pages/SubmitPage"));
+
+const MENU: { page: PageName; title: string; also: PageName[] }[] = [
+  { page: "jobs", title: "Jobs", also: ["job", "logs"] },
+  { page: "compare", title: "Compare", also: [] },
+  { page: "queue", title: "Queue", also: [] },
+  { page: "plans", title: "Plans", also: ["plan"] },
+  { page: "checkpoints", title: "Checkpoints", also: [] },
+  { page: "nodes", title: "Nodes", also: [] },
+  { page: "access", title: "Access", also: [] },
+];
+// The others know their own titles once they have their data.
+const TITLES: Partial<Record<PageName, string>> = {
+  ...Object.fromEntries(MENU.map(({ page, title }) => [page, title])),
+  submit: "Submit",
+  login: "Log in",
+};
 
 export function App() {
   const route = useRoute();
   const { needsToken } = useConnection();
+  const { page } = route;
 
   useEffect(() => {
-    if (route.page === "jobs") document.title = "Jobs · Meshloom";
-    if (route.page === "plans") document.title = "Plans · Meshloom";
-    if (route.page === "nodes") document.title = "Nodes · Meshloom";
-  }, [route.page]);
+    const title = page && TITLES[page];
+    if (title) document.title = `${title} · Meshloom`;
+  }, [page]);
 
   return (
     <>
@@ -28,36 +53,80 @@ export function App() {
       <header className="top">
         <a className="brand" href="#/jobs" aria-label="Meshloom, jobs">
           <Mark />
-          Meshloom
+          <span>Meshloom</span>
         </a>
         <nav aria-label="Pages">
-          <a href="#/jobs" aria-current={route.page === "jobs" || route.page === "job" ? "page" : undefined}>
-            Jobs
-          </a>
-          <a href="#/plans" aria-current={route.page === "plans" || route.page === "plan" ? "page" : undefined}>
-            Plans
-          </a>
-          <a href="#/nodes" aria-current={route.page === "nodes" ? "page" : undefined}>
-            Nodes
-          </a>
+          {MENU.map((entry) => (
+            <a key={entry.page} href={`#/${entry.page}`} aria-current={isHere(entry, page) ? "page" : undefined}>
+              {entry.title}
+            </a>
+          ))}
         </nav>
+        <a className="button primary" href="#/submit" aria-current={page === "submit" ? "page" : undefined}>
+          Submit
+        </a>
+        {token.get() !== null && !needsToken ? (
+          <button type="button" onClick={logOut}>
+            Log out
+          </button>
+        ) : null}
       </header>
       <Banner />
       <main id="main" tabIndex={-1}>
-        {route.page === "jobs" ? <JobsPage query={route.query} /> : null}
-        {route.page === "job" ? <JobPage key={route.id} id={route.id} /> : null}
-        {route.page === "plans" ? <PlansPage query={route.query} /> : null}
-        {route.page === "plan" ? <PlanPage key={route.id} id={route.id} /> : null}
-        {route.page === "nodes" ? <NodesPage /> : null}
-        {route.page === "nowhere" ? (
-          <Quiet>
-            Nothing is here. <a href="#/jobs">All jobs</a>
-          </Quiet>
-        ) : null}
+        {needsToken || page === "login" ? (
+          <LoginPage />
+        ) : (
+          <Suspense fallback={<div className="page"><Quiet>Loading…</Quiet></div>}>
+            <Page route={route} />
+          </Suspense>
+        )}
       </main>
-      {needsToken ? <TokenPrompt /> : null}
     </>
   );
+}
+
+function Page({ route: { page, id, query } }: { route: Route }) {
+  switch (page) {
+    case "jobs":
+      return <JobsPage query={query} />;
+    case "job":
+      return <JobPage key={id} id={id} />;
+    case "logs":
+      return <LogsPage key={id} id={id} query={query} />;
+    case "compare":
+      return <ComparePage query={query} />;
+    case "submit":
+      return <SubmitPage key={query.toString()} query={query} />;
+    case "queue":
+      return <QueuePage />;
+    case "plans":
+      return <PlansPage query={query} />;
+    case "plan":
+      return <PlanPage key={id} id={id} />;
+    case "checkpoints":
+      return <CheckpointsPage query={query} />;
+    case "nodes":
+      return <NodesPage />;
+    case "access":
+      return <AccessPage query={query} />;
+    default:
+      return (
+        <div className="page">
+          <Quiet>
+            This page does not exist. <a href="#/jobs">All jobs</a>
+          </Quiet>
+        </div>
+      );
+  }
+}
+
+function isHere(entry: { page: PageName; also: PageName[] }, page: PageName | null): boolean {
+  return page !== null && (entry.page === page || entry.also.includes(page));
+}
+
+function logOut(): void {
+  token.clear();
+  connection.unauthorized();
 }
 
 // `#main` would be read as a page: move the focus without touching the address.

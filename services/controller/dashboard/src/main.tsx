@@ -7,6 +7,7 @@ import "./style/tokens.css";
 import "./style/base.css";
 import "./style/pages.css";
 import "./style/plans.css";
+import "./style/more.css";
 
 const root = document.getElementById("root");
 if (root) {

@@ -2,41 +2,76 @@
 
 import { useSyncExternalStore } from "react";
 
-export type Route =
-  | { page: "jobs"; query: URLSearchParams }
-  | { page: "job"; id: string }
-  | { page: "nodes" }
-  | { page: "plans"; query: URLSearchParams }
-  | { page: "plan"; id: string }
-  | { page: "nowhere"; hash: string };
+export const PAGES = ["jobs", "job", "logs", "compare", "submit", "queue", "plans", "plan", "checkpoints", "nodes", "access", "login"] as const;
+export type PageName = (typeof PAGES)[number];
+
+export interface Route {
+  /** Null where the address names no page. */
+  page: PageName | null;
+  /** Of a job or a plan; else empty. */
+  id: string;
+  query: URLSearchParams;
+}
+
+const LISTS: Record<string, PageName> = {
+  "": "jobs",
+  jobs: "jobs",
+  compare: "compare",
+  submit: "submit",
+  queue: "queue",
+  plans: "plans",
+  checkpoints: "checkpoints",
+  nodes: "nodes",
+  access: "access",
+  login: "login",
+};
+const ITEMS: Record<string, PageName> = { "jobs/": "job", "jobs/logs": "logs", "plans/": "plan" };
 
 export function parseRoute(hash: string): Route {
   const [path = "", search = ""] = hash.replace(/^#\/?/, "").split("?", 2);
-  const [first = "", second, ...rest] = path.split("/").filter((part) => part !== "");
-  if (first === "" || (first === "jobs" && second === undefined)) return { page: "jobs", query: new URLSearchParams(search) };
-  if (first === "jobs" && second !== undefined && rest.length === 0) return { page: "job", id: decodeURIComponent(second) };
-  if (first === "nodes" && second === undefined) return { page: "nodes" };
-  if (first === "plans" && second === undefined) return { page: "plans", query: new URLSearchParams(search) };
-  if (first === "plans" && second !== undefined && rest.length === 0) return { page: "plan", id: decodeURIComponent(second) };
-  return { page: "nowhere", hash };
+  const [first = "", id, part = "", ...rest] = path.split("/").filter((piece) => piece !== "");
+  const query = new URLSearchParams(search);
+  const known = id === undefined ? (LISTS[first] ?? null) : (ITEMS[`${first}/${part}`] ?? null);
+  return { page: rest.length > 0 ? null : known, id: id === undefined ? "" : decoded(id), query };
+}
+
+/** A hand-written address may hold a percent sign that means nothing. */
+function decoded(id: string): string {
+  try {
+    return decodeURIComponent(id);
+  } catch {
+    return id;
+  }
 }
 
 export function jobHref(id: string): string {
   return `#/jobs/${encodeURIComponent(id)}`;
 }
 
+export function logsHref(id: string): string {
+  return `${jobHref(id)}/logs`;
+}
+
 export function planHref(id: string): string {
   return `#/plans/${encodeURIComponent(id)}`;
 }
 
-/** The jobs page with these filters in its address: replaced, so that typing leaves no history. */
-export function replaceJobsQuery(query: URLSearchParams): void {
-  replaceQuery("jobs", query);
+export function compareHref(ids: string[]): string {
+  return `#/compare?jobs=${ids.map(encodeURIComponent).join(",")}`;
 }
 
-/** The same of another page. */
+export function checkpointsHref(job: string): string {
+  return `#/checkpoints?job=${encodeURIComponent(job)}`;
+}
+
+export function submitHref(from: string): string {
+  return `#/submit?from=${encodeURIComponent(from)}`;
+}
+
+/** The same page with another query: replaced, so that typing leaves no history. */
 export function replaceQuery(page: string, query: URLSearchParams): void {
-  const search = query.toString();
+  // A comma is legible, and no part of an id.
+  const search = query.toString().replaceAll("%2C", ",");
   history.replaceState(null, "", search ? `#/${page}?${search}` : `#/${page}`);
   dispatchEvent(new HashChangeEvent("hashchange"));
 }

@@ -4,7 +4,8 @@
 so that what it copies does not hold up the agent. It needs neither torch nor the job's code: shard
 files say which box of which tensor each of their arrays is. They are verified before they are read.
 
-It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, and beside it the files that the
+It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, ``export.json`` with the digests of all
+files, and beside them the files that the
 model brought, such as ``config.json``: of a model of ``transformers`` that makes a folder which
 ``from_pretrained`` loads. A model that is larger than one file
 should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Averages of
@@ -30,6 +31,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.system.durable import make_folders, open_plain, sync_folder
 from services.contract.system.own_process import set_up_process
@@ -41,7 +43,7 @@ _AVERAGES: Final = "ema"
 _FILE: Final = "file."
 # A rank named it: nothing that leads elsewhere, or takes the place of what is written here.
 _PLAIN_NAME: Final = re.compile(
-    r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
+    r"(?!model|ema[.-]|export\.json$)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
 )
 _MOST_FILES: Final = 32
 _MOST_HEADER: Final = 100_000_000
@@ -127,6 +129,7 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
             kinds, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
             written = [_write(partial, kind, kinds[kind], file_bytes) for kind in kinds]
             names = (*itertools.chain(*written), *_write_beside(partial, beside))
+        _write_manifest(partial, names)
         sync_folder(partial)
         remove_what_can_be(folder)
         partial.replace(folder)
@@ -253,6 +256,21 @@ def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, 
             file.flush()
             os.fsync(file.fileno())
     return names
+
+
+def _write_manifest(folder: Path, names: Iterable[str]) -> None:
+    """Name size and digest of each file, for whoever downloads them."""
+    files = tuple(_described(folder / name) for name in names)
+    with (folder / EXPORT_MANIFEST).open("xb") as file:
+        file.write(ExportManifest(files=files).model_dump_json(indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _described(path: Path) -> ExportedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return ExportedFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
 
 
 def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:

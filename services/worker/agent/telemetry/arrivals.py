@@ -23,8 +23,10 @@ ArrivalKey = tuple[str, int]
 """A process group and a collective's number in it."""
 
 _NS: Final = 1_000_000_000
-_SHORTEST_MEMORY_S: Final = 2.0
-_STEPS_REMEMBERED: Final = 8
+_SHORTEST_MEMORY_S: Final = 10.0
+_STEPS_REMEMBERED: Final = 32
+"""The window of the figures. A busy host delays one rank or the other for some steps: over a
+shorter window that alone costs 10 % of a step."""
 _TELLING_S: Final = 1.0
 """Less time than this says nothing: in their first steps ranks warm up each in its own time."""
 
@@ -61,7 +63,7 @@ class ArrivalMeter:
 
         Args:
             arrivals: By rank, nanoseconds of the node's monotonic clock.
-            step_time_s: Of a usual step; figures are remembered for eight of them.
+            step_time_s: Of a usual step; figures are remembered for 32 of them.
         """
         if len(self._ranks) < 2 or any(rank not in arrivals for rank in self._ranks):  # noqa: PLR2004 a comparison takes two
             return

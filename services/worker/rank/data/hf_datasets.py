@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from meshloom import MapSource
+from meshloom.data import MapSource
 from services.contract.storage.token_shards import end_token
 from services.worker.rank.data import digests
 from services.worker.rank.data.roots import inside

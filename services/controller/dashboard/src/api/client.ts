@@ -59,21 +59,67 @@ export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
   return data as T;
 }
 
-/** POST, with a JSON body if there is one; orders are idempotent, and only errors are read. */
-export async function post(path: string, body?: object): Promise<void> {
+/** POST, with a JSON body if there is one; gives what the controller answers. */
+export async function post<T = unknown>(path: string, body?: object, headers: Record<string, string> = {}): Promise<T> {
   const response = await send(path, {
     method: "POST",
-    ...(body ? { headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) } : {}),
+    headers: { ...(body ? { "Content-Type": "application/json" } : {}), ...headers },
+    ...(body ? { body: JSON.stringify(body) } : {}),
   });
+  if (!response.ok) throw await refused(response);
+  return (await response.json()) as T;
+}
+
+/** DELETE; the answer has nothing that anybody reads. */
+export async function remove(path: string): Promise<void> {
+  const response = await send(path, { method: "DELETE" });
   if (!response.ok) throw await refused(response);
 }
 
-async function send(path: string, init: RequestInit): Promise<Response> {
+/**
+ * Server-sent events of `path` until they end or `signal` aborts. The browser's own EventSource cannot
+ * show a token.
+ *
+ * Gives true where the controller says that nothing more will come.
+ */
+export async function stream(
+  path: string,
+  after: string | null,
+  onOpen: () => void,
+  onEntry: (data: string) => void,
+  signal: AbortSignal,
+): Promise<boolean> {
+  const headers: Record<string, string> = { Accept: "text/event-stream" };
+  if (after !== null) headers["Last-Event-ID"] = after;
+  const response = await send(path, { headers, signal }, null);
+  if (!response.ok) throw await refused(response);
+  onOpen();
+  const reader = response.body?.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = (await reader?.read()) ?? { done: true, value: "" };
+    if (done) return false;
+    text += value;
+    const frames = text.split("\n\n");
+    text = frames.pop() ?? "";
+    for (const frame of frames) {
+      const lines = frame.split("\n");
+      const kind = lines.find((line) => line.startsWith("event: "))?.slice(7) ?? "";
+      if (kind === "end") return true;
+      if (kind === "refused") return false;
+      const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+      if (data.length > 0) onEntry(data.join("\n"));
+    }
+  }
+}
+
+/** `limitMs`: until when an answer must be there, all of it; null for one that goes on. */
+async function send(path: string, init: RequestInit, limitMs: number | null = TIMEOUT_MS): Promise<Response> {
   const headers = new Headers(init.headers);
   const bearer = token.get();
   if (bearer) headers.set("Authorization", `Bearer ${bearer}`);
-  const limit = AbortSignal.timeout(TIMEOUT_MS);
-  const signal = init.signal ? AbortSignal.any([init.signal, limit]) : limit;
+  const signals = [init.signal, limitMs === null ? null : AbortSignal.timeout(limitMs)].filter((one) => one instanceof AbortSignal);
+  const signal = AbortSignal.any(signals);
   let response: Response;
   try {
     response = await fetch(new URL(path, document.baseURI), {

@@ -1,11 +1,14 @@
 // What is asked, and how often. Nothing is asked while the tab is hidden (TanStack's default).
 
-import { keepPreviousData, QueryClient, useQuery } from "@tanstack/react-query";
-import { get } from "./client";
+import { keepPreviousData, QueryClient, useQueries, useQuery } from "@tanstack/react-query";
+import { useEffect, useRef, useState, useSyncExternalStore } from "react";
+import { get, stream } from "./client";
 import { connection } from "./connection";
-import { follow } from "./follow";
+import { append, follow, lastOf, shownOf } from "./follow";
 import type {
   AttemptList,
+  AuditPage,
+  CapacityView,
   DiagnosisView,
   CheckpointList,
   EventView,
@@ -13,12 +16,15 @@ import type {
   JobState,
   JobView,
   LogView,
+  MetricsPart,
   MetricsView,
   NodeList,
   PlanList,
   PlanState,
   PlanView,
+  QueueView,
   RankList,
+  TokenList,
   TraceList,
 } from "./types";
 
@@ -26,6 +32,8 @@ const LIVE_MS = 1_000;
 const CALM_MS = 2_000;
 const SLOW_MS = 5_000;
 const ENDED_MS = 10_000;
+const SPARKLINE_MS = 15_000;
+const RECONNECT_MS = 5_000;
 const UNREACHABLE_MS = 2_000;
 
 const TERMINAL: ReadonlySet<JobState> = new Set<JobState>(["SUCCEEDED", "FAILED", "CANCELLED"]);
@@ -79,13 +87,18 @@ export interface JobFilter {
   states: JobState[];
   text: string;
   cursor: string | null;
+  sort: string;
 }
 
 export function useJobs(filter: JobFilter): Polled<JobPage> {
-  const query = new URLSearchParams({ limit: "50" });
+  const query = new URLSearchParams({ limit: "50", sort: filter.sort });
   for (const state of filter.states) query.append("state", state);
-  // `team=demo` asks for a label, anything else for a name or an id.
-  if (filter.text) query.set(filter.text.includes("=") ? "label" : "q", filter.text);
+  // `team=demo` asks for a label, `owner:ada` for an owner, anything else for a name or an id.
+  for (const word of filter.text.split(/\s+/).filter((part) => part !== "")) {
+    if (word.startsWith("owner:")) query.set("owner", word.slice(6));
+    else if (word.includes("=")) query.append("label", word);
+    else query.set("q", [query.get("q"), word].filter(Boolean).join(" "));
+  }
   if (filter.cursor) query.set("cursor", filter.cursor);
   const path = `v1/jobs?${query}`;
   const { data, error } = useQuery({
@@ -105,8 +118,25 @@ export function useJob(id: string): Polled<JobView> {
   );
 }
 
+/** The same of several; one that is not there does not hide the others. */
+export function useJobsById(ids: string[]): Polled<JobView>[] {
+  return useQueries({
+    queries: ids.map((id) => {
+      const path = `v1/jobs/${encodeURIComponent(id)}`;
+      return {
+        queryKey: [path],
+        queryFn: ({ signal }: { signal: AbortSignal }) => get<JobView>(path, signal),
+        refetchInterval: ({ state }: { state: { data: JobView | undefined } }) =>
+          paced(state.data && isTerminal(state.data.state) ? ENDED_MS : LIVE_MS),
+      };
+    }),
+  });
+}
+
+/** The more ranks there are, the longer the answer, and the rarer the question. */
 export function useRanks(job: JobView): Polled<RankList> {
-  return usePolled(`v1/jobs/${job.id}/ranks`, isAtRest(job.state) ? ENDED_MS : LIVE_MS);
+  const everyMs = job.world_size > 1_024 ? SLOW_MS : job.world_size > 128 ? CALM_MS : LIVE_MS;
+  return usePolled(`v1/jobs/${job.id}/ranks`, isAtRest(job.state) ? ENDED_MS : everyMs);
 }
 
 /** The verdict on the newest attempt in trouble; asked for only where there is one to expect. */
@@ -121,12 +151,83 @@ export function useDiagnosis(job: JobView, expected: boolean): Polled<DiagnosisV
   return { data, error };
 }
 
-export function useMetrics(job: JobView): Polled<MetricsView> {
-  return usePolled(`v1/jobs/${job.id}/metrics?max_points=800`, isAtRest(job.state) ? ENDED_MS : CALM_MS);
+const POINTS = 800;
+const POINTS_AT_MOST = 10_000;
+
+/** Of each job its metrics; `steps` alone if given, and so in more detail. */
+export function useMetrics(jobs: { id: string; state: JobState }[], steps: [number, number] | null): (MetricsView | undefined)[] {
+  const range = steps ? `&from_step=${Math.max(0, Math.floor(steps[0]))}&to_step=${Math.ceil(steps[1])}` : "";
+  return useQueries({
+    queries: jobs.map(({ id, state }) => {
+      const path = `v1/jobs/${encodeURIComponent(id)}/metrics?max_points=${POINTS}${range}`;
+      return {
+        queryKey: ["metrics", id, range],
+        queryFn: ({ signal }: { signal: AbortSignal }) => get<MetricsView>(path, signal),
+        placeholderData: (before: MetricsView | undefined) => before,
+        structuralSharing: false,
+        refetchInterval: () => paced(isAtRest(state) ? ENDED_MS : CALM_MS),
+      };
+    }),
+    combine: sameWhereSame,
+  });
 }
 
-export function useCheckpoints(job: JobView): Polled<CheckpointList> {
-  return usePolled(`v1/jobs/${job.id}/checkpoints`, isTerminal(job.state) ? ENDED_MS : CALM_MS);
+// TanStack keeps the array as long as no result changes.
+function sameWhereSame(results: { data: MetricsView | undefined }[]): (MetricsView | undefined)[] {
+  return results.map((result) => result.data);
+}
+
+/** Every step of a job, none left out, by as many requests as that takes. */
+export async function allMetrics(id: string): Promise<MetricsView> {
+  const part = (from: number) =>
+    get<MetricsView>(`v1/jobs/${encodeURIComponent(id)}/metrics?max_points=${POINTS_AT_MOST}&from_step=${from}&to_step=${from + POINTS_AT_MOST - 1}`);
+  const last = (await get<JobView>(`v1/jobs/${encodeURIComponent(id)}`)).progress.step;
+  let whole = await part(0);
+  for (let from = POINTS_AT_MOST; from <= last; from += POINTS_AT_MOST) {
+    const more = await part(from);
+    whole = {
+      ...more,
+      items: [...whole.items, ...more.items],
+      evaluations: [...whole.evaluations, ...more.evaluations],
+      user_metrics: [...whole.user_metrics, ...more.user_metrics],
+    };
+  }
+  return whole;
+}
+
+/** The loss alone, few points of it: for a curve of a finger's breadth. */
+export function useSparkline(job: JobView, visible: boolean): (number | null)[] {
+  const path = `v1/jobs/${job.id}/metrics?name=loss&max_points=48`;
+  const { data } = useQuery({
+    queryKey: ["sparkline", job.id],
+    queryFn: ({ signal }) => get<MetricsPart>(path, signal),
+    enabled: visible && job.progress.step > 0,
+    staleTime: isAtRest(job.state) ? Infinity : SPARKLINE_MS,
+    refetchInterval: () => (isAtRest(job.state) ? false : paced(SPARKLINE_MS)),
+  });
+  return (data?.items ?? []).map((item) => item["loss"] ?? null);
+}
+
+export function useCheckpoints(job: { id: string; state: JobState }): Polled<CheckpointList> {
+  return usePolled<CheckpointList>(`v1/jobs/${job.id}/checkpoints`, (list) =>
+    isTerminal(job.state) && !list?.items.some(({ export: made }) => made?.state === "RUNNING") ? ENDED_MS : CALM_MS,
+  );
+}
+
+export function useQueue(): Polled<QueueView> {
+  return usePolled("v1/queue", CALM_MS);
+}
+
+export function useCapacity(): Polled<CapacityView> {
+  return usePolled("v1/capacity", CALM_MS);
+}
+
+export function useTokens(): Polled<TokenList> {
+  return usePolled("v1/tokens", ENDED_MS);
+}
+
+export function useAudit(cursor: string | null): Polled<AuditPage> {
+  return usePolled(`v1/audit?limit=50${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`, SLOW_MS);
 }
 
 export function useTraces(job: JobView): Polled<TraceList> {
@@ -170,25 +271,123 @@ export function refreshAll(): void {
 
 const EVENTS_SHOWN = 500;
 const LINES_SHOWN = 500;
+const LIVE_LINES_SHOWN = 5_000;
 const PAGE = 1_000;
 
+/** What happened to a job: at once by a stream, and where that breaks by polling. */
 export function useEvents(job: JobView): Polled<EventView[]> {
-  return useFollowed<EventView>(`v1/jobs/${job.id}/events?limit=${PAGE}`, EVENTS_SHOWN, isTerminal(job.state) ? ENDED_MS : CALM_MS);
+  // An event is a change of the job, or of something that the page shows of it.
+  const onEntry = () => void queryClient.invalidateQueries({ predicate: ({ queryKey }) => isOfJob(String(queryKey[0]), job.id) });
+  return useLive<EventView>(`v1/jobs/${job.id}/events`, EVENTS_SHOWN, isTerminal(job.state), onEntry);
 }
 
-export function useLogs(job: JobView, rank: number | null, stream: string | null): Polled<LogView[]> {
-  const query = new URLSearchParams({ limit: String(PAGE) });
+function isOfJob(path: string, id: string): boolean {
+  const whole = `v1/jobs/${id}`;
+  return path === whole || [`${whole}/checkpoints`, `${whole}/attempts`, `${whole}/diagnosis`].includes(path);
+}
+
+export interface LineFilter {
+  rank: number | null;
+  stream: string | null;
+  level: string | null;
+  text: string;
+}
+
+export function logsPath(job: string, { rank, stream: from, level, text }: LineFilter): string {
+  const query = new URLSearchParams();
   if (rank !== null) query.set("rank", String(rank));
-  if (stream !== null) query.set("stream", stream);
-  return useFollowed<LogView>(`v1/jobs/${job.id}/logs?${query}`, LINES_SHOWN, isAtRest(job.state) ? ENDED_MS : CALM_MS);
+  if (from !== null) query.set("stream", from);
+  if (level !== null) query.set("level", level);
+  if (text) query.set("text", text);
+  const search = query.toString();
+  return `v1/jobs/${encodeURIComponent(job)}/logs${search ? `?${search}` : ""}`;
 }
 
-function useFollowed<T extends { id: string }>(path: string, keep: number, everyMs: number): Polled<T[]> {
+/** The last lines, polled: the job page leaves its stream to the events. */
+export function useLogs(job: JobView, filter: LineFilter): Polled<LogView[]> {
+  const path = logsPath(job.id, filter);
+  return useFollowed<LogView>(paged(path), LINES_SHOWN, isAtRest(job.state) ? ENDED_MS : CALM_MS);
+}
+
+/** The same as they come, and more of them. */
+export function useLiveLogs(job: JobView, filter: LineFilter): Polled<LogView[]> {
+  return useLive<LogView>(logsPath(job.id, filter), LIVE_LINES_SHOWN, isTerminal(job.state));
+}
+
+/** Every line that matches, as text. */
+export async function allLines(job: string, filter: LineFilter): Promise<string> {
+  const lines = await follow<LogView>(paged(logsPath(job, filter)), Infinity);
+  return lines.map((line) => `${new Date(line.time_ms).toISOString()} rank ${line.rank} ${line.stream} ${line.text}`).join("\n");
+}
+
+function paged(path: string): string {
+  return `${path}${path.includes("?") ? "&" : "?"}limit=${PAGE}`;
+}
+
+function useFollowed<T extends { id: string }>(path: string, keep: number, everyMs: number | false): Polled<T[]> {
   const { data, error } = useQuery({
     queryKey: [path],
     queryFn: ({ signal }) => follow<T>(path, keep, signal),
     structuralSharing: false,
-    refetchInterval: () => paced(everyMs),
+    refetchInterval: () => (everyMs === false ? false : paced(everyMs)),
   });
   return { data, error };
+}
+
+/** A list that grows: what there is by pages, what comes by a stream, and by polling while there is none. */
+function useLive<T extends { id: string }>(path: string, keep: number, ended: boolean, onEntry?: () => void): Polled<T[]> {
+  const [streams, setStreams] = useState(false);
+  const list = paged(path);
+  const polled = useFollowed<T>(list, keep, streams ? false : ended ? ENDED_MS : CALM_MS);
+  const told = useRef(onEntry);
+  told.current = onEntry;
+  const visible = useSyncExternalStore(onVisibility, () => !document.hidden);
+  const isThere = polled.data !== undefined;
+  useEffect(() => {
+    if (!visible || ended || !isThere) return;
+    const stop = new AbortController();
+    void keepFollowing<T>(path, list, keep, stop.signal, setStreams, () => told.current?.());
+    return () => {
+      stop.abort();
+      setStreams(false);
+    };
+  }, [path, list, keep, ended, visible, isThere]);
+  return polled;
+}
+
+async function keepFollowing<T extends { id: string }>(
+  path: string,
+  list: string,
+  keep: number,
+  signal: AbortSignal,
+  onState: (streams: boolean) => void,
+  onEntry: () => void,
+): Promise<void> {
+  const live = path.includes("/logs") ? `${path}${path.includes("?") ? "&" : "?"}follow=true` : path;
+  while (!signal.aborted) {
+    try {
+      const ended = await stream(
+        live,
+        lastOf(list),
+        () => onState(true),
+        (text) => {
+          append(list, JSON.parse(text) as T, keep);
+          queryClient.setQueryData([list], shownOf(list));
+          onEntry();
+        },
+        signal,
+      );
+      if (ended) return;
+    } catch {
+      // Refused, as when too many streams are open, or broken off: polling goes on, and we come back.
+    }
+    if (signal.aborted) return;
+    onState(false);
+    await new Promise((resume) => setTimeout(resume, RECONNECT_MS));
+  }
+}
+
+function onVisibility(listener: () => void): () => void {
+  document.addEventListener("visibilitychange", listener);
+  return () => document.removeEventListener("visibilitychange", listener);
 }

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document c28588ea7eca38af657cabd113c987e8e9ec486accf150d1267617e5ee715581
-// types db616e056efcb4efa63f7718653f5684f7c20199ada5e5275b7985fc9ef64808
+// document 71de9f094a4d6a768a3e2f75407309deaba57bf5009000738525477f3eab0406
+// types d785c74820c92f391369aa41cae3168b4e21298306375afc86da50a106a803e8
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -647,6 +647,26 @@ export interface components {
          * @enum {string}
          */
         ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        /**
+         * ExportedFile
+         * @description One file of an export.
+         */
+        ExportedFile: {
+            /** Bytes */
+            bytes: number;
+            /** Name */
+            name: string;
+            /** Sha256 */
+            sha256: string;
+        };
+        /**
+         * ExportManifest
+         * @description All files of an export, each with its size and its SHA-256.
+         */
+        ExportManifest: {
+            /** Files */
+            files: components["schemas"]["ExportedFile"][];
+        };
         /**
          * ExportView
          * @description The last export of a checkpoint. ``folder`` is below the storage root.
@@ -2088,7 +2108,7 @@ export interface components {
             device: string;
             /**
              * Is Straggler
-             * @description the job is RUNNING, and this is the highest score of the attempt, at least 0.2
+             * @description the job is RUNNING, and this rank costs it 5 % of the step or more: its score is the highest, and that far above the median of the other ranks
              * @default false
              */
             is_straggler: boolean;
@@ -2819,6 +2839,8 @@ export type EventPage = components['schemas']['EventPage'];
 export type EventView = components['schemas']['EventView'];
 export type Exchange = components['schemas']['Exchange'];
 export type ExitReason = components['schemas']['ExitReason'];
+export type ExportedFile = components['schemas']['ExportedFile'];
+export type ExportManifest = components['schemas']['ExportManifest'];
 export type ExportView = components['schemas']['ExportView'];
 export type Factory = components['schemas']['Factory'];
 export type FailureClass = components['schemas']['FailureClass'];

@@ -8,8 +8,10 @@ import { shortId } from "../ui/format";
 
 type Order = "pause" | "resume" | "cancel" | "checkpoint";
 
-const PAUSABLE: ReadonlySet<JobState> = new Set<JobState>(["QUEUED", "PLACING", "STARTING", "RUNNING", "RESTARTING"]);
-const RESUMABLE: ReadonlySet<JobState> = new Set<JobState>(["PAUSED", "FAILED", "CANCELLED"]);
+/** In these states a job can be paused. */
+export const PAUSABLE: ReadonlySet<JobState> = new Set<JobState>(["QUEUED", "PLACING", "STARTING", "RUNNING", "RESTARTING"]);
+/** In these states a job can go on from a checkpoint. */
+export const RESUMABLE: ReadonlySet<JobState> = new Set<JobState>(["PAUSED", "FAILED", "CANCELLED"]);
 
 /** The orders that make sense now. What the controller answers is its own affair. */
 export function Actions({ job }: { job: JobView }) {
@@ -97,7 +99,7 @@ const CHOICES: Record<"pause" | "cancel", Choice[]> = {
   ],
   cancel: [
     { value: "best_effort", label: "Take a checkpoint if that works" },
-    { value: "required", label: "Take a checkpoint, and tell if it fails" },
+    { value: "required", label: "Take a checkpoint, and report if it fails" },
     { value: "none", label: "No checkpoint: steps since the last one are lost" },
   ],
 };
@@ -134,7 +136,7 @@ function StopDialog({
         <p>
           {what === "cancel"
             ? "The ranks stop and the job ends; its committed checkpoints stay."
-            : "The ranks stop and give their places back; the job can be resumed."}{" "}
+            : "The ranks stop and free their slots; the job can be resumed."}{" "}
           <span className="muted">{shortId(job.id)}</span>
         </p>
         <fieldset>

@@ -10,7 +10,7 @@ export function Attempts({ job }: { job: JobView }) {
   return (
     <Panel title="Attempts" aside={newestFirst.length > 0 ? newestFirst.length : null}>
       {!data && error ? <Trouble error={error} /> : null}
-      {data && newestFirst.length === 0 ? <Quiet>None yet: the job waits for its place.</Quiet> : null}
+      {data && newestFirst.length === 0 ? <Quiet>No attempts yet: the job waits for resources.</Quiet> : null}
       {newestFirst.length > 0 ? (
         <div className="scroller tall" tabIndex={0} role="region" aria-label="Attempts, newest first">
           <table>
@@ -34,7 +34,7 @@ export function Attempts({ job }: { job: JobView }) {
                   <td className="why-wide">
                     {end(attempt)}
                     {attempt.resumed_from ? <div className="why">from {attempt.resumed_from.replace(/^.*-s0*(\d+)-a0*(\d+)$/, "step $1 of attempt $2")}</div> : null}
-                    {attempt.failure?.error ? <div className="why">{attempt.failure.error}</div> : null}
+                    {attempt.failure?.error && attempt.failure.error !== job.failure?.error ? <div className="why">{attempt.failure.error}</div> : null}
                   </td>
                   <td className="number">{steps(attempt)}</td>
                   <td className="number">{attempt.lost_steps === null ? DASH : whole(attempt.lost_steps)}</td>
@@ -59,7 +59,7 @@ export function Attempts({ job }: { job: JobView }) {
 
 function end(attempt: AttemptView): string {
   if (attempt.exit_reason) return words(attempt.exit_reason);
-  return attempt.ended_at ? "ended" : "under way";
+  return attempt.ended_at ? "ended" : "running";
 }
 
 function steps(attempt: AttemptView): string {

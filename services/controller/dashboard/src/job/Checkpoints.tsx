@@ -1,5 +1,6 @@
 import { useCheckpoints } from "../api/queries";
 import type { JobView } from "../api/types";
+import { checkpointsHref } from "../router";
 import { bytes, dateTime, loss, whole } from "../ui/format";
 import { Panel, Quiet, StateChip, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
@@ -8,9 +9,18 @@ export function Checkpoints({ job }: { job: JobView }) {
   const { data, error } = useCheckpoints(job);
   const items = data?.items ?? [];
   return (
-    <Panel title="Checkpoints" aside={items.length > 0 ? items.length : null}>
+    <Panel title="Checkpoints" aside={
+        items.length > 0 ? (
+          <>
+            {items.length}{" "}
+            <a className="button" href={checkpointsHref(job.id)}>
+              Manage
+            </a>
+          </>
+        ) : null
+      }>
       {!data && error ? <Trouble error={error} /> : null}
-      {data && items.length === 0 ? <Quiet>None yet.</Quiet> : null}
+      {data && items.length === 0 ? <Quiet>No checkpoints yet.</Quiet> : null}
       {items.length > 0 ? (
         <div className="scroller tall" tabIndex={0} role="region" aria-label="Checkpoints, newest first">
           <table>

@@ -6,7 +6,7 @@ import type { JobView } from "../api/types";
 import { dateTime, words } from "../ui/format";
 import { Panel, Quiet, Trouble } from "../ui/parts";
 
-/** What is wrong with the newest attempt in trouble, or what ended it; running ranks are looked into on demand. */
+/** The diagnosis of the newest attempt that failed; running ranks are inspected on demand. */
 export function Diagnosis({ job }: { job: JobView }) {
   const [asked, setAsked] = useState(false);
   const ask = useMutation({
@@ -24,7 +24,7 @@ export function Diagnosis({ job }: { job: JobView }) {
       aside={
         runs ? (
           <button type="button" disabled={ask.isPending} onClick={() => ask.mutate()}>
-            Look into the ranks
+            Inspect the ranks
           </button>
         ) : null
       }
@@ -33,7 +33,7 @@ export function Diagnosis({ job }: { job: JobView }) {
       {data ? (
         <div className="diagnosis" data-verdict={data.verdict}>
           <p className="verdict">
-            <b>{data.verdict === "none" ? "all is well" : words(data.verdict)}</b>
+            <b>{data.verdict === "none" ? "no problems detected" : words(data.verdict)}</b>
             {data.rank === null ? null : (
               <>
                 {" "}
@@ -42,7 +42,7 @@ export function Diagnosis({ job }: { job: JobView }) {
             )}
             <span className="muted">
               {" "}
-              · attempt {data.attempt}, {data.live ? "looked into" : "ended"} {dateTime(data.at)}
+              · attempt {data.attempt}, {data.live ? "inspected" : "ended"} {dateTime(data.at)}
             </span>
           </p>
           <p>{data.summary}</p>
@@ -60,7 +60,7 @@ export function Diagnosis({ job }: { job: JobView }) {
           ))}
         </div>
       ) : (
-        <Quiet>{asked ? "The agents are looking…" : "No problems found."}</Quiet>
+        <Quiet>{asked ? "The agents inspect the ranks…" : "No problems found."}</Quiet>
       )}
     </Panel>
   );

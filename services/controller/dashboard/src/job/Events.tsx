@@ -11,7 +11,7 @@ export function Events({ job }: { job: JobView }) {
   return (
     <Panel title="Events" aside={newestFirst.length > 0 ? newestFirst.length : null}>
       {!data && error ? <Trouble error={error} /> : null}
-      {data && newestFirst.length === 0 ? <Quiet>Nothing happened yet.</Quiet> : null}
+      {data && newestFirst.length === 0 ? <Quiet>No events yet.</Quiet> : null}
       {newestFirst.length > 0 ? (
         <ol className="timeline scroller tall" tabIndex={0} aria-label="Events, newest first">
           {newestFirst.map((event) => (

@@ -1,19 +1,19 @@
-import { memo, useLayoutEffect, useRef, useState } from "react";
+import { memo, type ReactNode, useLayoutEffect, useRef, useState } from "react";
 import { useLogs } from "../api/queries";
 import type { JobView, LogView } from "../api/types";
+import { logsHref } from "../router";
 import { clock } from "../ui/format";
 import { Panel, Quiet, Trouble } from "../ui/parts";
 
-const RANKS_OFFERED = 1_024;
+const RANKS_OFFERED = 4_096;
 
 /** The last lines that the ranks wrote. Follows the end unless one has scrolled up. */
 export function Logs({ job }: { job: JobView }) {
   const [rank, setRank] = useState<number | null>(null);
   const [stream, setStream] = useState<string | null>(null);
-  const { data, error } = useLogs(job, rank, stream);
+  const { data, error } = useLogs(job, { rank, stream, level: null, text: "" });
   const box = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
-  const world = job.world_size;
   const lines = data ?? [];
 
   useLayoutEffect(() => {
@@ -25,23 +25,11 @@ export function Logs({ job }: { job: JobView }) {
       title="Log"
       aside={
         <>
-          <select
-            aria-label="Rank"
-            value={rank ?? ""}
-            onChange={(event) => setRank(event.target.value === "" ? null : Number(event.target.value))}
-          >
-            <option value="">all ranks</option>
-            {Array.from({ length: Math.min(world, RANKS_OFFERED) }, (_, number) => (
-              <option key={number} value={number}>
-                rank {number}
-              </option>
-            ))}
-          </select>
-          <select aria-label="Stream" value={stream ?? ""} onChange={(event) => setStream(event.target.value || null)}>
-            <option value="">both streams</option>
-            <option value="stdout">stdout</option>
-            <option value="stderr">stderr</option>
-          </select>
+          <RankSelect world={job.world_size} rank={rank} onChange={setRank} />
+          <StreamSelect stream={stream} onChange={setStream} />
+          <a className="button" href={logsHref(job.id)}>
+            Whole log
+          </a>
         </>
       }
     >
@@ -67,7 +55,31 @@ export function Logs({ job }: { job: JobView }) {
   );
 }
 
-const Line = memo(function Line({ line }: { line: LogView }) {
+export function RankSelect({ world, rank, onChange }: { world: number; rank: number | null; onChange: (rank: number | null) => void }) {
+  return (
+    <select aria-label="Rank" value={rank ?? ""} onChange={(event) => onChange(event.target.value === "" ? null : Number(event.target.value))}>
+      <option value="">all ranks</option>
+      {Array.from({ length: Math.min(world, RANKS_OFFERED) }, (_, number) => (
+        <option key={number} value={number}>
+          rank {number}
+        </option>
+      ))}
+    </select>
+  );
+}
+
+export function StreamSelect({ stream, onChange }: { stream: string | null; onChange: (stream: string | null) => void }) {
+  return (
+    <select aria-label="Stream" value={stream ?? ""} onChange={(event) => onChange(event.target.value || null)}>
+      <option value="">both streams</option>
+      <option value="stdout">stdout</option>
+      <option value="stderr">stderr</option>
+    </select>
+  );
+}
+
+/** A line; what was searched for is marked in it. */
+export const Line = memo(function Line({ line, search = "" }: { line: LogView; search?: string }) {
   return (
     <div className={`line ${line.level}`}>
       <span className="at">{clock(line.time_ms)}</span>
@@ -75,7 +87,18 @@ const Line = memo(function Line({ line }: { line: LogView }) {
         {line.rank}
         {line.stream === "stderr" ? "!" : " "}
       </span>
-      <span className="text">{line.text}</span>
+      <span className="text">{search ? marked(line.text, search) : line.text}</span>
     </div>
   );
 });
+
+function marked(text: string, search: string): ReactNode[] {
+  const parts: ReactNode[] = [];
+  const [lower, wanted] = [text.toLowerCase(), search.toLowerCase()];
+  let from = 0;
+  for (let at = lower.indexOf(wanted); at >= 0; at = lower.indexOf(wanted, from)) {
+    parts.push(text.slice(from, at), <mark key={at}>{text.slice(at, at + wanted.length)}</mark>);
+    from = at + wanted.length;
+  }
+  return [...parts, text.slice(from)];
+}

@@ -5,11 +5,18 @@ import type { JobView, NodeView, RankView } from "../api/types";
 import { bytes, compact, DASH, dateTime, duration, perSecond, span, whole } from "../ui/format";
 import { Bar, Panel, Quiet, Trouble } from "../ui/parts";
 import { useNow } from "../ui/time";
-import { type Phase, phaseOf } from "./phases";
+import { phaseOf } from "./phases";
 
-const FEW = 8;
-const ROWS_AT_FIRST = 64;
-const CELLS_AT_MOST = 4_096;
+const ROWS = 64;
+
+type Order = "rank" | "lag" | "memory" | "step time";
+const ORDERS: Order[] = ["rank", "lag", "memory", "step time"];
+const BY: Record<Order, (rank: RankView) => number> = {
+  rank: (rank) => -rank.rank,
+  lag: (rank) => rank.arrival_lag_s ?? -1,
+  memory: (rank) => rank.memory_bytes,
+  "step time": (rank) => rank.step_time_s ?? -1,
+};
 // An agent beats each second and more often: three silent ones are worth a word.
 const UNHEARD_S = 4;
 const UNMOVED_S = 15;
@@ -20,11 +27,14 @@ const NOTABLE_WAIT = 0.1;
 export function Ranks({ job }: { job: JobView }) {
   const { data, error } = useRanks(job);
   const { data: nodes } = useNodes();
-  const [all, setAll] = useState(false);
+  const [order, setOrder] = useState<Order>("rank");
+  const [first, setFirst] = useState(0);
   const memoryOf = useMemo(() => capacities(nodes?.items ?? []), [nodes]);
   const items = data?.items ?? [];
-  const foremost = Math.max(0, ...items.map((rank) => rank.step));
-  const shown = all ? items : items.slice(0, ROWS_AT_FIRST);
+  const foremost = items.reduce((most, rank) => Math.max(most, rank.step), 0);
+  const sorted = order === "rank" ? items : [...items].sort((one, other) => BY[order](other) - BY[order](one));
+  const start = first < sorted.length ? first : 0;
+  const shown = sorted.slice(start, start + ROWS);
   return (
     <Panel
       title="Ranks"
@@ -32,15 +42,21 @@ export function Ranks({ job }: { job: JobView }) {
         data && items.length > 0 ? (
           <>
             {items.length} of attempt {data.attempt}
+            <select aria-label="Order of the ranks" value={order} onChange={(event) => (setOrder(event.target.value as Order), setFirst(0))}>
+              {ORDERS.map((one) => (
+                <option key={one} value={one}>
+                  by {one === "rank" ? "number" : one}
+                </option>
+              ))}
+            </select>
           </>
         ) : null
       }
     >
       {!data && error ? <Trouble error={error} /> : null}
       {data && items.length === 0 ? (
-        <Quiet>{isAtRest(job.state) ? "No rank runs." : "The ranks show up when their node has started them."}</Quiet>
+        <Quiet>{isAtRest(job.state) ? "No rank runs." : "Ranks are listed as soon as their node has started them."}</Quiet>
       ) : null}
-      {items.length > FEW ? <PhaseGrid ranks={items} /> : null}
       {items.length > 0 ? (
         <div className="scroller" tabIndex={0} role="region" aria-label="Ranks, by number">
           <table className="ranks">
@@ -74,10 +90,18 @@ export function Ranks({ job }: { job: JobView }) {
           </table>
         </div>
       ) : null}
-      {items.length > shown.length ? (
-        <button type="button" className="more" onClick={() => setAll(true)}>
-          Show all {items.length} ranks
-        </button>
+      {items.length > ROWS ? (
+        <div className="pager">
+          <button type="button" disabled={start === 0} onClick={() => setFirst(Math.max(0, start - ROWS))}>
+            ← Before
+          </button>
+          <span className="muted">
+            {start + 1}–{start + shown.length} of {items.length}
+          </span>
+          <button type="button" disabled={start + ROWS >= items.length} onClick={() => setFirst(start + ROWS)}>
+            Next →
+          </button>
+        </div>
       ) : null}
     </Panel>
   );
@@ -123,7 +147,7 @@ function RankRow({
           {rank.is_straggler ? " straggler" : ""}
         </span>
       </td>
-      <td className="memory">
+      <td className="used">
         {capacity ? (
           <Bar part={rank.memory_bytes / capacity} label={`Memory of rank ${rank.rank}, of ${bytes(capacity)}`} />
         ) : null}
@@ -164,47 +188,15 @@ interface Silence {
 
 /** What is worth saying about a rank that has not been heard of, or does not move; else null. */
 function silenceOf(rank: RankView): Silence | null {
-  if (rank.last_seen_at === null) return { told: "not seen yet", stale: true };
+  if (rank.last_seen_at === null) return { told: "not started", stale: true };
   const unheard = (serverNow() - Date.parse(rank.last_seen_at)) / 1_000;
-  if (unheard > UNHEARD_S) return { told: `no word for ${span(unheard)}`, stale: true };
+  if (unheard > UNHEARD_S) return { told: `silent for ${span(unheard)}`, stale: true };
   if (rank.beat_age_s === null || rank.beat_age_s <= UNMOVED_S) return null;
-  return { told: `does not move for ${span(rank.beat_age_s)}`, stale: false };
-}
-
-/** All ranks at one glance: a cell each, its letters and colour the phase. */
-function PhaseGrid({ ranks }: { ranks: RankView[] }) {
-  const counts = new Map<Phase, number>();
-  for (const rank of ranks) counts.set(phaseOf(rank.phase), (counts.get(phaseOf(rank.phase)) ?? 0) + 1);
-  const most = [...counts].sort((one, other) => other[1] - one[1]);
-  return (
-    <div className="phase-grid">
-      <p className="counts">
-        {most.map(([phase, count]) => (
-          <span key={phase.word} className={`phase phase-${phase.family}`}>
-            {count} {phase.word}
-          </span>
-        ))}
-      </p>
-      <div className="cells" aria-hidden="true">
-        {ranks.slice(0, CELLS_AT_MOST).map((rank) => {
-          const phase = phaseOf(rank.phase);
-          return (
-            <span
-              key={rank.rank}
-              className={`cell phase-${phase.family}${rank.is_straggler ? " lagging" : ""}`}
-              title={`rank ${rank.rank}: ${phase.word}, step ${rank.step}`}
-            >
-              {phase.letters}
-            </span>
-          );
-        })}
-      </div>
-    </div>
-  );
+  return { told: `no progress for ${span(rank.beat_age_s)}`, stale: false };
 }
 
 /** How much memory a rank's bar is measured against: its accelerator's, or its node's. */
-function capacities(nodes: NodeView[]): (rank: RankView) => number | null {
+export function capacities(nodes: NodeView[]): (rank: RankView) => number | null {
   const byId = new Map(nodes.map((node) => [node.id, node.inventory]));
   return (rank) => {
     const inventory = byId.get(rank.node_id);

@@ -11,7 +11,7 @@ export function Banner() {
         <div className="banner">
           <strong>{detail === null ? "Controller unreachable" : "Controller unable to answer"}</strong> since{" "}
           {clock(downSince)} (<Since ms={downSince} />
-          ). {detail === null ? "" : `${detail} `}What you see is the last that it told; jobs train on without it.
+          ). {detail === null ? "" : `${detail} `}This page shows its last answers. Running jobs are not affected.
         </div>
       )}
     </div>

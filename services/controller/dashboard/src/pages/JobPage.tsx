@@ -1,24 +1,25 @@
-import { useEffect } from "react";
+import { useEffect, useMemo } from "react";
 import { ProblemError } from "../api/client";
 import { refreshAll, useJob } from "../api/queries";
 import type { EstimateView, JobView } from "../api/types";
+import { MetricCharts } from "../charts/MetricCharts";
+import { useMemoryHistory } from "../charts/memory";
 import { Actions } from "../job/Actions";
 import { Attempts } from "../job/Attempts";
 import { Checkpoints } from "../job/Checkpoints";
-import { CurvePanels } from "../job/CurvePanels";
 import { Diagnosis } from "../job/Diagnosis";
 import { Events } from "../job/Events";
 import { Failure } from "../job/Failure";
 import { Logs } from "../job/Logs";
-import { MeshGrid } from "../job/MeshGrid";
+import { RankGrid } from "../job/RankGrid";
 import { Ranks } from "../job/Ranks";
 import { Traces } from "../job/Traces";
-import { planHref } from "../router";
+import { checkpointsHref, compareHref, logsHref, planHref, submitHref } from "../router";
 import { axes, bytes, compact, DASH, dateTime, duration, loss, percent, perSecond, span, validationLoss, whole, words } from "../ui/format";
 import { Bar, Quiet, Stat, StateChip, toneOf, Trouble } from "../ui/parts";
 import { Ago, Elapsed } from "../ui/time";
 
-export function JobPage({ id }: { id: string }) {
+export default function JobPage({ id }: { id: string }) {
   const { data: job, error } = useJob(id);
   useEffect(() => {
     document.title = job ? `${job.name} ${job.state.toLowerCase()} · Meshloom` : "Job · Meshloom";
@@ -40,12 +41,12 @@ export function JobPage({ id }: { id: string }) {
   const gone = error instanceof ProblemError && error.status === 404;
   return (
     <div className="page job">
-      {gone ? <p className="trouble">This job was deleted. What you see is the last that was known of it.</p> : null}
+      {gone ? <p className="trouble">This job was deleted. This page shows its last state.</p> : null}
       <Head job={job} />
       {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
-      <CurvePanels job={job} />
+      <Metrics job={job} />
+      <RankGrid job={job} />
       <Ranks job={job} />
-      <MeshGrid job={job} />
       <Diagnosis job={job} />
       <div className="columns">
         <Checkpoints job={job} />
@@ -57,6 +58,14 @@ export function JobPage({ id }: { id: string }) {
       <SpecPanel job={job} />
     </div>
   );
+}
+
+function Metrics({ job }: { job: JobView }) {
+  const memory = useMemoryHistory(job);
+  const { id, name, state } = job;
+  // Progress makes a new object each second, which the charts need not know.
+  const jobs = useMemo(() => [job], [id, name, state]);
+  return <MetricCharts jobs={jobs} memory={memory} />;
 }
 
 function Head({ job }: { job: JobView }) {
@@ -72,8 +81,14 @@ function Head({ job }: { job: JobView }) {
         ) : null}
         <code className="id">{job.id}</code>
         <Actions job={job} />
+        <nav className="links" aria-label="More on this job">
+          <a href={logsHref(job.id)}>Log</a>
+          <a href={compareHref([job.id])}>Compare</a>
+          <a href={checkpointsHref(job.id)}>Checkpoints</a>
+          <a href={submitHref(job.id)}>Copy the spec</a>
+        </nav>
       </div>
-      <p className="reason">{job.reason ?? sentence(job)}</p>
+      <p className="reason">{reason(job)}</p>
       <div className="bigbar">
         <Bar part={part} label="Progress" tone={toneOf(job.state)} />
         <div className="figures">
@@ -145,10 +160,19 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
     <Stat label="Peak memory" hint={`The plan estimates it in ${estimate.where}; ${seen}`}>
-      {bytes(estimate.measured_peak_bytes)} <span className="muted">estimated {bytes(estimate.peak.total)}</span>{" "}
-      <a href={planHref(estimate.plan_id)}>its plan</a>
+      {bytes(estimate.measured_peak_bytes)}{" "}
+      <span className="muted">
+        (<a href={planHref(estimate.plan_id)}>planned</a> {bytes(estimate.peak.total)})
+      </span>
     </Stat>
   );
+}
+
+/** Why the job stands where it does. Its error is told once, by the failure card. */
+function reason(job: JobView): string {
+  const error = job.failure?.error;
+  if (job.reason && error && job.reason.includes(error)) return "";
+  return job.reason ?? sentence(job);
 }
 
 function sentence(job: JobView): string {

@@ -1,14 +1,18 @@
-import { useNodes } from "../api/queries";
+import { useMutation } from "@tanstack/react-query";
+import { useState } from "react";
+import { post, remove } from "../api/client";
+import { refreshAll, useNodes } from "../api/queries";
 import type { NodeView } from "../api/types";
 import { Measured } from "../node/Measured";
 import { jobHref } from "../router";
+import { Dialog } from "../ui/Dialog";
 import { bytes, DASH, dateTime, shortId } from "../ui/format";
 import { Quiet, Stat, StateChip, Trouble } from "../ui/parts";
 
-export function NodesPage() {
+export default function NodesPage() {
   const { data, error } = useNodes();
   const nodes = data?.items ?? [];
-  const ready = nodes.filter((node) => node.state !== "LOST");
+  const ready = nodes.filter((node) => node.state === "READY");
   const sum = (count: (node: NodeView) => number) => ready.reduce((total, node) => total + count(node), 0);
   const accelerators = sum((node) => node.inventory.accelerators.length);
   return (
@@ -17,7 +21,7 @@ export function NodesPage() {
         <h1>Nodes</h1>
         {nodes.length > 0 ? (
           <p className="summary">
-            {ready.length} of {nodes.length} there · CPU slots {sum((node) => node.cpu_slots_used)} /{" "}
+            {ready.length} of {nodes.length} ready · CPU slots {sum((node) => node.cpu_slots_used)} /{" "}
             {sum((node) => node.inventory.cpu_slots)} used
             {accelerators > 0 ? ` · accelerators ${sum((node) => node.accelerators_used)} / ${accelerators} used` : ""}
           </p>
@@ -28,7 +32,7 @@ export function NodesPage() {
       {data && nodes.length === 0 ? (
         <div className="empty panel">
           <h2>No node has joined</h2>
-          <p>Start an agent on a machine that shall compute:</p>
+          <p>Start an agent on each machine that is to run jobs:</p>
           <pre>
             <code>python -m services.worker.agent</code>
           </pre>
@@ -50,6 +54,7 @@ function NodeCard({ node }: { node: NodeView }) {
       <header>
         <h2>{node.id}</h2>
         <StateChip state={node.state} />
+        <Orders node={node} />
       </header>
       <Slots what="CPU slots" used={node.cpu_slots_used} of={inventory.cpu_slots} />
       {inventory.accelerators.length > 0 ? (
@@ -65,8 +70,8 @@ function NodeCard({ node }: { node: NodeView }) {
       <dl className="stats">
         <Stat label="Memory">{bytes(inventory.memory_bytes)}</Stat>
         <Stat label="Cores">{inventory.cpu_count}</Stat>
-        <Stat label="Lease" hint="The agent renews it with each beat; when it ends, the node counts as lost.">
-          {node.lease_s === null ? "over" : `${Math.ceil(node.lease_s)} s left`}
+        <Stat label="Lease" hint="The agent renews it with each heartbeat; when it expires, the node counts as lost.">
+          {node.lease_s === null ? "expired" : `${Math.ceil(node.lease_s)} s left`}
         </Stat>
         <Stat label="Host">{inventory.hostname}</Stat>
         <Stat label="Joined" hint={dateTime(node.joined_at)}>
@@ -82,7 +87,7 @@ function NodeCard({ node }: { node: NodeView }) {
         <Measured key={device} device={device} found={found} />
       ))}
       <p className="jobs-here">
-        {node.jobs.length === 0 ? <span className="muted">No job here</span> : "Jobs: "}
+        {node.jobs.length === 0 ? <span className="muted">No jobs</span> : "Jobs: "}
         {node.jobs.map((id) => (
           <a key={id} href={jobHref(id)} title={id}>
             {shortId(id)}
@@ -90,6 +95,57 @@ function NodeCard({ node }: { node: NodeView }) {
         ))}
       </p>
     </li>
+  );
+}
+
+/** Drain it and take it back; one that is lost can be forgotten. */
+function Orders({ node }: { node: NodeView }) {
+  const [asks, setAsks] = useState(false);
+  const path = `v1/nodes/${encodeURIComponent(node.id)}`;
+  const order = useMutation({
+    mutationFn: (what: "drain" | "undrain" | "forget") => (what === "forget" ? remove(path) : post(`${path}/${what}`)),
+    onSuccess: () => setAsks(false),
+    onSettled: refreshAll,
+  });
+  return (
+    <div className="row-actions">
+      {node.state === "READY" ? (
+        <button type="button" onClick={() => setAsks(true)}>
+          Drain…
+        </button>
+      ) : null}
+      {node.state === "DRAINING" ? (
+        <button type="button" disabled={order.isPending} onClick={() => order.mutate("undrain")}>
+          Undrain
+        </button>
+      ) : null}
+      {node.state === "LOST" ? (
+        <button type="button" disabled={order.isPending} title="Take it off this list until it joins again" onClick={() => order.mutate("forget")}>
+          Forget
+        </button>
+      ) : null}
+      {order.error && !asks ? (
+        <p className="trouble" role="alert">
+          {order.error.message}
+        </p>
+      ) : null}
+      {asks ? (
+        <Dialog title={`Drain ${node.id}?`} onClose={() => setAsks(false)}>
+          <p>
+            It takes no more jobs. {node.jobs.length > 0 ? `Its ${node.jobs.length} running ${node.jobs.length === 1 ? "job takes a checkpoint and moves" : "jobs take a checkpoint and move"} to another node.` : "No job runs on it."}
+          </p>
+          {order.error ? <Trouble error={order.error} /> : null}
+          <div className="buttons">
+            <button type="button" onClick={() => setAsks(false)}>
+              Close
+            </button>
+            <button type="button" className="primary" disabled={order.isPending} onClick={() => order.mutate("drain")}>
+              Drain
+            </button>
+          </div>
+        </Dialog>
+      ) : null}
+    </div>
   );
 }
 

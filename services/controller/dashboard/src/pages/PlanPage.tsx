@@ -1,13 +1,17 @@
+import { useMutation } from "@tanstack/react-query";
 import { useEffect } from "react";
+import { post } from "../api/client";
 import { usePlan } from "../api/queries";
-import type { PlanView } from "../api/types";
+import type { JobView, PlanView } from "../api/types";
+import { Traceback } from "../job/Failure";
 import { Alternatives } from "../plan/Alternatives";
 import { MemoryBars } from "../plan/MemoryBars";
 import { Verdict, verdict } from "../plan/Verdict";
+import { jobHref } from "../router";
 import { axes, bytes, compact, dateTime, duration, whole, words } from "../ui/format";
 import { Panel, Quiet, Stat, Trouble } from "../ui/parts";
 
-export function PlanPage({ id }: { id: string }) {
+export default function PlanPage({ id }: { id: string }) {
   const { data: plan, error } = usePlan(id);
   useEffect(() => {
     document.title = plan ? `${plan.spec.name} ${verdict(plan)[2]} · Meshloom` : "Plan · Meshloom";
@@ -24,8 +28,10 @@ export function PlanPage({ id }: { id: string }) {
     <div className="page plan">
       <Head plan={plan} />
       {plan.failure?.traceback ? (
-        <Panel title="What the model's code raised">
-          <pre className="traceback">{plan.failure.traceback}</pre>
+        <Panel title="Error in the model's code">
+          <div className="failure-text">
+            <Traceback text={plan.failure.traceback} />
+          </div>
         </Panel>
       ) : null}
       {plan.memory.length > 0 ? <MemoryBars plan={plan} /> : null}
@@ -45,6 +51,7 @@ function Head({ plan }: { plan: PlanView }) {
         <h1>{plan.spec.name}</h1>
         <Verdict plan={plan} />
         <code className="id">{plan.id}</code>
+        <SubmitPlan plan={plan} />
       </div>
       <p className="reason">{plan.reason}</p>
       {plan.placement ? <p className="muted">{plan.placement}</p> : null}
@@ -72,6 +79,24 @@ function Head({ plan }: { plan: PlanView }) {
         <Stat label="Until">{dateTime(plan.expires_at)}</Stat>
       </dl>
     </section>
+  );
+}
+
+function SubmitPlan({ plan }: { plan: PlanView }) {
+  const submit = useMutation({
+    mutationFn: () => post<JobView>("v1/jobs", { plan_id: plan.id }),
+    onSuccess: (job) => {
+      location.hash = jobHref(job.id);
+    },
+  });
+  if (!plan.feasible) return null;
+  return (
+    <div className="actions">
+      <button type="button" className="primary" disabled={submit.isPending} onClick={() => submit.mutate()}>
+        Submit
+      </button>
+      {submit.error ? <Trouble error={submit.error} /> : null}
+    </div>
   );
 }
 
@@ -134,7 +159,7 @@ function kept(reshards: boolean | number): string {
 function Traffic({ plan }: { plan: PlanView }) {
   const most = Math.max(...plan.traffic.map((axis) => axis.bytes_sent), 1);
   return (
-    <Panel title="What a rank sends in a step">
+    <Panel title="Traffic of a rank in a step">
       <ul className="rates sent">
         {plan.traffic.map((axis) => (
           <li key={axis.axis}>
@@ -143,8 +168,8 @@ function Traffic({ plan }: { plan: PlanView }) {
               <i style={{ width: `${(100 * axis.bytes_sent) / most}%` }} />
             </span>
             <b>
-              {bytes(axis.bytes_sent)} in {axis.collectives} collectives
-              {axis.seconds === null ? "" : `, ${duration(axis.seconds)} if nothing else ran`}
+              {bytes(axis.bytes_sent)} in {axis.collectives} {axis.collectives === 1 ? "collective" : "collectives"}
+              {axis.seconds === null ? "" : `, ${duration(axis.seconds)} without overlap`}
             </b>
           </li>
         ))}

@@ -8,7 +8,7 @@ import { Ago } from "../ui/time";
 
 const STATES: PlanState[] = ["PROBING", "READY", "FAILED"];
 
-export function PlansPage({ query }: { query: URLSearchParams }) {
+export default function PlansPage({ query }: { query: URLSearchParams }) {
   const shown = new Set((query.get("show") ?? "").split(",").filter((name) => name !== ""));
   const cursor = query.get("cursor");
   const states = STATES.filter((state) => shown.has(state.toLowerCase()));
@@ -69,7 +69,7 @@ function PlanTable({ plans }: { plans: PlanSummary[] }) {
             <th scope="col">Verdict</th>
             <th scope="col">Plan</th>
             <th scope="col" className="wide">
-              Peak of the limit
+              Peak memory / limit
             </th>
             <th scope="col">Mesh</th>
             <th scope="col" className="number">
@@ -120,7 +120,7 @@ function PlanRow({ plan }: { plan: PlanSummary }) {
           DASH
         ) : (
           <div className="progress">
-            <Bar part={part} label="Peak, of the limit" tone={part > 1 ? "bad" : "live"} />
+            <Bar part={part} label="Peak memory / limit" tone={part > 1 ? "bad" : "live"} />
             <span>
               {bytes(peak_bytes)} <span className="muted">of {bytes(memory_limit_bytes)}</span>
             </span>
@@ -151,7 +151,7 @@ function NoPlans({ filtered }: { filtered: boolean }) {
         <a href="#/plans">Show all plans</a>
       ) : (
         <>
-          <p>A plan says what a job will need before anything is allocated:</p>
+          <p>A plan predicts the mesh, memory and step time of a job. It allocates nothing.</p>
           <pre>
             <code>meshloom plan examples/stdlib-gpt.yaml</code>
           </pre>

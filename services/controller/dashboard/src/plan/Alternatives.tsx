@@ -21,7 +21,7 @@ export function Alternatives({ plan }: { plan: PlanView }) {
   );
   const slowest = Math.max(...rows.map((row) => row.step_time_s ?? 0), 1e-9);
   return (
-    <Panel title="What else was considered">
+    <Panel title="Layouts compared">
       <div className="scroller" tabIndex={0} role="region" aria-label="Layouts">
         <table className="layouts">
           <thead>
@@ -50,7 +50,7 @@ export function Alternatives({ plan }: { plan: PlanView }) {
                     text={row.step_time_s === null ? DASH : duration(row.step_time_s)}
                   />
                 </td>
-                <td>{row.lost_because ?? (plan.feasible ? "chosen" : "needs least")}</td>
+                <td>{row.lost_because ?? (plan.feasible ? "chosen" : "does not fit either")}</td>
               </tr>
             ))}
           </tbody>
@@ -64,7 +64,7 @@ function chosen(plan: PlanView): Row[] {
   if (plan.micro_batch === null) return [];
   return [
     {
-      title: plan.feasible ? "this plan" : "the nearest",
+      title: plan.feasible ? "this plan" : "closest to the limit",
       micro_batch: plan.micro_batch,
       peak_bytes: Math.max(...plan.memory.map((group) => group.peak.total), 0) || null,
       step_time_s: plan.step_time?.total_s ?? null,

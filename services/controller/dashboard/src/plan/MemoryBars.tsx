@@ -27,8 +27,8 @@ export function MemoryBars({ plan }: { plan: PlanView }) {
   const fullest = plan.memory.reduce((most, group) => (group.peak.total > most.peak.total ? group : most));
   const seen = KINDS.filter((kind) => plan.memory.some((group) => group.peak[kind] > 0));
   return (
-    <Panel title="Memory of a rank at its peak" aside={<span>{limit === null ? "" : `limit ${bytes(limit)}`}</span>}>
-      <div className="memory">
+    <Panel title="Peak memory of a rank" aside={<span>{limit === null ? "" : `limit ${bytes(limit)}`}</span>}>
+      <div className="memory-bars">
         {plan.memory.map((group) => (
           <Group key={group.ranks.join()} group={group} scale={scale} limit={limit} />
         ))}
@@ -79,7 +79,7 @@ function Group({ group, scale, limit }: { group: RankMemory; scale: number; limi
       <p className="muted">
         {peak.total < TOO_SMALL * scale ? "The thin bar is enlarged. " : ""}
         {bytes(group.resting.total)} between steps
-        {group.host_bytes > 0 ? `, and ${bytes(group.host_bytes)} of the host` : ""}
+        {group.host_bytes > 0 ? `, and ${bytes(group.host_bytes)} of host memory` : ""}
       </p>
     </figure>
   );

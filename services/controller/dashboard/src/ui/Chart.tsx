@@ -2,6 +2,8 @@
 
 import { useEffect, useId, useLayoutEffect, useRef, useState } from "react";
 import uPlot from "uplot";
+import { download } from "./download";
+import { duration } from "./format";
 import "uplot/dist/uPlot.min.css";
 
 export interface Curve {
@@ -16,7 +18,12 @@ export interface Curve {
   dots?: boolean;
   /** Left out of the read-out under the title. */
   silent?: boolean;
+  /** Left out of the legend. */
+  hidden?: boolean;
 }
+
+/** The part of the x axis that is shown; null: all of it. */
+export type Zoom = [number, number] | null;
 
 export interface Mark {
   x: number;
@@ -32,8 +39,13 @@ export interface Level {
 interface Props {
   title: string;
   summary: string;
-  steps: number[];
+  /** Ascending: steps, or with `timed` seconds of training. */
+  x: number[];
   curves: Curve[];
+  timed?: boolean;
+  height?: number;
+  zoom?: Zoom;
+  onZoom?: (zoom: Zoom) => void;
   marks?: Mark[];
   levels?: Level[];
   log?: boolean;
@@ -43,9 +55,12 @@ interface Props {
 }
 
 const HEIGHT = 236;
+// Fewer points than this make no line that one could see.
+const FEW_POINTS = 3;
 const CURSOR_GROUP = uPlot.sync("steps");
 
-function useColorScheme(): boolean {
+/** Whether the dark colours are shown: what is on a canvas must be drawn again when they change. */
+export function useColorScheme(): boolean {
   const [dark, setDark] = useState(() => matchMedia("(prefers-color-scheme: dark)").matches);
   useEffect(() => {
     const query = matchMedia("(prefers-color-scheme: dark)");
@@ -57,7 +72,8 @@ function useColorScheme(): boolean {
 }
 
 export function Chart(props: Props) {
-  const { title, summary, steps, curves, log = false, fromZero = false, controls } = props;
+  const { title, summary, x, curves, log = false, fromZero = false, timed = false, height = HEIGHT, controls } = props;
+  const zoom = props.zoom ?? null;
   const holder = useRef<HTMLDivElement>(null);
   const readout = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
@@ -67,8 +83,9 @@ export function Chart(props: Props) {
   const latest = useRef(props);
   latest.current = props;
 
-  const shape = curves.map((curve) => curve.label).join("|");
-  const data: uPlot.AlignedData = [steps, ...curves.map((curve) => curve.values)];
+  const few = curves.map((curve) => curve.values.filter((value) => value !== null).length < FEW_POINTS);
+  const shape = curves.map((curve, index) => `${curve.label} ${curve.color} ${few[index]}`).join("|");
+  const data: uPlot.AlignedData = [x, ...curves.map((curve) => curve.values)];
   const dataNow = useRef(data);
   dataNow.current = data;
 
@@ -80,24 +97,25 @@ export function Chart(props: Props) {
     const chart = new uPlot(
       {
         width: element.clientWidth || 320,
-        height: HEIGHT,
+        height,
         legend: { show: false },
         padding: [10, 12, 0, 0],
         cursor: {
           sync: { key: CURSOR_GROUP.key, setSeries: false },
           y: false,
-          drag: { x: true, y: false },
+          drag: { x: true, y: false, setScale: false, dist: 6 },
+          bind: { dblclick: () => () => (latest.current.onZoom?.(null), null) },
           points: { size: 6 },
         },
         scales: {
-          x: { time: false },
+          x: { time: false, range: (_self, min, max) => latest.current.zoom ?? spread(min, max) },
           y: {
             distr: log ? 3 : 1,
             range: (_self, min, max) => valueRange(min, max, log, fromZero, latest.current.levels ?? []),
           },
         },
         axes: [
-          axis(paint, (values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en-US") : ""))),
+          axis(paint, (values) => values.map((value) => (timed ? duration(value) : Number.isInteger(value) ? value.toLocaleString("en-US") : ""))),
           {
             ...axis(paint, (values) => values.map(tickText)),
             ...(log ? { splits: (_self, _axis, min, max) => logTicks(min, max), filter: (_self, splits) => splits } : {}),
@@ -106,7 +124,7 @@ export function Chart(props: Props) {
         series: [
           {},
           ...curves.map(
-            (curve): uPlot.Series => ({
+            (curve, index): uPlot.Series => ({
               label: curve.label,
               stroke: faded(paint(curve.color), curve.alpha ?? 1),
               width: curve.width ?? 1.5,
@@ -114,12 +132,13 @@ export function Chart(props: Props) {
               ...(curve.dash ? { dash: curve.dash } : {}),
               points: curve.dots
                 ? { show: true, size: 7, fill: paint(curve.color), stroke: paint("--surface"), width: 1.5 }
-                : { show: false },
+                : { show: few[index] ?? false, size: 6 },
             }),
           ),
         ],
         hooks: {
           drawClear: [(self) => drawGuides(self, latest.current, paint)],
+          setSelect: [(self) => selected(self, latest.current)],
           setCursor: [(self) => tellCursor(self, readout.current, latest.current)],
         },
       },
@@ -129,7 +148,7 @@ export function Chart(props: Props) {
     plot.current = chart;
     tellCursor(chart, readout.current, latest.current);
     const observer = new ResizeObserver(() => {
-      if (element.clientWidth > 0) chart.setSize({ width: element.clientWidth, height: HEIGHT });
+      if (element.clientWidth > 0) chart.setSize({ width: element.clientWidth, height });
     });
     observer.observe(element);
     return () => {
@@ -137,22 +156,31 @@ export function Chart(props: Props) {
       chart.destroy();
       plot.current = null;
     };
-  }, [shape, log, fromZero, dark]);
+  }, [shape, log, fromZero, dark, timed, height]);
 
   useEffect(() => {
     const chart = plot.current;
     if (!chart || chart.data === dataNow.current) return;
     chart.setData(dataNow.current);
     tellCursor(chart, readout.current, latest.current);
-  }, [steps, curves]);
+  }, [x, curves]);
+
+  const [from, to] = zoom ?? [null, null];
+  useEffect(() => {
+    const chart = plot.current;
+    const [first, last] = [x[0], x.at(-1)];
+    if (!chart || first === undefined || last === undefined) return;
+    const [low, high] = spread(from ?? first, to ?? last);
+    chart.setScale("x", { min: low, max: high });
+  }, [from, to]);
 
   return (
     <figure className="chart" aria-labelledby={heading}>
       <figcaption>
         <h2 id={heading}>{title}</h2>
         <ul className="keys" aria-hidden="true">
-          {curves.map((curve) => (
-            <li key={curve.label}>
+          {curves.filter((curve) => !curve.hidden).map((curve, index) => (
+            <li key={index}>
               <i
                 className={curve.dots ? "dot" : curve.dash ? "dashes" : "line"}
                 style={{ color: `var(${curve.color})`, opacity: curve.alpha ?? 1 }}
@@ -161,10 +189,26 @@ export function Chart(props: Props) {
             </li>
           ))}
         </ul>
-        {controls}
+        <span className="tools">
+          {controls}
+          <button type="button" className="tool" aria-label={`PNG of ${title}`} onClick={() => keepPicture(plot.current, props)}>
+            PNG
+          </button>
+        </span>
       </figcaption>
       <div ref={readout} className="readout" aria-hidden="true" />
-      <div ref={holder} className="plot" role="img" aria-label={summary} />
+      <div
+        ref={holder}
+        className="plot"
+        role="img"
+        aria-label={summary}
+        tabIndex={0}
+        aria-keyshortcuts="ArrowLeft ArrowRight + - 0"
+        title="Drag to zoom, double-click for all. Keys: ← → read values, + − zoom, 0 all."
+        onKeyDown={(event) => {
+          if (plot.current && pressed(plot.current, event.key, props)) event.preventDefault();
+        }}
+      />
     </figure>
   );
 }
@@ -180,6 +224,78 @@ function axis(paint: (name: string) => string, values: (splits: number[]) => str
     size: (_self, texts) => (texts ? Math.max(30, 12 + 6.6 * Math.max(...texts.map((text) => text?.length ?? 0))) : 30),
     values: (_self, splits) => values(splits),
   };
+}
+
+/** A range of some width: of a single step uPlot would make endless ticks. */
+function spread(min: number | null, max: number | null): [number, number] {
+  const [low, high] = [min ?? 0, max ?? 1];
+  return high > low ? [low, high] : [low - 1, low + 1];
+}
+
+/** Zoom into what was dragged over, in all charts. */
+function selected(self: uPlot, { onZoom }: Props): void {
+  const { left, width } = self.select;
+  if (width < 1) return;
+  const zoom: Zoom = [self.posToVal(left, "x"), self.posToVal(left + width, "x")];
+  self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  onZoom?.(zoom);
+}
+
+/** What a mouse does, by keys; whether the key means anything. */
+function pressed(self: uPlot, key: string, { x, onZoom }: Props): boolean {
+  if (key === "ArrowLeft" || key === "ArrowRight") {
+    const at = self.cursor.idx ?? x.length - 1;
+    const next = Math.min(Math.max(at + (key === "ArrowLeft" ? -1 : 1), 0), x.length - 1);
+    self.setCursor({ left: self.valToPos(x[next] ?? 0, "x"), top: 0 });
+    return true;
+  }
+  if (key === "0") onZoom?.(null);
+  else if (key === "+" || key === "=") onZoom?.(scaled(self, 0.5));
+  else if (key === "-") onZoom?.(scaled(self, 2));
+  else return false;
+  return true;
+}
+
+/** The shown part, `factor` times as wide around the cursor or the middle; null where that is all. */
+function scaled(self: uPlot, factor: number): Zoom {
+  const { min = 0, max = 1 } = self.scales["x"] ?? {};
+  const [low, high] = [min ?? 0, max ?? 1];
+  const idx = self.cursor.idx;
+  const center = (idx === null || idx === undefined ? undefined : self.data[0][idx]) ?? (low + high) / 2;
+  const half = ((high - low) * factor) / 2;
+  const xs = self.data[0];
+  const [first = 0, last = 1] = [xs[0], xs.at(-1)];
+  const [from, to] = [Math.max(center - half, first), Math.min(center + half, last)];
+  return from <= first && to >= last ? null : [from, to];
+}
+
+/** The chart as a picture, with its title and legend, on the page's own colours. */
+function keepPicture(self: uPlot | null, { title, curves }: Props): void {
+  if (!self) return;
+  const source = self.ctx.canvas;
+  const ratio = devicePixelRatio;
+  const head = 30 * ratio;
+  const picture = document.createElement("canvas");
+  picture.width = source.width;
+  picture.height = source.height + head;
+  const ctx = picture.getContext("2d");
+  if (!ctx) return;
+  const style = getComputedStyle(document.documentElement);
+  const paint = (name: string) => style.getPropertyValue(name).trim();
+  ctx.fillStyle = paint("--surface");
+  ctx.fillRect(0, 0, picture.width, picture.height);
+  ctx.drawImage(source, 0, head);
+  ctx.textBaseline = "middle";
+  let at = 10 * ratio;
+  const write = (text: string, color: string, weight: number): void => {
+    ctx.font = `${weight} ${12 * ratio}px ui-sans-serif, system-ui, sans-serif`;
+    ctx.fillStyle = paint(color);
+    ctx.fillText(text, at, head / 2);
+    at += ctx.measureText(text).width + 14 * ratio;
+  };
+  write(title, "--text", 650);
+  for (const curve of curves) if (!curve.hidden) write(curve.label, curve.color, 500);
+  picture.toBlob((blob) => blob && download(`${title}.png`, blob));
 }
 
 /** Round numbers between `min` and `max`, as many as there is room for. */
@@ -243,8 +359,12 @@ function drawGuides(self: uPlot, { marks = [], levels = [] }: Props, paint: (nam
     if (y < bbox.top || y > bbox.top + bbox.height) continue;
     ctx.strokeStyle = paint(level.color);
     line(ctx, bbox.left, y, bbox.left + bbox.width, y);
-    ctx.fillStyle = paint(level.color);
     ctx.textAlign = "right";
+    // A patch of the background behind the text: grid lines must not cross the letters.
+    const text = ctx.measureText(level.label).width;
+    ctx.fillStyle = paint("--surface");
+    ctx.fillRect(bbox.left + bbox.width - text - 4 * ratio, y - 15 * ratio, text + 4 * ratio, 14 * ratio);
+    ctx.fillStyle = paint(level.color);
     ctx.fillText(level.label, bbox.left + bbox.width, y - 2 * ratio);
   }
   ctx.restore();
@@ -258,11 +378,11 @@ function line(ctx: CanvasRenderingContext2D, x0: number, y0: number, x1: number,
 }
 
 /** What stands under the cursor, or the last figures where there is none. */
-function tellCursor(self: uPlot, element: HTMLElement | null, { steps, curves, format }: Props): void {
+function tellCursor(self: uPlot, element: HTMLElement | null, { x, curves, format, timed }: Props): void {
   if (!element) return;
   const pointed = self.cursor.idx;
-  const at = pointed ?? steps.length - 1;
-  const step = steps[at];
+  const at = pointed ?? x.length - 1;
+  const step = x[at];
   if (step === undefined) {
     element.textContent = "";
     return;
@@ -272,7 +392,7 @@ function tellCursor(self: uPlot, element: HTMLElement | null, { steps, curves, f
     .map((curve) => [curve.label, curve.values[at] ?? (pointed === null || pointed === undefined ? lastOf(curve.values) : null)] as const)
     .filter(([, value]) => value !== null)
     .map(([label, value]) => `${label} ${format(value)}`);
-  element.textContent = [`step ${step.toLocaleString("en-US")}`, ...told].join("  ·  ");
+  element.textContent = [timed ? `after ${duration(step)}` : `step ${step.toLocaleString("en-US")}`, ...told].join("  ·  ");
 }
 
 function lastOf(values: (number | null)[]): number | null {

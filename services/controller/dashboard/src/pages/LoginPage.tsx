@@ -1,14 +1,14 @@
 import { type FormEvent, useId, useState } from "react";
 import { token } from "../api/client";
-import { connection } from "../api/connection";
+import { connection, useConnection } from "../api/connection";
 import { refreshAll } from "../api/queries";
-import { Dialog } from "../ui/Dialog";
 
-/** Asked for when the controller answers 401. The token lives as long as this tab. */
-export function TokenPrompt() {
+/** Shown when the controller answers 401, in the place of the page, and by itself at `#/login`. */
+export function LoginPage() {
+  const { needsToken } = useConnection();
   const [value, setValue] = useState("");
   const field = useId();
-  const refused = token.get() !== null;
+  const refused = needsToken && token.get() !== null;
 
   function submit(event: FormEvent): void {
     event.preventDefault();
@@ -16,16 +16,19 @@ export function TokenPrompt() {
     token.set(value.trim());
     connection.tokenGiven();
     refreshAll();
+    if (location.hash.startsWith("#/login")) location.hash = "#/jobs";
   }
 
   return (
-    <Dialog title="Token needed" onClose={() => undefined}>
-      <form onSubmit={submit}>
-        <p>
+    <div className="page">
+      <form className="panel login" onSubmit={submit}>
+        <h1>Log in</h1>
+        <p role={refused ? "alert" : undefined} className={refused ? "bad" : "muted"}>
           {refused
             ? "The controller did not accept this token."
-            : "This controller asks for a token."}{" "}
-          It is kept in this tab only.
+            : needsToken
+              ? "This controller asks for a token."
+              : "This controller answers without a token; you may use one to act as somebody else."}
         </p>
         <label htmlFor={field}>Bearer token</label>
         <input
@@ -37,12 +40,15 @@ export function TokenPrompt() {
           value={value}
           onChange={(event) => setValue(event.target.value)}
         />
+        <p className="muted">
+          It is kept in this tab only. An operator makes one on the Access page or by <code>meshloom tokens create</code>.
+        </p>
         <div className="buttons">
           <button type="submit" className="primary" disabled={!value.trim()}>
             Use token
           </button>
         </div>
       </form>
-    </Dialog>
+    </div>
   );
 }

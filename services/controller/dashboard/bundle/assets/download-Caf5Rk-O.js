@@ -1,0 +1,1 @@
+function e(e,t){let n=document.createElement(`a`);n.href=URL.createObjectURL(t),n.download=e.replace(/[^\w.-]+/g,`-`),n.click(),setTimeout(()=>URL.revokeObjectURL(n.href),1e4)}export{e as t};
