@@ -294,7 +294,7 @@ def test_a_job_waits_for_a_node_that_can_profile_it() -> None:
         await office.looks()
         job = await office.job(job_id)
         assert job.state is JobState.QUEUED
-        assert "no node with CPU slots is ready that could profile the model" in (job.reason or "")
+        assert "no node with CPU slots is ready to profile the model" in (job.reason or "")
         office.joins()
         await office.looks()
         await office.answers()

@@ -250,7 +250,7 @@ def test_a_node_is_deleted_once_it_is_lost_and_no_rank_can_live_there(house: Hou
     assert "READY" in refused()
     house.agent.leave()
     until(lambda: house.get("/v1/nodes/loom-1")["state"] == "LOST", every_s=0.01)
-    assert "lives" in refused()
+    assert "is alive" in refused()
     house.agent.lose_lease()
     assert house.client.delete("/v1/nodes/loom-1").status_code == 204
     assert house.client.delete("/v1/nodes/loom-1").status_code == 404

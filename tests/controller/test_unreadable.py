@@ -325,14 +325,15 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
     house.redis.rpush(keys.ARRIVED_FACTS, many)
     house.agent.join()
     until(lambda: house.get("/v1/nodes")["items"])
-    said = [vars(record) for record in caplog.records if record.msg == "unreadable_fact"]
-    assert [
-        len(str(line["body"])) < 1_000 and len(str(line["error"])) < 3_000 for line in said
-    ] == [
-        True,
-        True,
-    ]
-    assert f'"bytes":{keys.LONGEST_FACT + 1}' in str(said[0]["body"])
+    # By what they say: a controller that lost the lead reads them once more.
+    said = {
+        str(vars(record)["body"]): str(vars(record)["error"])
+        for record in caplog.records
+        if record.msg == "unreadable_fact"
+    }
+    assert len(said) == 2
+    assert all(len(body) < 1_000 and len(error) < 3_000 for body, error in said.items())
+    assert f'"bytes":{keys.LONGEST_FACT + 1}' in next(iter(said))
 
 
 @pytest.mark.redis
