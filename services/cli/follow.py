@@ -62,7 +62,7 @@ def _follow_live(client: Client, job_id: str, console: Console, *, every_rank: b
                 completed=job.progress.step,
                 figures=_figures(job),
             )
-            shown = _rank_rows(ranks, console.height) if every_rank else _rank_lines(ranks)
+            shown = rank_rows(ranks, console.height) if every_rank else _rank_lines(ranks)
             live.update(Group(_headline(job), bar, *shown))
     return job
 
@@ -121,7 +121,7 @@ def _rank_lines(ranks: RankList) -> Iterator[Text]:
         yield Text(f"  rank {rank.rank} on {rank.node_id}  step {rank.step}  {rank.phase}{unit}")
 
 
-def _rank_rows(ranks: RankList, height: int) -> Iterable[RenderableType]:
+def rank_rows(ranks: RankList, height: int) -> Iterable[RenderableType]:
     """The ranks for which there are lines: of many, those that the others wait for and those behind."""
     room = max(height - _LINES_BESIDE, _LINES_AT_LEAST)
     every = ranks.items

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from services.cli import output
 from services.cli.app import COMMANDS, app
+from services.contract.api.views import StopRequest
 from tests.cli.tree import leaves
 
 LEAVES = list(leaves())
@@ -93,6 +94,16 @@ def test_an_option_that_is_wrong_is_told_in_plain_words(words: list[str], said: 
     assert said in done.output
     for raw in ("Value error", "Input should", "type="):
         assert raw not in done.output
+
+
+@pytest.mark.parametrize("name", ["pause", "cancel"])
+def test_a_stop_without_options_is_the_one_of_api_and_dashboard(name: str) -> None:
+    command = next(leaf.command for leaf in LEAVES if leaf.words == (name,))
+    defaults = {param.name: param.default for param in command.params}
+    assert (defaults["checkpoint"], defaults["grace"]) == (
+        StopRequest().checkpoint,
+        StopRequest().grace_s,
+    )
 
 
 def test_the_version_is_that_of_the_package() -> None:

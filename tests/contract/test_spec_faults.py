@@ -103,6 +103,21 @@ def test_no_fault_is_told_that_there_is_not(change: dict[str, Any], pointers: se
     assert set(faults(GOOD | change)) == pointers
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": {"wandb": {"api_key": "abcdefgh"}}},
+        {"metrics": {"mlflow": {"password": "abcdefgh", "trackin_uri": "x"}}},
+        {"priority": "hf_abcdefghabcdefgh"},
+        {"optimizer": {"factory": "adamw", "args": {"api_token": "abcdefgh"}}},
+    ],
+)
+def test_what_may_be_a_credential_is_not_shown(change: dict[str, Any]) -> None:
+    found = faults(GOOD | change)
+    assert found
+    assert "abcdefgh" not in str(found.values())
+
+
 @pytest.mark.parametrize("spec", [None, [], "text", {"train": []}, {"": {"": 1}}, {"model": []}])
 def test_whatever_comes_is_judged(spec: object) -> None:
     assert faults(spec)

@@ -293,12 +293,13 @@ def test_a_line_cannot_pose_as_another_ranks_nor_an_entry_as_another(typed: Type
     assert r"\n2026-01-01 00:00:00  boss" in trail
 
 
-def test_the_live_view_obeys_nothing_either(place: Place) -> None:
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_the_live_view_obeys_nothing_either(place: Place, every_rank: bool) -> None:  # noqa: FBT001 a case
     screen = io.StringIO()
     console = Terminal(file=screen, force_terminal=True, width=1000)
     url = str(place.controller.client.base_url)
     with Client(url, BOOTSTRAP) as client:
-        follow(client, place.names["failed"], console)
+        follow(client, place.names["failed"], console, every_rank=every_rank)
     assert SHOWN in screen.getvalue()
     assert "\x1b]" not in screen.getvalue()
     assert not set("\x07\x9b\u202e") & set(screen.getvalue())
