@@ -4,6 +4,7 @@ from typing import Annotated, Final
 
 import typer
 
+from meshloom.client import RestClient as Client
 from services.cli import tables
 from services.cli.code_folder import Code, with_code
 from services.cli.connect import connect
@@ -14,11 +15,13 @@ from services.cli.spec_file import read_model, read_overrides
 from services.cli.terminal import console
 from services.cli.watching import Follow, follow_to_its_end, print_failure, submitted
 from services.contract.api.requests import CloneRequest
+from services.contract.api.views import EventPage
 from services.contract.words.states import JobState
 
 _LIVE_STATES: Final = frozenset(
     {JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING}
 )
+_EVENTS_AT_ONCE: Final = 200
 _BY_WORD: Final = frozenset({"latest", "best"})
 
 
@@ -141,9 +144,18 @@ def events(job: Job) -> None:
       meshloom events last
     """
     with connect() as client:
-        page = client.events(job_id_of(client, job))
+        page = _all_events(client, job_id_of(client, job))
     if not as_data(page):
         console.print(tables.events_table(page))
+
+
+def _all_events(client: Client, job_id: str) -> EventPage:
+    page = client.events(job_id, limit=_EVENTS_AT_ONCE)
+    items = list(page.items)
+    while page.next_cursor is not None and page.items:
+        page = client.events(job_id, limit=_EVENTS_AT_ONCE, cursor=page.next_cursor)
+        items += page.items
+    return EventPage(items=tuple(items))
 
 
 @answers

@@ -10,6 +10,7 @@ import typer
 from redis import Redis
 from typer.testing import CliRunner
 
+from services.cli import jobs
 from services.cli.app import app
 from services.cli.errors import CliError
 from services.cli.terminal import console
@@ -70,6 +71,7 @@ def test_jobs_and_lines_are_sorted_and_narrowed(
         assert typed("logs", newest, "--since", since, "--until", "1h") == "[0] before\n"
         _lines_are_narrowed(newest, typed)
         _things_are_named(controller, agent, gang, typed)
+        _events_of_all_pages_are_listed(newest, typed, monkeypatch)
         _a_spec_is_read_from_standard_input()
 
 
@@ -125,6 +127,15 @@ def _things_are_named(
     wrong = _refused("status", first)
     assert wrong == f"{first} is the id of a checkpoint, not of a job; its job is {gang.job_id}"
     assert "give the id of the checkpoint" in _refused("rm-checkpoint", gang.job_id)
+
+
+def _events_of_all_pages_are_listed(
+    job_id: str, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(typed("events", job_id, "--json"))["items"]
+    assert len(whole) > 3
+    monkeypatch.setattr(jobs, "_EVENTS_AT_ONCE", 2)
+    assert json.loads(typed("events", job_id, "--json")) == {"items": whole, "next_cursor": None}
 
 
 def _a_spec_is_read_from_standard_input() -> None:
