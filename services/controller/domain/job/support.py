@@ -27,11 +27,11 @@ def unsupported(spec: JobSpec, known: Sequence[Fault] = ()) -> list[Fault]:
 def _unknown(field: str, used: Factory) -> list[Fault]:
     at = f"/{field.replace('.', '/')}"
     return [
-        Fault(pointer=at + pointer_of(place), detail=why, code=_NOT_YET)
+        _not_yet(at + pointer_of(place), why)
         for place, why in misuse(field, used.factory, used.args)
     ]
 
 
 def _not_yet(pointer: str, why: str) -> Fault:
     name = pointer.removeprefix("/").replace("/", ".")
-    return Fault(pointer=pointer, detail=f"{name}: {why}", code=_NOT_YET)
+    return Fault(pointer=pointer, detail=f"{name}: {why.removeprefix(f'{name}: ')}", code=_NOT_YET)
