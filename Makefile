@@ -62,13 +62,13 @@ types: $(TESTABLE) ## mypy --strict
 layers: $(TESTABLE) ## Which module may import which
 	$(LAYERS)
 
-tests: $(TESTABLE) ## The tests alone
+tests: $(TESTABLE) ## Only the tests
 	$(TESTS)
 
-chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
+chaos: $(TESTABLE) ## Long jobs with a fault each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-format: $(TESTABLE) ## Put the code into its style
+format: $(TESTABLE) ## Format the code
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 

@@ -98,7 +98,7 @@ async def _cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, R
             cluster = SimulatedCluster(redis, ports, size.ranks)
             epoch = await ports.leadership.take("seeder")
             if epoch is None:
-                raise AssertionError("somebody else leads")
+                raise AssertionError("another controller leads")
             redis.config_set("auto-aof-rewrite-percentage", 0)
             redis.config_set("appendfsync", "no")
             await cluster.fill(epoch, ended=size.ended, waiting=size.waiting, running=size.running)
@@ -112,7 +112,7 @@ async def _leading(ports: Ports, redis: Redis) -> AsyncIterator[tuple[Reconciler
     """A reconciler whose first looks are done, and its epoch; the lease is held for the whole block."""
     epoch = await ports.leadership.take("benchmark")
     if epoch is None:
-        raise AssertionError("somebody else leads")
+        raise AssertionError("another controller leads")
     redis.persist(keys.LEADER)
     reconciler = Reconciler(ports, epoch)
     await ports.facts.prepare()

@@ -99,7 +99,7 @@ def _sharding_axes(tensor: torch.Tensor, index: int) -> tuple[Axis, ...]:
         if placement.is_partial():
             raise UnsupportedError(
                 f"The gradient of parameter {index}, of shape {tuple(tensor.shape)}, is "
-                f"{placement} on axis {axis} of {mesh}: its summands still lie on several ranks. "
+                f"{placement} on axis {axis} of {mesh}: its summands are still on several ranks. "
                 "Redistribute it to Shard or Replicate before clipping."
             )
         if not placement.is_replicate():

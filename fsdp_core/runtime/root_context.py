@@ -259,7 +259,7 @@ class RootContext:
         if self._end is not None and self._end() is None:
             raise StateError(
                 "An earlier backward raised, and this one did not come through the output of a "
-                "unit's forward, so gradients of the two cannot be told apart. Call "
+                "unit's forward, so gradients of the two cannot be distinguished. Call "
                 "reset_iter_state() on the root after a backward that raised."
             )
         if torch_private.in_compiled_autograd():

@@ -25,7 +25,7 @@ class LocalSettings(BaseSettings):
     )
     port: int = Field(default=8400, description="The controller's port.")
     redis_url: str | None = Field(
-        default=None, description="A Redis server that runs already; unset: `make up` starts one."
+        default=None, description="A running Redis server; unset: `make up` starts one."
     )
     redis_ca: Path | None = Field(
         default=None,

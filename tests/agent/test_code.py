@@ -162,7 +162,9 @@ async def test_a_job_keeps_a_copy_in_its_storage_for_when_redis_has_lost_it(
         assert (await later.acquire(digest_of(body), JOB) / "pkg/brought.py").is_file()
         other = CodeCache(client, tmp_path / "other" / "code", node.storage)
         copy.write_bytes(body[:-1])
-        with pytest.raises(NoCodeError, match=f"nor whole in .*{JOB}.*upload the same files again"):
+        with pytest.raises(
+            NoCodeError, match=f"nor complete in .*{JOB}.*upload the same files again"
+        ):
             await other.acquire(digest_of(body), JOB)
         copy.unlink()
         copy.symlink_to(tmp_path / "later" / "code" / f"{hex_of(digest_of(body))}.tar.gz")

@@ -218,7 +218,7 @@ def test_a_launch_for_whose_boards_others_left_no_room_is_refused_for_that_and_t
             await supervisor.handle(launch(2, ranks=1))
             refused, launched = told
             assert isinstance(refused, LaunchRefused)
-            words = f"the shared memory, where boards lie, of {NODE} is full"
+            words = f"the shared memory, which has the boards, of {NODE} is full"
             assert refused.condition == words
             assert isinstance(launched, GangLaunched)
             assert [path.name for path in node.attempt(JOB, 1).boards.parent.iterdir()] == [

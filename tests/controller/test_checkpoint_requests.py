@@ -101,7 +101,7 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert after.state is JobState.RESTARTING
     assert after.restarts == job.restarts, "it is the storage's fault"
     assert "rank-00001.safetensors" in str(after.reason)
-    assert "going on from step 10" in str(after.reason)
+    assert "resuming from step 10" in str(after.reason)
     assert states(after) == {10: CheckpointState.COMMITTED, 20: CheckpointState.CORRUPT}
     notes = [note for note in decision.notes if note.kind == "checkpoint.corrupt"]
     assert [note.data["file"] for note in notes] == ["shards/x/rank-00001.safetensors"]

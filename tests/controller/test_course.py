@@ -98,7 +98,7 @@ def test_a_job_makes_room_for_one_of_higher_priority_and_pays_nothing(house: Hou
     urgent = house.submit(resources={"ranks": 4}, priority=5)
     stop = house.agent.awaits(StopGang, modest)
     assert (stop.mode, stop.checkpoint) == ("drain", "best_effort")
-    until(lambda: _reason(house, modest, f"makes room for {urgent}"))
+    until(lambda: _reason(house, modest, f"preempted by {urgent}"))
     name = house.agent.saves(gang, 4)
     house.agent.ends(gang, 4, exit_code=0, finished=True, drained=True)
     house.agent.launches(urgent)

@@ -140,7 +140,7 @@ def test_a_source_that_keeps_its_place_is_not_walked_through_again() -> None:
     feed.restore(json.loads(json.dumps(first.state())), 100)
     assert feed.share(101).tolist() == [[402], [403]]
     assert again.given - looked_at == 4
-    assert "asks it for its place" in feed.description
+    assert "restores its position" in feed.description
 
 
 def test_workers_walk_ahead() -> None:

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from fsdp_core.plan.model import ShardingPlan
 from services.contract.words.ids import NodeId
@@ -52,7 +52,8 @@ class GangPlan(BaseModel):
 
     device_type: Literal["cpu", "cuda"]
     sharding: ShardingPlan
-    ranks: tuple[RankPlacement, ...]
+    # A fault an item of what a rank wrote in a record's place would take more memory than there is.
+    ranks: Annotated[tuple[RankPlacement, ...], FailFast()]
 
     @property
     def world_size(self) -> int:

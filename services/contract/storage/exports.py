@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
 
 EXPORT_MANIFEST: Final = "export.json"
 """Beside the files of an export; written after all of them, so it names whole files only."""
@@ -27,4 +27,5 @@ class ExportManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
-    files: Annotated[tuple[ExportedFile, ...], Field(max_length=100_000)]
+    # A fault an item of what a rank wrote in its place would take more memory than there is.
+    files: Annotated[tuple[ExportedFile, ...], Field(max_length=100_000), FailFast()]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 _NEW_FILE: Final = 0o666  # less the umask
-_LONGEST_RECORD: Final = 64 << 20
+_LONGEST_RECORD: Final = 16 << 20
 _NO_PLAIN_FILE: Final = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 CHECKPOINT_DISK: Final = "the checkpoint disk"
 _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
@@ -142,7 +142,7 @@ def read_plain(path: Path) -> bytes:
     """What the plain file at ``path`` holds, opened by ``open_plain``.
 
     Raises:
-        OSError: There is none, something other than a plain file, or one of more than 64 MiB: no
+        OSError: There is none, something other than a plain file, or one of more than 16 MiB: no
             record of ours is so long, and a file may hold nothing of the terabytes that it has.
     """
     with open(open_plain(path), "rb") as file:

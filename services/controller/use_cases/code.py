@@ -82,8 +82,8 @@ async def keep_code(
         room = limits.store_bytes if kept == "full" else limits.share_bytes
         raise StateConflictError(
             f"the code store is full: {whose} uploaded code may take {room >> 20} MiB "
-            "(MESHLOOM_MAX_CODE_STORE_MIB); delete jobs that have ended, and ask again a day later, "
-            "or have it raised",
+            "(MESHLOOM_MAX_CODE_STORE_MIB); delete ended jobs and retry a day later, or raise the "
+            "limit",
             code="code_store_full",
         )
     _log.info("code_kept", digest=code.digest, bytes=code.bytes, files=code.files, kept=kept)

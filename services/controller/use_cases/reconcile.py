@@ -322,7 +322,7 @@ def _placed(job: Job, placed: Placed) -> GangPlaced | PlacementDelayed:
 
 def _preempted(job: Job, victim: Job) -> MoveAsked:
     words = (
-        f"makes room for {job.id} of priority {job.spec.priority} (its own is "
+        f"preempted by {job.id} of priority {job.spec.priority} (its own is "
         f"{victim.spec.priority}): a checkpoint first, then it waits for slots"
     )
     return MoveAsked("preempted", job.id, words, PREEMPTION_GRACE_S)

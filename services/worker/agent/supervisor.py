@@ -55,7 +55,7 @@ from services.worker.agent.telemetry.gang_telemetry import Records
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
-_BOARDS: Final = "the shared memory, where boards lie,"
+_BOARDS: Final = "the shared memory, which has the boards,"
 _log = structlog.get_logger()
 GangKey = tuple[str, int]
 

@@ -49,7 +49,7 @@ class MemoryNodes:
         self._server.refuse_deposed(epoch)
         known = self._server.nodes.get(node.id)
         if known is None or known.fact_id != node.fact_id or node.id in self._server.leases:
-            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent is alive")
         del self._server.nodes[node.id]
         self._server.drains.pop(node.id, None)
         self._server.inboxes.pop(node.id, None)

@@ -134,7 +134,7 @@ class RedisNodes:
         if status == "deposed":
             raise DeposedError("another controller leads now")
         if status == "stale":
-            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent is alive")
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""

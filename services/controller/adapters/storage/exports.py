@@ -13,7 +13,7 @@ from services.contract.system.durable import open_plain
 from services.controller.domain.errors import StateConflictError
 
 _PART_BYTES: Final = 1 << 20
-_LONGEST_MANIFEST: Final = 64 << 20
+_LONGEST_MANIFEST: Final = 16 << 20
 _AGAIN: Final = "export the checkpoint again"
 
 

@@ -193,7 +193,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     """
     body = wanted or CloneRequest()
     if body.from_checkpoint is not None:
-        may = "have its checkpoint kept for a clone; without from_checkpoint anybody may clone it"
+        may = "clone it from a checkpoint; without from_checkpoint any submitter may clone it"
         await check_owner(context.ports, job_id, asks, may)
     refuse_unspeakable(body)
     claim = None

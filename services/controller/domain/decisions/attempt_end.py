@@ -49,7 +49,7 @@ def settle(draft: Draft) -> None:
 
 
 def succeed_late(draft: Draft, linked: Checkpoint) -> None:
-    """A job whose last checkpoint proves to be committed after its attempt was given up is done.
+    """A job whose last checkpoint proves to be committed after its attempt was abandoned is done.
 
     Even one that has failed: all that it lacked was the word of this commit.
     """
@@ -148,7 +148,7 @@ def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None
     _end_attempt(draft, ExitReason.CHECKPOINT_FAILED)
     reason = (
         f"the pause was cancelled: it required a checkpoint, which failed ({why}); "
-        f"the job goes on from step {saved}"
+        f"the job continues from step {saved}"
     )
     draft.transition(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
 
@@ -191,8 +191,8 @@ def _uncounted(job: Job, attempt: Attempt, failure: Failure | None) -> str:
     if attempt.corrupt_source is None or latest is None:
         return retry.describe(failure)
     return (
-        f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source}): "
-        f"going on from step {latest.step} instead"
+        f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source}): resuming from "
+        f"step {latest.step} instead"
     )
 
 

@@ -46,7 +46,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.state not in WAITING_STATES or job.planning is not None:
         return
     if job.has_lost_its_checkpoints:
-        draft.transition(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
+        draft.transition(JobState.PAUSED, "every checkpoint to resume from is corrupt", stop=None)
         return
     fence = job.fence + 1
     source = job.resume_point

@@ -66,7 +66,7 @@ def replay(entries: Iterable[HistoryEntry]) -> Job:
             job = Job.model_validate(told.body)
             continue
         if job is None or told.kind not in _ADAPTERS:
-            raise HistoryError(f"a history cannot go on with {told.kind} here")
+            raise HistoryError(f"a history cannot continue with {told.kind} here")
         event = _ADAPTERS[told.kind].validate_python(told.body)
         job = decide(job, event, told.now_ms).job
     if job is None:

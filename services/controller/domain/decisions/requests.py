@@ -84,7 +84,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         _refuse_resume(job, event)
         return
     if job.purge_node is not None:
-        raise StateConflictError("the job's checkpoints are being removed: it cannot go on")
+        raise StateConflictError("the job's checkpoints are being removed: it cannot continue")
     if event.from_checkpoint is not None:
         if not _can_begin_with(job, event.from_checkpoint):
             raise InvalidRequestError(
@@ -100,7 +100,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         draft.change(base_checkpoint=event.from_checkpoint, base_fence=job.fence)
     if draft.job.has_lost_its_checkpoints:
         raise StateConflictError(
-            "every checkpoint to go on from is corrupt: restore the files and verify one, name "
+            "every checkpoint to resume from is corrupt: restore the files and verify one, name "
             "another, or delete the corrupt ones to start over"
         )
     draft.transition(

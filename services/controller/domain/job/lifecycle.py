@@ -19,9 +19,9 @@ class Edge(NamedTuple):
 
 
 _DONE: Final = "the ranks had done all steps before the stop took effect"
-_LATE: Final = "the commit of its last checkpoint was reported after its attempt was given up"
-_RETRIED: Final = "the attempt ended before its work was done, and another try is due"
-_GIVEN_UP: Final = "the job's own fault, or the restart budget is used up"
+_LATE: Final = "the commit of its last checkpoint was reported after its attempt was abandoned"
+_RETRIED: Final = "the attempt ended before its work was done, and another attempt follows"
+_GIVEN_UP: Final = "a failure of the job itself, or the restart budget is used up"
 _ALL_DONE: Final = "all steps are done and the last checkpoint is committed"
 _PAUSE: Final = "pause: the ranks drain"
 _STOP: Final = "cancel or kill: the ranks drain or are killed"
@@ -40,7 +40,7 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(
         JobState.QUEUED,
         JobState.FAILED,
-        "its plan is infeasible, or its probe found the spec to be wrong",
+        "its plan is infeasible, or its probe found an error in the spec",
     ),
     Edge(JobState.PLACING, JobState.STARTING, "all ranks are launched"),
     Edge(JobState.PLACING, JobState.RUNNING, "the first step, reported before the launch"),
@@ -72,7 +72,7 @@ EDGES: Final[tuple[Edge, ...]] = (
     Edge(
         JobState.PAUSING,
         JobState.RESTARTING,
-        "the checkpoint that the pause required failed: the job goes on",
+        "the checkpoint that the pause required failed: the job continues",
     ),
     Edge(JobState.PAUSING, JobState.CANCELLING, "cancel or kill: more severe than a pause"),
     Edge(JobState.PAUSING, JobState.SUCCEEDED, _DONE),

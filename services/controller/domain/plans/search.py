@@ -138,7 +138,7 @@ def work_out(study: Study) -> PlanOutcome:
     if not found.feasible:
         return found
     share = breakdown.size(study.room.memory_bytes)
-    words = f"more than the share of its slot, {share}: jobs beside it on the node may lack that"
+    words = f"more than the share of its slot, {share}: other jobs on the node may lack that memory"
     return found.model_copy(update={"reasons": (*found.reasons, words)})
 
 

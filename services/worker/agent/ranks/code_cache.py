@@ -129,7 +129,7 @@ class CodeCache:
             copy = self._storage_root / job_id / _OF_A_JOB
             body = await asyncio.to_thread(_read, copy, digest)
         if body is None:
-            where = "" if job_id is None else f" nor whole in {self._storage_root / job_id}"
+            where = "" if job_id is None else f" nor complete in {self._storage_root / job_id}"
             raise NoCodeError(
                 f"the uploaded code {digest} is neither in Redis{where}: upload the same files again "
                 "(meshloom submit FILE --code DIR --dry-run)"

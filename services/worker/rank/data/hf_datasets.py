@@ -128,7 +128,7 @@ def _loaded(name: str, files: str | Sequence[str], data_roots: Sequence[Path] | 
     kinds = {_KINDS.get(path.suffix) for path in found}
     if missing or len(kinds) != 1 or None in kinds:
         what = (
-            f"{missing[0]} is not there"
+            f"{missing[0]} does not exist"
             if missing
             else f"{', '.join(map(str, found)) or 'nothing'}"
         )

@@ -291,10 +291,10 @@ class StreamFeed:
     @property
     def description(self) -> str:
         """That it is a stream, and how a resumed run finds its place in it."""
-        finds = "asks it for its place" if self._walk.keeps_state else "walks through it again"
+        finds = "restores its position" if self._walk.keeps_state else "reads it again"
         return (
-            "a stream that every rank reads, each for its own places; a run that goes on from a "
-            f"checkpoint {finds}, and sees the same samples if it gives the same again"
+            "a stream that every rank reads and filters; a run that resumes from a checkpoint "
+            f"{finds}, and gets the same samples if the stream repeats them"
         )
 
     @property

@@ -173,7 +173,7 @@ def die_at_the_end_of(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(lifeline, 1)  # nobody writes: it is closed already
-        sys.exit("the agent is gone")
+        sys.exit("the agent has ended")
 
 
 def peer(connection: socket.socket) -> tuple[int, int, int]:

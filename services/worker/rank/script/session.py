@@ -149,8 +149,8 @@ class Session:
             raise ValueError(f"session.report: step is {step!r}, not a number of steps")
         if step < self._reported:
             raise ValueError(
-                f"session.report: step {step} comes after step {self._reported}; count the steps of "
-                "the job, and go on from the restored one"
+                f"session.report: step {step} comes after step {self._reported}; count the steps "
+                "of the job, and continue from the restored one"
             )
         self._of = figures.of or self._of
         if step > self._reported:
@@ -205,7 +205,7 @@ class Session:
         self._watch.enter(RankPhase.SCRIPT)
         if self._seat.rank == 0:
             sys.stdout.write(
-                f"restored {manifest.checkpoint_id}; goes on after step {manifest.step}\n"
+                f"restored {manifest.checkpoint_id}; continues after step {manifest.step}\n"
             )
         self._moved_at = time.perf_counter()
         return found[0]
