@@ -1,5 +1,5 @@
 # Two commands matter: `make run` trains the example on two ranks, `make test` passes the tests.
-# Everything lives in .venv and .meshloom below this folder; delete both to begin anew.
+# Everything lives in .venv and .meshloom below this folder; delete both to start over.
 
 PYTHON ?= python3
 # Which torch to install. Any pip requirement: TORCH='torch==2.12.0', a wheel's path, and so on.
@@ -22,12 +22,12 @@ RUNNABLE := .venv/.runnable-$(CHOICE)
 TESTABLE := .venv/.testable-$(CHOICE)
 
 TYPES := $(BIN)/mypy
-FLOORS := $(BIN)/lint-imports --no-cache
-# They start some hundred processes, each of which would compile our sources anew.
+LAYERS := $(BIN)/lint-imports --no-cache
+# They start some hundred processes, each of which would compile our sources again.
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types floors tests chaos format dashboard clean
+.PHONY: help run up install test test-full lint types layers tests chaos format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,9 @@ up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctr
 
 install: $(RUNNABLE) ## Only set up .venv
 
-# Types and floors take a core for a minute: they give way to the tests, and are told after them.
-test: lint ## Lint, types, floors and all tests
-	@(set -x; nice $(TYPES) && nice $(FLOORS)) >.venv/checks.log 2>&1 & checks=$$!; \
+# Types and layers take a core for a minute: they run at low priority, and are printed after the tests.
+test: lint ## Lint, types, layers and all tests
+	@(set -x; nice $(TYPES) && nice $(LAYERS)) >.venv/checks.log 2>&1 & checks=$$!; \
 	(set -x; $(TESTS)); tested=$$?; \
 	wait $$checks; checked=$$?; \
 	cat .venv/checks.log; exit $$((tested | checked))
@@ -50,25 +50,30 @@ test: lint ## Lint, types, floors and all tests
 test-full: override PYTEST_OPTIONS += --grid=full
 test-full: test ## The same with every cell of the engine's grid and the whole example
 
-lint: $(TESTABLE) ## Style
+lint: $(TESTABLE) ## Style of code and of words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/typos
+	$(BIN)/proselint check README.md docs
 
 types: $(TESTABLE) ## mypy --strict
 	$(TYPES)
 
-floors: $(TESTABLE) ## Who may import whom
-	$(FLOORS)
+layers: $(TESTABLE) ## Which module may import which
+	$(LAYERS)
 
-tests: $(TESTABLE) ## The tests alone
+tests: $(TESTABLE) ## Only the tests
 	$(TESTS)
 
-chaos: $(TESTABLE) ## Long jobs while something is killed each minute (CHAOS='--seed 7 --minutes 20')
+chaos: $(TESTABLE) ## Long jobs with a fault each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-format: $(TESTABLE) ## Put the code into its style
+format: $(TESTABLE) ## Format the code
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+
+docs: $(TESTABLE) ## Build the documentation site into .site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dashboard: ## Rebuild the dashboard's bundle (needs Node)
 	npm --prefix services/controller/dashboard ci --no-audit --no-fund
@@ -76,7 +81,7 @@ dashboard: ## Rebuild the dashboard's bundle (needs Node)
 	npm --prefix services/controller/dashboard run build
 
 clean: ## Remove what this Makefile made, the jobs' checkpoints included
-	rm -rf .venv .meshloom
+	rm -rf .venv .meshloom .site
 
 $(BIN)/python:
 	@echo "setting up .venv (once; torch is the large part)"

@@ -168,8 +168,8 @@ class Training:
         began = time.perf_counter()
         self._step += 1
         train_step(self._run, self._step, before_update)
-        wishes = torch.tensor([goes_on()], dtype=torch.int32)
-        self._goes_on = bool(self._run.gang.control.all_reduce(wishes, dist.ReduceOp.MAX).wait())
+        requests = torch.tensor([goes_on()], dtype=torch.int32)
+        self._goes_on = bool(self._run.gang.control.all_reduce(requests, dist.ReduceOp.MAX).wait())
         return time.perf_counter() - began
 
     def _longest(self, mine: Sequence[float]) -> list[float]:

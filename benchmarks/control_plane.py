@@ -98,7 +98,7 @@ async def _cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, R
             cluster = SimulatedCluster(redis, ports, size.ranks)
             epoch = await ports.leadership.take("seeder")
             if epoch is None:
-                raise AssertionError("somebody else leads")
+                raise AssertionError("another controller leads")
             redis.config_set("auto-aof-rewrite-percentage", 0)
             redis.config_set("appendfsync", "no")
             await cluster.fill(epoch, ended=size.ended, waiting=size.waiting, running=size.running)
@@ -108,11 +108,11 @@ async def _cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, R
 
 
 @contextlib.asynccontextmanager
-async def _reigning(ports: Ports, redis: Redis) -> AsyncIterator[tuple[Reconciler, int]]:
+async def _leading(ports: Ports, redis: Redis) -> AsyncIterator[tuple[Reconciler, int]]:
     """A reconciler whose first looks are done, and its epoch; the lease is held for the whole block."""
     epoch = await ports.leadership.take("benchmark")
     if epoch is None:
-        raise AssertionError("somebody else leads")
+        raise AssertionError("another controller leads")
     redis.persist(keys.LEADER)
     reconciler = Reconciler(ports, epoch)
     await ports.facts.prepare()
@@ -137,13 +137,13 @@ async def _settled(reconciler: Reconciler, redis: Redis) -> float:
 async def _looks(size: Size) -> None:
     async with (
         _cluster(size) as (cluster, ports, redis, _),
-        _reigning(ports, redis) as (reconciler, epoch),
+        _leading(ports, redis) as (reconciler, epoch),
     ):
         await _look_often(reconciler)
         ends = cluster.running[0]
         before = _versions(redis)
         cluster.end(ends)
-        await _heed_all(ports, epoch)
+        await _handle_all(ports, epoch)
         took = await _settled(reconciler, redis)
         _print(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
         after = _versions(redis, [ends.id])
@@ -154,7 +154,7 @@ async def _looks(size: Size) -> None:
 async def _idle_looks(size: Size) -> None:
     async with (
         _cluster(size) as (_, ports, redis, _url),
-        _reigning(ports, redis) as (reconciler, _epoch),
+        _leading(ports, redis) as (reconciler, _epoch),
     ):
         await _look_often(reconciler)
 
@@ -166,12 +166,12 @@ async def _growth(size: Size) -> None:
         smaller = replace(size, ended=0, waiting=waiting, running=min(size.running, 8))
         async with (
             _cluster(smaller) as (cluster, ports, redis, _),
-            _reigning(ports, redis) as (reconciler, epoch),
+            _leading(ports, redis) as (reconciler, epoch),
         ):
             took = []
             for job in cluster.running[:4]:
                 cluster.end(job)
-                await _heed_all(ports, epoch)
+                await _handle_all(ports, epoch)
                 began = time.process_time()
                 await _settled(reconciler, redis)
                 took.append(time.process_time() - began)
@@ -267,7 +267,7 @@ async def _answered(name: str, client: httpx.Client, path: str, count: int) -> N
     _report(name, _timed_now(ask, count))
 
 
-async def _heed_all(ports: Ports, epoch: int) -> None:
+async def _handle_all(ports: Ports, epoch: int) -> None:
     while entries := await ports.facts.next(_FACTS, 0.05):
         await apply_facts(ports, entries, epoch)
         await ports.facts.acknowledge([entry.id for entry in entries])

@@ -217,7 +217,7 @@ def _report(
         f"added on the clock        {_added([a / b for (a, _), (b, _) in zip(on, off, strict=True)])}",
         f"added to processor time   {_added([a / b for (_, a), (_, b) in zip(on, off, strict=True)])}",
         f"events of a step          {events}, a store takes {1e6 * store_s:.1f} µs",
-        f"hence on the thread       {100 * events * store_s / step_s:+.2f} %",
+        f"added to the thread       {100 * events * store_s / step_s:+.2f} %",
     )
     sys.stdout.write("\n".join(lines) + "\n")
 

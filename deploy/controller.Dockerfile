@@ -15,6 +15,7 @@ RUN groupadd --gid 10001 meshloom \
 WORKDIR /opt/meshloom
 COPY pyproject.toml constraints.txt README.md ./
 COPY fsdp_core fsdp_core
+COPY meshloom meshloom
 COPY services services
 RUN pip install --constraint constraints.txt '.[controller]'
 

@@ -26,6 +26,7 @@ COPY constraints.txt ./
 RUN pip install ${PIP_OPTIONS} --constraint constraints.txt "${TORCH}" numpy
 COPY pyproject.toml README.md ./
 COPY fsdp_core fsdp_core
+COPY meshloom meshloom
 COPY services services
 RUN pip install --constraint constraints.txt '.[agent,rank]'
 

@@ -1,4 +1,4 @@
-"""Fully-sharded data parallelism: parameters live as slices and are whole only while they compute.
+"""Fully sharded data parallelism: parameters are slices, and whole only during computation.
 
 The names below are loaded on first use (PEP 562), so that a process without torch may import the
 engine's arithmetic, `fsdp_core.layout` and `fsdp_core.plan.model`.

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Root of the tree: whatever the engine refuses."""
+    """Base class of all errors of the engine."""
 
 
 class AlreadyShardedError(EngineError, AssertionError):
@@ -73,7 +73,7 @@ class TensorKindError(EngineError, AssertionError):
 
 
 class UnsupportedError(EngineError, NotImplementedError):
-    """The request is understood, and this version cannot serve it."""
+    """This version does not support the request."""
 
 
 class PlacementError(EngineError, AssertionError):
@@ -85,11 +85,11 @@ class SharedParameterError(EngineError, ValueError):
 
 
 class MetaParameterError(EngineError, RuntimeError):
-    """Parameters still live on the meta device when their values are needed."""
+    """Parameters are still on the meta device when their values are needed."""
 
 
 class OffloadError(EngineError, RuntimeError):
-    """Slices are on a device, and the offload policy wants them on the host."""
+    """Slices are on a device, but the offload policy requires them on the host."""
 
 
 class RootError(EngineError, RuntimeError):
@@ -105,11 +105,11 @@ class NoDeepcopyError(EngineError, AssertionError):
 
 
 class NonFiniteNormError(EngineError, RuntimeError):
-    """The total norm of the gradients is NaN or infinite, and the caller wants to know."""
+    """The total norm of the gradients is NaN or infinite, with `error_if_nonfinite`."""
 
 
 class TicketError(EngineError, RuntimeError):
-    """A ticket's result was asked for twice."""
+    """A ticket's result was requested twice."""
 
 
 class DesyncError(EngineError, RuntimeError):
@@ -117,7 +117,7 @@ class DesyncError(EngineError, RuntimeError):
 
 
 class PeerError(EngineError, RuntimeError):
-    """A rank that this one shares memory with has ended, or does not answer."""
+    """A rank with which this one shares memory has ended, or does not answer."""
 
 
 class PlanError(EngineError, ValueError):

@@ -1,4 +1,4 @@
-"""Parameters that keep full precision where they are updated and travel as one byte an element."""
+"""Parameters that are updated in full precision and gathered as one byte an element."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class _Sent:
 
 
 class LowPrecisionWeight(torch.Tensor):
-    """Wraps a tensor, and has `fully_shard` gather it as one-byte codes with scales.
+    """Wraps a tensor, so that `fully_shard` gathers it as one-byte codes with scales.
 
-    The wrapped tensor is the parameter: the optimizer updates it, checkpoints hold it, in its
-    own dtype. Before a gather each rank quantises its slice, and afterwards the whole is decoded
-    into the dtype of computation, which adds that dtype's rounding. Gradients are as ever.
+    The wrapped tensor is the parameter: the optimizer updates it, checkpoints hold it, in its own
+    dtype. Before a gather each rank quantises its slice, and afterwards the whole is decoded into
+    the dtype of computation, which adds that dtype's rounding. Gradients are as usual.
 
     A slice is quantised in blocks of consecutive elements, in the order of its dims; see
     `BlockCode` for how far the decoded values are from the wrapped ones. An element costs
@@ -169,7 +169,7 @@ class LowPrecisionWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
         """The whole in `param_dtype`; the slices' padding is at its end.
 
-        The memory of what arrived is given back at once.
+        The memory of the received tensors is freed at once.
         """
         codes, scales = all_gather_outputs
         if out is None:
@@ -202,7 +202,7 @@ class LowPrecisionWeight(torch.Tensor):
 
 
 class Int8Weight(LowPrecisionWeight):
-    """Travels as int8: each value within max|block| / 254 of the wrapped one."""
+    """Gathered as int8: each value within max|block| / 254 of the wrapped one."""
 
     @staticmethod
     def code_of(block_size: int) -> BlockCode:
@@ -211,7 +211,7 @@ class Int8Weight(LowPrecisionWeight):
 
 
 class Float8Weight(LowPrecisionWeight):
-    """Travels as float8_e4m3fn: small values of a block are more precise than with int8.
+    """Gathered as float8_e4m3fn: small values of a block are more precise than with int8.
 
     Each value x is within the larger of |x| / 16 and max|block| / 458752 of the wrapped one.
     """
@@ -251,7 +251,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def is_large_matrix(fqn: str, param: nn.Parameter) -> bool:
     """Whether a parameter has two dims or more and at least 4096 elements.
 
-    Of biases, norms and the like the traffic is small, and the precision matters.
+    Biases and norms have little traffic, and need the precision.
     """
     del fqn
     return param.ndim > 1 and param.numel() >= _MANY
@@ -264,7 +264,7 @@ def gather_in_low_precision(
     block_size: int = DEFAULT_BLOCK_SIZE,
     chooses: Chooser = is_large_matrix,
 ) -> list[str]:
-    """Makes parameters of `module` travel as one-byte codes once they are sharded.
+    """Makes `fully_shard` gather parameters of `module` as one-byte codes.
 
     Call it before `fully_shard` and before the optimizer is built: plain parameters are replaced
     (tied ones once). Those that are DTensors keep their identity. What is not floating point,

@@ -1,4 +1,4 @@
-"""What the user decides once: precision, where slices live, who owns a parameter, which axes share data."""
+"""Policies that users set once: precision, offload, owned parameters, shared memory, mesh axes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Slices stay on the mesh's device. Base of the policies that move them."""
+    """Slices stay on the mesh's device. Base class of the policies that move them."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Slices, their gradients and optimizer state live in host memory.
+    """Slices, their gradients and optimizer state are in host memory.
 
     Attributes:
         pin_memory: Whether that memory is page-locked, which lets copies overlap computation.
@@ -48,25 +48,25 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class SharedMemoryPolicy:
-    """Ranks of one host exchange CPU tensors through memory that they share, not by sockets.
+    """Ranks of one host exchange CPU tensors through shared memory instead of sockets.
 
     Ranks that cannot share memory use their process group, and log that once. So do groups with
-    tensor subclasses, `Owned` parameters or a smaller mesh for what these need. Where a group lies on
-    several hosts, with equally many ranks on each, side by side, those of a host exchange through
-    memory, and by a process group between hosts.
+    tensor subclasses, `Owned` parameters or a smaller mesh, for these. If a group is on several
+    hosts, with equally many contiguous ranks on each, ranks of a host exchange through memory, and
+    hosts by a process group.
 
     Sums of three and more ranks are made in the order of ranks, on several hosts first within each,
     so they differ in the last bit from gloo's.
 
     Attributes:
-        share_storage: Whether all ranks of the host compute with one copy of the parameters: a gather
-            then copies nothing, and waits only. It holds for parameters that are sharded on dim 0 and
-            computed with in their own dtype; others are copied. Slices may be written by
+        share_storage: Whether all ranks of the host compute with one copy of the parameters: a
+            gather then copies nothing and only waits. It applies to parameters that are sharded on
+            dim 0 and computed with in their own dtype; others are copied. Slices may be written by
             `torch.optim.Optimizer.step` and `load_state_dict`, which wait until no rank computes
-            with them any more; who writes them otherwise must wait for all ranks first. On several
-            hosts it changes nothing.
-        part_of_host: Ranks of one host that give different words count as of different hosts, as
-            those of its NUMA nodes may.
+            with them; other code that writes them must wait for all ranks first. On several hosts
+            it has no effect.
+        part_of_host: Ranks of one host with different values count as ranks of different hosts, for
+            example one value for each NUMA node.
     """
 
     share_storage: bool = False
@@ -75,18 +75,18 @@ class SharedMemoryPolicy:
 
 @dataclass(frozen=True)
 class Owned:
-    """What `shard_placement_fn` returns for a parameter that is not to be cut.
+    """What `shard_placement_fn` returns for a parameter that one rank owns whole.
 
-    For optimizers that need whole matrices, such as Muon and Shampoo: one rank holds the
-    parameter, its whole gradient arrives there alone, and only that rank updates it. While
-    modules compute it is whole everywhere, as any other.
+    For optimizers that need whole matrices, such as Muon and Shampoo: one rank holds the parameter,
+    only that rank gets its whole gradient and updates it. During computation every rank has it
+    whole, like any other.
 
     Attributes:
-        rank: Place of the owner on the shard axis. None: owners of the unit's parameters are
-            chosen such that each owns about as much. With fewer of them than ranks the first
-            ranks own them, in every unit: then name the owners, to spread the units.
+        rank: Place of the owner on the shard axis. None: owners of the unit's parameters are chosen
+            so that each owns about the same amount. With fewer of them than ranks the first ranks
+            own them, in every unit: then name the owners, to spread the units.
 
-    Clip with `fsdp_core.clip_grad_norm_`; PyTorch's refuses. `torch.amp.GradScaler` sees an
+    Clip with `fsdp_core.clip_grad_norm_`; PyTorch's function raises. `torch.amp.GradScaler` sees an
     overflow in an owned gradient on its owner only: with it, shard the parameter instead.
     """
 
@@ -116,8 +116,8 @@ def offload_policy_of(policy: object) -> OffloadPolicy:
 class DataParallelMeshDims:
     """Which axes of a full SPMD mesh are data parallel, by name.
 
-    For parameters that are DTensors on the whole mesh already. Several names are flattened, in
-    the order of the mesh, into one axis.
+    For parameters that are already DTensors on the whole mesh. Several names are flattened, in the
+    order of the mesh, into one axis.
 
     Attributes:
         shard: Axes that parameters are sharded over.

@@ -1,4 +1,4 @@
-"""What a data factory may return, beside data sets and loaders of PyTorch and Hugging Face.
+"""What a data factory may return, in addition to data sets and loaders of PyTorch and Hugging Face.
 
 A factory may return one of the classes below, or, without any of them: a map-style data set (it has
 ``__len__`` and ``__getitem__``, as ``torch.utils.data.Dataset`` and ``datasets.Dataset`` have), a
@@ -25,9 +25,9 @@ Unit = Literal["tokens", "samples"]
 class DataSource(abc.ABC):
     """Samples, addressed by step and place.
 
-    A source has no state: what a step sees is a function of the step alone. So a resumed run sees
-    exactly what the uninterrupted one would have seen, and a job of any number of ranks the same
-    global batch.
+    A source has no state: the samples of a step are a function of the step. So a resumed run gets
+    exactly the samples of the uninterrupted one, and a job of any number of ranks the same global
+    batch.
 
     A data factory is a callable that takes the arguments of ``data.args`` and, if it has a parameter
     of that name which ``data.args`` leaves out, ``seed`` (the job's). It may return a source, or
@@ -37,14 +37,14 @@ class DataSource(abc.ABC):
     @property
     @abc.abstractmethod
     def digest(self) -> str:
-        """Names the data: equal if and only if every sample is. Written into checkpoints."""
+        """Identifies the data: equal if and only if all samples are. Written into checkpoints."""
 
     @abc.abstractmethod
     def batch(self, step: int, indices: Sequence[int]) -> Batch:
         """The samples at ``indices`` (from 0) of the global batch of ``step`` (from 1), on the CPU."""
 
     def validation(self) -> Sequence[Batch]:
-        """Batches that are never trained on, the same at each call; none by default."""
+        """Batches for validation, the same at each call; none by default."""
         return ()
 
     def baselines(self) -> Mapping[str, float]:
@@ -107,12 +107,12 @@ class MapSource(_Options):
 
     ``digest="content"`` covers every sample of a ``TensorDataset`` and a ``datasets.Dataset``; of
     other data sets their length and at most 1024 samples, spread evenly. A data set with an
-    attribute ``digest`` (a text) names itself.
+    attribute ``digest`` (a text) is identified by it.
 
     Attributes:
         dataset: Has ``__len__`` and ``__getitem__``; the latter is called with 0 .. len - 1.
-        validation_fraction: Which part of it is only validated on: an index belongs to it by a hash
-            of the index alone, whatever the seed.
+        validation_fraction: The part that is used only for validation. A hash of the index,
+            independent of the seed, decides whether an index belongs to it.
         shuffle: False: every epoch has the samples in their own order.
     """
 
@@ -132,19 +132,19 @@ class MapSource(_Options):
 
 @dataclass(frozen=True)
 class IterableSource(_Options):
-    """A data set, or a loader, that can only be walked through, with options.
+    """A data set, or a loader, that can only be iterated, with options.
 
-    Every rank walks through the same stream and takes its own places in it, so all of them read all
-    of it. A checkpoint holds how many samples were taken. A run that goes on from it asks
-    ``load_state_dict`` of the loader or data set, where it has ``state_dict`` too; else it walks
-    there again from the beginning of the epoch, which takes as long as reading does. When the stream
-    ends, it is begun anew (``set_epoch`` is called first, where there is one), without a gap.
+    Every rank iterates the whole stream and keeps its own samples. A checkpoint holds how many
+    samples were taken. A run that goes on from it asks ``load_state_dict`` of the loader or data
+    set, where it has ``state_dict`` too; else it reads again from the start of the epoch to that
+    position, which takes as long as reading does. When the stream ends, it is started over
+    (``set_epoch`` is called first, where there is one), without a gap.
 
-    This is promised less than of a ``MapSource``: no sample is lost or repeated if the data set gives
-    the same samples in the same order whenever it is begun with the same random state. It is begun
-    with the generators of Python, NumPy and PyTorch's CPU seeded by (seed, epoch), the same on all
-    ranks. With ``workers``, a data set shares itself out among them by ``get_worker_info``, as
-    PyTorch demands, and its order depends on their number.
+    The guarantee is weaker than that of a ``MapSource``: no sample is lost or repeated if the data
+    set gives the same samples in the same order whenever it starts with the same random state. It
+    starts with the generators of Python, NumPy and PyTorch's CPU seeded by (seed, epoch), the same
+    on all ranks. With ``workers``, a data set shares itself out among them by ``get_worker_info``,
+    as PyTorch demands, and its order depends on their number.
 
     ``digest="content"`` covers the first samples only.
 
@@ -157,11 +157,11 @@ class IterableSource(_Options):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several map-style sources, of which each sample is drawn from one.
+    """Several map-style sources; each sample is drawn from one of them.
 
-    Which one is a function of (seed, number of the sample) with the given odds. Each source is gone
-    through in its own epochs; small ones are repeated more often. Validation is on all validation
-    data of all sources.
+    Which one is a function of (seed, number of the sample) with the given odds. Each source has its
+    own epochs; small ones are repeated more often. Validation is on all validation data of all
+    sources.
 
     Attributes:
         parts: Pairs of a ``MapSource`` (or what one is made of) and a weight above 0. Their samples

@@ -1,4 +1,4 @@
-"""What a script may ask of Meshloom: any torchrun script, with three lines more.
+"""What a script may ask of Meshloom: any torchrun script, with three additional lines.
 
 ::
 
@@ -14,7 +14,7 @@
         if session.should_stop():
             break
 
-Without Meshloom, under plain ``torchrun`` or ``python``, nothing of this does anything: ``report``
+Without Meshloom, under plain ``torchrun`` or ``python``, these calls do nothing: ``report``
 returns, ``checkpoint`` saves nothing and answers False, ``restore`` answers None, ``should_stop``
 False. So one script serves both.
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 
 class Backend(Protocol):
-    """What answers a script. A rank of Meshloom installs one before the script begins."""
+    """Implements the calls of a script. Meshloom's ranks install one before it starts."""
 
     def report(self, step: int, figures: "Figures", metrics: dict[str, Any]) -> None:
         """See ``report``."""
@@ -46,7 +46,7 @@ class Backend(Protocol):
 
 
 class Figures:
-    """What ``report`` is told of a step beside its metrics; None where nothing was told.
+    """The arguments of ``report`` except its metrics; None if not given.
 
     Args:
         loss: Of the step.
@@ -72,7 +72,7 @@ _installed: list[Backend] = []
 
 
 def install(backend: Backend) -> None:
-    """Has ``backend`` answer from now on: for Meshloom's own ranks."""
+    """Makes ``backend`` answer from now on. Only Meshloom's ranks call it."""
     _installed[:] = [backend]
 
 
@@ -85,13 +85,13 @@ def report(
     samples: float | None = None,
     **metrics: Any,  # noqa: ANN401 as above
 ) -> None:
-    """Tells that ``step`` steps are done, and what the last of them was.
+    """Reports that ``step`` steps are done, and the figures of the last one.
 
-    From the first report on a job has curves, a speed and an ETA, and its ranks are ended as hanging
-    when none of them reports, checkpoints or asks for as long as ``faults.hang_timeout_s``; ``auto`` is a
-    minute, or three usual times between two reports if that is longer. A second report of the same step
-    (of an evaluation's metrics, or of nothing but that it goes on) gives five minutes more. Before the
-    first report only the end of a process counts.
+    From the first report on a job has curves, a speed and an ETA, and its ranks are ended as
+    hanging when none of them reports, checkpoints or asks for as long as ``faults.hang_timeout_s``;
+    ``auto`` is a minute, or three usual times between two reports if that is longer. A second
+    report of the same step (with an evaluation's metrics, or without any) extends that by five
+    minutes. Before the first report, hangs are not detected.
 
     Args:
         step: How many steps are done, counted from 1 over all attempts of the job. A second report of
@@ -100,18 +100,18 @@ def report(
         of: How many steps there will be; for the ETA. ``train.steps`` of the spec serves as well.
         tokens: That the step trained on, over all ranks; for the speed.
         samples: The same where these are no tokens.
-        metrics: Further numbers by name. ``grad_norm`` and ``learning_rate`` have places of their own.
+        metrics: Further numbers by name. ``grad_norm`` and ``learning_rate`` are shown separately.
 
     Raises:
-        ValueError: The step is less than one that was reported, or is no number of steps.
-        TypeError: A metric is no number.
+        ValueError: The step is less than one that was reported, or is not a whole number.
+        TypeError: A metric is not a number.
     """
     if _installed:
         _installed[0].report(step, Figures(loss, of, tokens, samples), metrics)
 
 
 def checkpoint(state: Any, step: int | None = None, *, every: int | None = None) -> bool:  # noqa: ANN401 (any nesting)
-    """Saves ``state``: begins to write it, and to commit it once all ranks have written.
+    """Saves ``state``: starts to write it, and commits it once all ranks have written.
 
     It is copied before this returns, so that the script may change it at once; it is written while
     the script goes on (with ``checkpoint.mode: sync``, before this returns). Until it is committed it does
@@ -125,15 +125,15 @@ def checkpoint(state: Any, step: int | None = None, *, every: int | None = None)
             must be the same on all ranks: it is saved once, by rank 0. Nothing is pickled.
         step: How many steps are done; if left out, the last one that any rank reported. A step that is
             saved already is not saved again.
-        every: Save only at multiples of this (``checkpoint.every_steps`` of the spec, if set, takes its
-            place), and whenever a person or a stop asks for a checkpoint: so the line may stand in
-            the loop. Left out: save now.
+        every: Save only at multiples of this (``checkpoint.every_steps`` of the spec, if set,
+            overrides it), and whenever a user or a stop requests a checkpoint, so the call can be
+            in the loop. None: save now.
 
     Returns:
-        Whether saving was begun.
+        Whether saving was started.
 
     Raises:
-        TypeError: Something in ``state`` cannot be saved; its place is named.
+        TypeError: Something in ``state`` cannot be saved; the error has its path.
         ValueError: The ranks have different things in ``state``, or no step is known.
     """
     return _installed[0].checkpoint(state, step, every) if _installed else False
@@ -149,22 +149,22 @@ def restore(state: Any) -> Any:  # noqa: ANN401 (any nesting)
     A part of what was saved may be asked for, and any number of times.
 
     Returns:
-        None if the job begins anew; else ``state`` as it was saved: the same tensors and objects,
+        None if the job starts over; else ``state`` as it was saved: the same tensors and objects,
         and the saved numbers, strings and lists in the place of those in ``state``.
 
     Raises:
-        KeyError: The checkpoint lacks something that is in ``state``; its place is named.
+        KeyError: The checkpoint lacks something that is in ``state``; the error has its path.
         Exception: The checkpoint is corrupt, or has tensors of other shapes or dtypes.
     """
     return _installed[0].restore(state) if _installed else None
 
 
 def should_stop() -> bool:
-    """Whether the script is to end now: for a pause, a drain, a cancellation, or for a job of higher priority.
+    """Whether the script should end now: for a pause, drain, cancellation or preemption.
 
-    All ranks get the same answer. A script that then ends with code 0 leaves its job paused (or
-    whatever was asked), and the job goes on later from its last checkpoint: save one first, unless
-    ``checkpoint(state, every=...)`` stands in the loop, which does so by itself. A script that never
-    asks is killed when the grace of the stop is over.
+    All ranks get the same answer. A script that then ends with code 0 leaves its job paused (or as
+    requested), and the job continues later from its last checkpoint. Save one first, unless
+    ``checkpoint(state, every=...)`` is in the loop, which does so by itself. A script that never
+    calls this is killed at the end of the stop's grace period.
     """
     return _installed[0].should_stop() if _installed else False

@@ -1,7 +1,8 @@
-"""A class for the corners of training that parts by name do not reach.
+"""A class for training that parts by name cannot express.
 
-``trainable: {factory: my_package.module:MyTrainable, args: {…}}`` in a spec, in place of ``model``. The
-loop around it stays ours: sharding, data, accumulation, clipping, schedule, checkpoints, evaluation.
+``trainable: {factory: my_package.module:MyTrainable, args: {…}}`` in a spec, in place of ``model``.
+Meshloom keeps the loop around it: sharding, data, accumulation, clipping, schedule, checkpoints,
+evaluation.
 """
 
 import abc
@@ -21,16 +22,16 @@ Models = Mapping[str, nn.Module]
 
 
 class Context(Protocol):
-    """What the loop lets ``train_batch`` and ``eval_batch`` see and do."""
+    """What ``train_batch`` and ``eval_batch`` can read and call."""
 
     @property
     def step_number(self) -> int:
-        """Of the step that is being made, from 1; in an evaluation, of the one before it."""
+        """Number of the current step, from 1; in an evaluation, of the last one."""
         ...
 
     @property
     def is_training(self) -> bool:
-        """Whether this is a step; else it is an evaluation, and nothing learns."""
+        """Whether this is a training step; False in an evaluation."""
         ...
 
     @property
@@ -40,11 +41,11 @@ class Context(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; batches are there already."""
+        """The device of this rank; batches are on it."""
         ...
 
     def loss(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """What the loop would compute by itself: ``loss``, and metrics if there are some.
+        """What the loop computes by default: ``loss``, and metrics if there are some.
 
         It is the spec's ``loss`` of the output of the model, else the model's own, else the cross
         entropy of the next token. There must be one model.
@@ -52,7 +53,7 @@ class Context(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor, *, into: str | None = None) -> None:
-        """Goes backward from ``loss``: gradients are the mean over ranks. For ``steps_itself`` alone.
+        """Runs backward; gradients are the mean over ranks. Only with ``steps_itself``.
 
         Args:
             loss: A scalar, the mean over this rank's samples.
@@ -66,7 +67,7 @@ class Context(Protocol):
     def step(self, optimizer: str | None = None) -> None:
         """Clips the gradients of an optimizer's parameters, updates them, and drops the gradients.
 
-        For ``steps_itself`` alone; in an evaluation it does nothing.
+        Only with ``steps_itself``; in an evaluation it does nothing.
 
         Args:
             optimizer: Its name; None: all of them, clipped by one norm.
@@ -78,7 +79,7 @@ class Context(Protocol):
 
 
 class Trainable(abc.ABC):
-    """What to train, and how one batch is trained on. Everything but ``build_model`` may be left out.
+    """Defines what to train, and how to train one batch. Only ``build_model`` is required.
 
     It is made from ``trainable.args`` on every rank; what it does must be the same on all of them.
     """
@@ -112,12 +113,13 @@ class Trainable(abc.ABC):
         """An optimizer, or several by name, over the parameters of ``models``, which are sharded by now.
 
         Each parameter belongs to one of them at most. The schedule's factor is multiplied with the
-        ``lr`` of all their groups. None, the default: what the spec's ``optimizer`` says, over all.
+        ``lr`` of all their groups. None, the default: the spec's ``optimizer``, over all
+        parameters.
         """
         return None
 
     def build_data(self) -> object:
-        """What a data factory may return. None, the default: what the spec's ``data`` says."""
+        """What a data factory may return. None, the default: the spec's ``data``."""
         return None
 
     def train_batch(self, batch: Batch, context: Context) -> Loss:
@@ -136,15 +138,15 @@ class Trainable(abc.ABC):
         return self.train_batch(batch, context)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What else a checkpoint must hold, beside models, optimizers and data: nothing by default.
+        """What a checkpoint must hold besides models, optimizers and data: nothing by default.
 
-        Dicts and lists of tensors and of what JSON has words for. A DTensor is saved in slices, as
-        parameters are; any other tensor must be the same on all ranks.
+        Dicts and lists of tensors and JSON values. A DTensor is saved in slices, as parameters are;
+        any other tensor must be the same on all ranks.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (may be left out)
-        """Takes back what ``state_dict`` gave, at any number of ranks.
+        """Restores what ``state_dict`` returned, at any number of ranks.
 
         Tensors are on the CPU, but DTensors: these are those of ``state_dict()`` as it is now, filled
         with what was saved.

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.contract.api.views import JobView, NodeView
 from services.contract.storage.commit_chain import CommitChain

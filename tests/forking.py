@@ -29,7 +29,7 @@ HUGGING_FACE: Final = (
 
 
 def forking() -> ForkServerContext:
-    """Starts processes in hundredths of a second; importing torch anew costs each seconds."""
+    """Starts processes in hundredths of a second; importing torch again costs each seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     return context

@@ -1,6 +1,6 @@
 """State as named boxes of elements: listing a rank's own, filling them at any other world size.
 
-No file format: whoever stores the boxes (safetensors, DCP, memory) passes them in and out.
+No file format: the code that stores the boxes (safetensors, DCP, memory) passes them in and out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that fall out of step say so by name, before their data gets mixed up.
 
 All ranks of a process group must start the same collectives in the same order. A rank that skips
-a unit which others run breaks that, and backends answer by waiting for ever, by ending the
+a unit which others run breaks that, and backends answer by waiting forever, by ending the
 process, or by mixing up what belongs to different units.
 
 So each rank predicts its next collective from those before it: what came last time after the same
@@ -152,8 +152,8 @@ def _log_wait(group: dist.ProcessGroup, log: _Log) -> None:
     behind = [r for r in _others(group) if not _store().check([_key(group, log, r, log.count)])]
     if behind:
         _LOGGER.warning(
-            "Rank %d waits at collective number %d, the %s: ranks %s have not said that they "
-            "started it. One that raised, or went another way, never will: look at its log.",
+            "Rank %d waits at collective number %d, the %s: ranks %s have not started it. A rank "
+            "that raised, or took another branch, never will: see its log.",
             dist.get_rank(),
             log.count,
             log.last[log.count],
@@ -211,5 +211,5 @@ def _look(group: dist.ProcessGroup, log: _Log, cause: RuntimeError | None = None
                 raise DesyncError(
                     f"Ranks ran different units: collective number {number} is the {mine} on rank "
                     f"{dist.get_rank()}, but the {theirs} on rank {rank}. Run every unit on every "
-                    "rank, if need be on a part of the batch that counts nothing."
+                    "rank, if necessary on a part of the batch that does not count."
                 ) from cause

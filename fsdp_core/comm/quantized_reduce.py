@@ -1,4 +1,4 @@
-"""Gradients that travel as one byte an element."""
+"""Gradients that are reduced as one byte an element."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ALIGNMENT = SCALE_DTYPE.itemsize
 class QuantizedReduceScatter(OrdinaryMemory, ReduceScatter):
     """Sends int8 blocks to the ranks that need them, which sum in float32.
 
-    A ring would quantise partial sums again at every hop. Here each contribution is quantised
-    once, travels by one all-to-all, and is summed in rank order where it arrives: the idea of
-    qgZ in ZeRO++, arXiv 2306.10209, section 3.3, without its second level. What a rank
-    contributes to its own row is not quantised.
+    A ring would quantise partial sums again at every hop. Here each contribution is quantised once,
+    sent by one all-to-all, and summed in rank order by its receiver: the idea of qgZ in ZeRO++,
+    arXiv 2306.10209, section 3.3, without its second level. What a rank contributes to its own row
+    is not quantised.
 
     An element of the sum over N ranks is off by at most the sum over the N - 1 others of
-    max|block| / 254, hence (N - 1) * M / 254 where M bounds the gradient's elements; of a mean,
+    max|block| / 254, so (N - 1) * M / 254 where M bounds the gradient's elements; of a mean,
     by 1 / N of that. See `BlockCode`. Each element then costs 1 + 4 / `block_size` bytes, a
     quarter of float32's.
 
@@ -92,7 +92,7 @@ class _Exchange:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is on its way any more."""
+        """Whether the exchange has ended."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta) -> None:

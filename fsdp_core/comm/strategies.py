@@ -1,4 +1,4 @@
-"""How a collective is done and where its buffers come from: what users may replace."""
+"""Collectives and the allocation of their buffers, which users may replace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Comm(ABC):
         """A buffer of undefined content: new at each call, or one that is used again.
 
         It is in use until the group's collective has been waited for and its result copied out.
-        With prefetch the gathers of two groups are in flight at once, so groups that lend the
+        With prefetch the gathers of two groups are in flight at once, so groups that use the
         same memory again need a strategy each.
         """
 

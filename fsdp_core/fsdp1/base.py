@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 class FSDPExtensions(ABC):
     """How flat-parameter FSDP (FSDP1) handles parameters that are no plain tensors.
 
-    FSDP1 flattens parameters into one vector and knows nothing of tensor subclasses. An
-    extension gives it a plain tensor to flatten, dresses each view of the gathered vector again,
-    and says how such tensors are chunked for, and gathered from, a sharded state dict. PyTorch's
-    FSDP1 asks for these six methods and for no base class, so it takes ours as its own.
+    FSDP1 flattens parameters into one vector and does not support tensor subclasses. An extension
+    gives it a plain tensor to flatten, converts each view of the gathered vector back, and says how
+    such tensors are chunked for, and gathered from, a sharded state dict. PyTorch's FSDP1 needs
+    these six methods but no base class, so it accepts this class.
     """
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, object | None]:
-        """Undresses a parameter before it is flattened.
+        """Converts a parameter to a plain tensor before it is flattened.
 
         Returns:
-            The plain tensor to flatten, and what `post_unflatten_transform` needs to dress it
-            again; None there if the parameter is not of this extension's kind.
+            The plain tensor to flatten, and what `post_unflatten_transform` needs to convert it
+            back; None there if the parameter is not of this extension's kind.
         """
 
     @abstractmethod
     def post_unflatten_transform(
         self, tensor: torch.Tensor, param_extension: object
     ) -> torch.Tensor:
-        """Dresses a plain view of the gathered vector as the parameter was.
+        """Converts a plain view of the gathered vector back to the parameter's class.
 
         Args:
             tensor: Of the shape that `pre_flatten_transform` gave.

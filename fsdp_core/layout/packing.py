@@ -26,7 +26,7 @@ class Packing:
 
     Attributes:
         sizes: Elements of each padded slice.
-        parts: Ranks, hence rows.
+        parts: Ranks, and so rows.
     """
 
     sizes: tuple[int, ...]

@@ -227,7 +227,7 @@ class LocalGather:
         plan: Of the parameters.
         comm: Counts.
         axis_name: Under which it is counted.
-        anew: Starts a gather that asks each parameter, if the plan does not hold by then.
+        regather: Starts a gather that asks each parameter, if the plan does not hold by then.
     """
 
     def __init__(
@@ -235,12 +235,12 @@ class LocalGather:
         plan: WholeGroup,
         comm: CommContext,
         axis_name: str,
-        anew: Callable[[], PendingGather],
+        regather: Callable[[], PendingGather],
     ) -> None:
         self._plan = plan
         self._comm = comm
         self._axis_name = axis_name
-        self._anew = anew
+        self._regather = regather
         self._sequence = comm.counts.issue(axis_name)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class LocalGather:
         if self._plan.is_current:
             self._plan.fill_alone()
         else:
-            self._anew().land()
+            self._regather().land()
 
     def drop(self) -> None:
         """Forgets it: the prefetch was a wrong guess."""

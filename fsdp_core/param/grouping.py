@@ -128,7 +128,7 @@ def group_params(
         own.append(group)
     for charge, slot in shared:
         charge.param.register_also_at(slot)
-        charge.group.is_lent = True
+        charge.group.is_borrowed = True
     return UnitGroups(tuple(own), tuple(dict.fromkeys(charge.group for charge, _ in shared)))
 
 

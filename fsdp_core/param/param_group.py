@@ -45,8 +45,8 @@ class FSDPParamGroup:
         params: In the order in which they are packed; not empty.
         info: Mesh and roles of its axes.
         options: What the setters write.
-        is_lent: Whether other units compute with some of its parameters too.
-        lent_in_backward: Whether such a unit's backward has ended since gradients were taken.
+        is_borrowed: Whether other units compute with some of its parameters too.
+        borrowed_in_backward: Whether such a unit's backward has ended since gradients were taken.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class FSDPParamGroup:
         )
         self.info = info
         self.options = GroupOptions()
-        self.is_lent = False
-        self.lent_in_backward = False
+        self.is_borrowed = False
+        self.borrowed_in_backward = False
         self._holders: set[Hashable] = set()
         self._post_forward = post_forward
         self._sharded_state = ShardedState.SHARDED
@@ -301,7 +301,7 @@ class FSDPParamGroup:
         """
         self._awaits_reduce |= was_reached
         self._keeps_grads = True
-        self.lent_in_backward = False
+        self.borrowed_in_backward = False
         for param in self.params:
             param.awaits_reduce = param.may_have_grad
             param.keep_grad()
@@ -321,7 +321,7 @@ class FSDPParamGroup:
         waits = self._awaits_reduce or (
             self.options.all_reduce_grads and not self._partial.is_empty
         )
-        self._awaits_reduce = self.lent_in_backward = False
+        self._awaits_reduce = self.borrowed_in_backward = False
         takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
         is_agreed = agrees and not self.options.reduce_unused

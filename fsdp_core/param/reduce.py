@@ -58,8 +58,8 @@ class ReduceRoute:
         return getattr(self.options.reduce_scatter, "granularity", 1)
 
     @property
-    def lends(self) -> bool:
-        """Whether buffers are lent by the user's strategy, which may lend them again."""
+    def has_user_buffers(self) -> bool:
+        """Whether the user's strategy allocates the buffers, and may hand them out again."""
         return self.options.reduce_scatter is not None
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
@@ -166,7 +166,7 @@ class PendingReduce:
         streams = comm.streams
         with streams.enter(Stream.REDUCE):
             result = self._ticket.wait()
-            if self._route.lends:
+            if self._route.has_user_buffers:
                 # Gradients are views of the result, and outlive the loan.
                 result = result.clone()
             arrived = streams.record_event(Stream.REDUCE)

@@ -261,7 +261,7 @@ def _check_replicated(
         raise ArgumentError(
             f"Parameter {fqn!r} must be on the same mesh object that was passed to fully_shard, "
             f"but it is on {own.mesh} and the call got {info.spmd_mesh}. An equal mesh that was "
-            "made a second time is another one: make the mesh once."
+            "made a second time does not count: make the mesh once."
         )
     for role, names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
         for name, axis in zip(names, _axes(own.mesh, names), strict=True):

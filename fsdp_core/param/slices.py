@@ -123,7 +123,7 @@ def _pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of a whole and of its padded slices that are equal: of all full slices, of the rest.
 
-    However many ranks there are, these are two at most, hence two kernels.
+    However many ranks there are, these are two at most, so two kernels.
     """
     width, size = slicing.padded_shape[dim], slicing.shape[dim]
     full = size // width if width else 0

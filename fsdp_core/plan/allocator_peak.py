@@ -29,7 +29,7 @@ class AllocatorPeak(Protocol):
         """Whether so much, and as much again for a kernel, may be tried."""
 
     def begin(self) -> None:
-        """Starts anew."""
+        """Starts over."""
 
     def held(self) -> int:
         """What is given out now."""

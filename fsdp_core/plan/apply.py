@@ -146,19 +146,20 @@ def _placement(
 ) -> Callable[[nn.Parameter], Shard | Owned | None]:
     """Which dim each named parameter is sharded along; the others along dim 0, or not at all."""
     dims: dict[nn.Parameter, int] = {}
-    for wish in unit.plan.shard_dims:
-        found = list(_named(wish, [modules[name] for name in unit.names]))
+    for chosen in unit.plan.shard_dims:
+        found = list(_named(chosen, [modules[name] for name in unit.names]))
         if not found:
             raise PlanError(
-                f"shard_dims: {wish.parameter!r} is no parameter of the unit {list(unit.names)}."
+                f"shard_dims: {chosen.parameter!r} is not a parameter of the unit "
+                f"{list(unit.names)}."
             )
         for name, parameter in found:
-            if not -parameter.ndim <= wish.dim < parameter.ndim:
+            if not -parameter.ndim <= chosen.dim < parameter.ndim:
                 raise PlanError(
                     f"shard_dims: {name!r} has {parameter.ndim} dims, so there is no dim "
-                    f"{wish.dim}."
+                    f"{chosen.dim}."
                 )
-            dims[parameter] = wish.dim
+            dims[parameter] = chosen.dim
 
     def place(parameter: nn.Parameter) -> Shard | Owned | None:
         if parameter in dims:
@@ -168,12 +169,12 @@ def _placement(
     return place
 
 
-def _named(wish: ShardDim, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def _named(chosen: ShardDim, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [
         (name, parameter)
         for module in modules
         for name, parameter in module.named_parameters()
-        if matches(wish.parameter, name)
+        if matches(chosen.parameter, name)
     ]
 
 

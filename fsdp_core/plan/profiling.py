@@ -341,7 +341,7 @@ def _check_alike(steps: Mapping[int, RawStep]) -> None:
             raise PlanError(
                 f"The model does not run the same modules in every step: with {size} samples it "
                 f"came to {module or 'the root'!r}, where it had come to "
-                f"{expected or 'the root'!r}. Its forward draws, or looks at the batch."
+                f"{expected or 'the root'!r}. Its forward is random, or depends on the batch."
             )
 
 

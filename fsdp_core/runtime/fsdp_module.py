@@ -26,12 +26,12 @@ class _Construction:
 
 
 class UnshardHandle:
-    """Returned by ``unshard(async_op=True)``; waiting twice is harmless.
+    """Returned by ``unshard(async_op=True)``; a second wait does nothing.
 
     The module's forward waits by itself; call `wait` to use the parameters before that.
 
     Args:
-        finish: Waits for the unshard; None: there is nothing to wait for.
+        finish: Waits for the unshard; None: it has finished.
     """
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
@@ -89,8 +89,8 @@ class FSDPModule(Setters):
 
         All parameters are resharded, collectives in flight are waited for and their results
         dropped, and so are gradients that were accumulated without a reduction: start the
-        accumulation over. The next forward does the same by itself; call this to have the memory
-        at once, or to give up an accumulation.
+        accumulation over. The next forward does the same automatically; call this to free the
+        memory at once, or to discard an accumulation.
 
         Raises:
             RootError: The module is not the root.
@@ -185,7 +185,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def observe(model: nn.Module, observer: Observer) -> None:
-    """Tells `observer` of every state and collective of the units below `model` from now on.
+    """Reports every state and collective of the units below `model` to `observer` from now on.
 
     Args:
         model: The root: the module whose forward the training loop calls.
@@ -207,8 +207,8 @@ def observe(model: nn.Module, observer: Observer) -> None:
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Gives several roots one set of streams, one count of collectives, one in-flight window.
 
-    Streams and the memory pools behind them are then not multiplied by the number of roots. The
-    order in which each root prefetches stays its own. Call it between iterations, on all ranks.
+    Streams and the memory pools behind them are then not multiplied by the number of roots. Each
+    root keeps its own prefetch order. Call it between iterations, on all ranks.
 
     Args:
         modules: Root modules on one device; none or one means nothing to do.

@@ -112,6 +112,10 @@ class FSDPState(ShardedUnit):
     @torch_private.opaque_to_dynamo
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Unshards the parameters, casts the inputs, and registers the post-backward hook."""
+        with torch_private.outside_selective_checkpoint():
+            return self._begin_forward(module, args, kwargs)
+
+    def _begin_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         self._has_returned = False
         self._recover_if_failed(module)
         if self._is_recomputing:
@@ -146,14 +150,15 @@ class FSDPState(ShardedUnit):
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Reshards the parameters, unless they are kept, and registers the pre-backward hook."""
-        if not self._is_recomputing:
-            if self._calls.leave(module) or self._runs_alone_without_backward:
-                self._calls.forget()
-                output = self._complete_forward(output)
-            else:
-                # This part may go backward before the rest, after it, or alone.
-                call_with_grads(output, self._pre_partial_backward)
-        output = self._casting.output(output)
+        with torch_private.outside_selective_checkpoint():
+            if not self._is_recomputing:
+                if self._calls.leave(module) or self._runs_alone_without_backward:
+                    self._calls.forget()
+                    output = self._complete_forward(output)
+                else:
+                    # This part may go backward before the rest, after it, or alone.
+                    call_with_grads(output, self._pre_partial_backward)
+            output = self._casting.output(output)
         self._has_returned = True
         return output
 

@@ -1,4 +1,4 @@
-"""Clipping gradients by their total norm, whichever way each of them is sharded."""
+"""Clipping gradients by their total norm, however each of them is sharded."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def clip_grad_norm_(
     order = float(norm_type)
     if order == 0 or math.isnan(order):
         raise ArgumentError(
-            f"norm_type must be a number other than 0, got {norm_type}: counting what is not "
-            "zero is no norm. Pass 2.0 or math.inf."
+            f"norm_type must be a number other than 0, got {norm_type}: the number of nonzero "
+            "elements is not a norm. Pass 2.0 or math.inf."
         )
     given = [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters)
     shards: Locals = {}
@@ -99,7 +99,7 @@ def _sharding_axes(tensor: torch.Tensor, index: int) -> tuple[Axis, ...]:
         if placement.is_partial():
             raise UnsupportedError(
                 f"The gradient of parameter {index}, of shape {tuple(tensor.shape)}, is "
-                f"{placement} on axis {axis} of {mesh}: its summands still lie on several ranks. "
+                f"{placement} on axis {axis} of {mesh}: its summands are still on several ranks. "
                 "Redistribute it to Shard or Replicate before clipping."
             )
         if not placement.is_replicate():

@@ -1,4 +1,4 @@
-"""What the outside sees of a unit: the user's observer, profiles and logs."""
+"""Observing units: the user's observer, profiles and logs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Observer(Protocol):
     def on_complete(self, group: str, sequence: int) -> None:
         """It has ended.
 
-        On an accelerator this is noticed when the next one is started, or at the end of backward, so
-        what is said may be late, but is never said before its time.
+        On an accelerator the engine notices this when the next one is started, or at the end of
+        backward, so the call may be late, but never too early.
         """
 
 

@@ -259,8 +259,13 @@ class RootContext:
         if self._end is not None and self._end() is None:
             raise StateError(
                 "An earlier backward raised, and this one did not come through the output of a "
-                "unit's forward, so gradients of the two cannot be told apart. Call "
+                "unit's forward, so gradients of the two cannot be distinguished. Call "
                 "reset_iter_state() on the root after a backward that raised."
+            )
+        if torch_private.in_compiled_autograd():
+            raise StateError(
+                "Compiled autograd runs this backward, which it takes apart before units can gather and "
+                "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
             )
         if self._end is None:
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))

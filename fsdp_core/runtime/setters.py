@@ -62,7 +62,7 @@ class Setters:
             state.options.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Sets whether backward needs this unit's parameters whole; an embedding's does not."""
+        """Sets whether backward unshards this unit; an embedding does not need it."""
         self._get_fsdp_state().options.unshard_in_backward = unshard_in_backward
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -79,7 +79,7 @@ class Setters:
         *,
         recurse: bool = True,
     ) -> None:
-        """Sets whether backward reduces gradients; False accumulates them whole, silently."""
+        """Sets whether backward reduces gradients; False accumulates them unsharded."""
         for state in self._states(recurse=recurse):
             state.options.reduce_grads = requires_gradient_sync
             for group in state.groups:
@@ -89,7 +89,7 @@ class Setters:
     def no_sync(self) -> Iterator[None]:
         """Within, backwards below this module accumulate gradients without communication.
 
-        At the end, also by an exception, every unit reduces as it did before.
+        At the end, even after an exception, every unit reduces as before.
         """
         before = [
             (state, state.options.reduce_grads, [g.options.all_reduce_grads for g in state.groups])
@@ -107,8 +107,8 @@ class Setters:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets, on the root, whether the next backward is the last before the optimizer.
 
-        Only the last one has the current stream wait for the gradients, and ends the order of
-        prefetching.
+        Only the last one makes the current stream wait for the gradients, and resets the prefetch
+        order.
         """
         self._root_options.is_last_backward = is_last_backward
 
@@ -138,7 +138,7 @@ class Setters:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sets whether only sums travel and divisions are separate, for zero-copy transfers."""
+        """Sets whether collectives only sum and divisions are separate, for zero-copy transfers."""
         for group in self._groups():
             group.options.force_sum = enable
 
@@ -153,7 +153,7 @@ class Setters:
             group.options.reduce_unused = reduce_scatter_unused_params
 
     def set_agree_on_unused_params(self, agree: bool, *, recurse: bool = True) -> None:
-        """Sets whether ranks tell each other which gradients they lack; on by default.
+        """Sets whether ranks exchange which gradients they lack; on by default.
 
         So ranks may use different parameters of a unit, and a gradient that no rank has stays
         None. Without it all ranks must use the same ones.
@@ -166,8 +166,8 @@ class Setters:
     ) -> None:
         """Sets how many reductions may be in flight besides the one being packed.
 
-        More hide a slow network at the price of their buffers. The largest number of the root's
-        units counts.
+        More of them hide a slow network but need more buffers. The largest number of the root's
+        units applies.
 
         Raises:
             ArgumentTypeError: Not an int.
@@ -245,7 +245,7 @@ class Setters:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sets whether communication buffers come from the process group's own allocator.
 
-        A process group without one gets ordinary memory.
+        Without such an allocator, ordinary memory is used.
 
         Raises:
             StateError: A custom collective was set, which allocates for itself.
@@ -264,7 +264,7 @@ class Setters:
         """Takes communication buffers from symmetric memory, for NCCL's faster collectives.
 
         The reduce-scatter takes part only after `set_force_sum_reduction_for_comms(True)`: its
-        symmetric kernel knows no other operation.
+        symmetric kernel supports only sums.
 
         Raises:
             ArgumentError: Another backend of symmetric memory, or several reductions in flight.

@@ -1,4 +1,4 @@
-"""The verb: shard a module's parameters in place."""
+"""`fully_shard`: shards a module's parameters in place."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class UnitParams:
         The same on all ranks, on which of them these used the parameters or not.
         """
         return any(
-            group.lent_in_backward or (group.is_lent and group.is_held_besides(self))
+            group.borrowed_in_backward or (group.is_borrowed and group.is_held_besides(self))
             for group in self.groups
         )
 
@@ -103,15 +103,15 @@ class UnitParams:
             group.let_go(self)
 
     def end_use_in_backward(self) -> None:
-        """Its backward has ended, so that whoever lends them may have new gradients."""
+        """Its backward has ended: the owners of what it borrows may have new gradients."""
         for group in self._borrowed:
-            group.lent_in_backward = True
+            group.borrowed_in_backward = True
 
     def forget_use(self) -> None:
         """The iteration ends, and all gradients were taken."""
         self.let_go()
         for group in self.groups:
-            group.lent_in_backward = False
+            group.borrowed_in_backward = False
 
     def reshard_after_forward(self, comm: CommContext) -> None:
         """Frees what no other unit needs where forward ends, or keeps slices of a smaller mesh."""

@@ -40,9 +40,11 @@ from fsdp_core.torch_private.meshes import (
 )
 from fsdp_core.torch_private.modes import (
     in_backward,
+    in_compiled_autograd,
     is_profiling,
     is_view,
     outside_inference_mode,
+    outside_selective_checkpoint,
     outside_transforms,
     post_accumulate_hooks,
     preserve_version,
@@ -101,6 +103,7 @@ __all__ = [
     "foreach_scale",
     "group_device_types",
     "in_backward",
+    "in_compiled_autograd",
     "is_profiling",
     "is_view",
     "is_wrapper",
@@ -116,6 +119,7 @@ __all__ = [
     "no_torch_function",
     "opaque_to_dynamo",
     "outside_inference_mode",
+    "outside_selective_checkpoint",
     "outside_transforms",
     "own_parameters",
     "parameter_table",

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
 from torch.autograd import Variable, profiler
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -51,6 +54,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def in_compiled_autograd() -> bool:
+    """Whether the running backward is one graph that compiled autograd made of all nodes."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # loaded by whoever uses it
+    return compiled is not None and bool(compiled.in_compiled_autograd_region)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd treats the tensor as a view of another."""
     return tensor._base is not None
@@ -77,7 +86,7 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-_NO_TRANSFORMS: AbstractContextManager[object] = nullcontext()
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def transforms_active() -> bool:
@@ -88,5 +97,24 @@ def transforms_active() -> bool:
 def outside_transforms() -> AbstractContextManager[object]:
     """Tensors made and collectives done within are no part of a `torch.func` transform."""
     if not transforms_active():
-        return _NO_TRANSFORMS
+        return _NOTHING
     return cast("AbstractContextManager[object]", torch._C._DisableFuncTorch())
+
+
+def outside_selective_checkpoint() -> AbstractContextManager[object]:
+    """What is done within is neither counted nor kept by selective activation checkpointing.
+
+    That pairs each operator of a forward with the same one of its recomputation, by its number. The
+    engine's own are not the same ones: the first gather packs otherwise than later ones, and what is
+    whole is not gathered again.
+    """
+    mode = dispatch._get_current_dispatch_mode()
+    if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+        return _NOTHING
+    return _outside_innermost_mode()
+
+
+@contextmanager
+def _outside_innermost_mode() -> Iterator[None]:
+    with dispatch._pop_mode_temporarily(), outside_selective_checkpoint():
+        yield

@@ -18,7 +18,7 @@ from meshloom import session
 
 
 class MeshloomTracker(GeneralTracker):  # type: ignore[misc]  # as above
-    """Reports what ``accelerator.log`` is given: the numbers among it.
+    """Reports the numbers that are passed to ``accelerator.log``.
 
     Args:
         of: How many steps there will be; for the ETA.
@@ -39,7 +39,7 @@ class MeshloomTracker(GeneralTracker):  # type: ignore[misc]  # as above
         return session
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The spec has the configuration."""
+        """Does nothing: the spec has the configuration."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Reports the numbers; without ``step``, of one step more than the last time."""

@@ -20,9 +20,9 @@ class MeshloomCallback(Callback):
     """Reports steps and metrics, checkpoints, restores, and stops when the job is asked to.
 
     A checkpoint holds the module, its optimizers and schedulers, the progress of the loops and the
-    states of random numbers. Where in an epoch the data goes on is Lightning's to know: exactly if the
-    data loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from
-    the beginning of the loader's order.
+    states of random numbers. Lightning restores the position within an epoch: exactly if the data
+    loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else
+    from the beginning of the loader's order.
 
     Args:
         every: Steps between checkpoints; 0: only when one is asked for, before a stop, and after the

@@ -46,7 +46,7 @@ class MeshloomCallback(TrainerCallback):
         self._awaits_first_step = False
 
     def resume_from(self, trainer: Trainer) -> str | None:
-        """What ``trainer.train`` is to resume from: None when the job begins anew.
+        """What ``trainer.train`` resumes from: None when the job starts over.
 
         Otherwise a folder with the trainer's state alone: the weights come from Meshloom's checkpoint,
         when the model is wrapped and the optimizer made.
@@ -80,7 +80,7 @@ class MeshloomCallback(TrainerCallback):
         control: TrainerControl,
         **parts: Any,
     ) -> None:
-        """Random numbers go on as they were once the batches that are skipped have been drawn."""
+        """Restores random numbers after the skipped batches have been drawn."""
         if self._awaits_first_step:
             self._awaits_first_step = False
             session.restore({"trainer": ""})

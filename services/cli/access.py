@@ -29,7 +29,7 @@ def create(
     scope: Annotated[Scope, typer.Option(help="Permission scope.")] = Scope.VIEWER,
     label: Annotated[str, typer.Option(help="Free-text label.")] = "",
     expires: Annotated[
-        str | None, typer.Option(help="How long it lives: 90s, 30m, 12h, 30d; else for ever.")
+        str | None, typer.Option(help="How long it lives: 90s, 30m, 12h, 30d; else forever.")
     ] = None,
 ) -> None:
     """Make a token and print it: this is the only time that it is shown."""

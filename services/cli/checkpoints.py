@@ -1,13 +1,16 @@
 """What people do with one checkpoint: have it read, exported, kept, deleted."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
+from meshloom.client import Checkpoint as Downloadable
+from meshloom.client import RestClient as Client
+from meshloom.client.downloads import ExportFormat
 from services.cli import tables
-from services.cli.client import Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.terminal import console
 from services.contract.api.views import CheckpointView
@@ -44,8 +47,21 @@ def export(
     checkpoint: Checkpoint,
     *,
     wait: Annotated[bool, typer.Option(help="Wait until it is done.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="Download it to this folder; a broken download is resumed.")
+    ] = None,
+    file_format: Annotated[
+        ExportFormat,
+        typer.Option("--format", help="Of a download: safetensors; hf, with config.json; or dcp."),
+    ] = "safetensors",
 ) -> None:
-    """Put the model of a checkpoint together as safetensors files, in the storage."""
+    """Export the model of a checkpoint as safetensors files, in the storage or to a folder."""
+    if output is not None:
+        with connect(WATCHING_PATIENCE_S) as client:
+            found = Downloadable(client, client.checkpoint(checkpoint))
+            for path in found.download(output, format=file_format):
+                console.print(str(path), soft_wrap=True)
+        return
     with connect(WATCHING_PATIENCE_S if wait else PATIENCE_S) as client:
         view = client.export(checkpoint)
         if wait:

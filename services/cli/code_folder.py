@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import humanize
 from pathspec import GitIgnoreSpec
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings
 from services.cli.terminal import errors, one_line

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.settings import CliSettings
 
 PATIENCE_S: Final = 1.0

@@ -5,7 +5,7 @@ from typing import Final
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError, RefusedError
 from services.contract.api.views import DiagnosisView
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.cli.settings import CliSettings
 from services.contract.words.states import NodeState
@@ -14,7 +14,7 @@ from services.contract.words.states import NodeState
 _MOST_NAMED: Final = 5
 _RECORDS: Final = (
     "the controller's log says why (record_unreadable): run the version that wrote it, or delete "
-    "the job; a node's record is written anew when its agent starts; a key of another type is renamed "
+    "the job; a node's record is rewritten when its agent starts; a key of another type is renamed "
     "or deleted in Redis"
 )
 

@@ -1,34 +1,20 @@
-"""What can go wrong on the way to the controller, each as one line that says what to do.
+"""What ends a command with one text that says what to do, and exit code 2.
+
+``CliError`` is what the client raises, too: nobody answers, or the controller refused.
 
 ::
 
-    CliError
+    CliError  (meshloom.client.ClientError)
      +- UnreachableError   nobody answers at the URL
      +- RefusedError       the controller answered with a problem (RFC 9457)
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
-from services.contract.words.problems import Problem
+from meshloom.client.errors import ClientError as CliError
+from meshloom.client.errors import RefusedError, UnreachableError
 
-
-class CliError(Exception):
-    """The command ends with exit code 2 and this text."""
-
-
-class UnreachableError(CliError):
-    """Nobody answers at the controller's URL."""
+__all__ = ["CliError", "RefusedError", "SpecFileError", "UnreachableError"]
 
 
 class SpecFileError(CliError):
     """The file cannot be read as a job spec."""
-
-
-class RefusedError(CliError):
-    """The controller refused; ``problem`` is its answer."""
-
-    def __init__(self, problem: Problem) -> None:
-        faults = "".join(
-            f"\n  {fault.pointer or '(whole spec)'}: {fault.detail}" for fault in problem.errors
-        )
-        super().__init__(f"{problem.detail or problem.title}{faults}")
-        self.problem = problem

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.tables import duration, number, state_text, throughput
 from services.contract.api.views import JobView, RankList
 from services.contract.words.states import TERMINAL_STATES, JobState

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.contract.words.ids import JobId
 

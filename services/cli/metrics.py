@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.tables import figure
 from services.cli.terminal import console
 from services.contract.api.views import MetricsView, StepView

@@ -7,7 +7,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.code_folder import with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
@@ -36,7 +36,7 @@ def plan(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
     *,
     json: Annotated[bool, typer.Option("--json", help="The plan as the API answers it.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model again.")] = False,
     code: Code = None,
 ) -> None:
     """Say what the job in FILE will need, and whether it fits. Exit code 3: it does not."""

@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.job_names import Job, resolve

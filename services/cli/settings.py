@@ -1,22 +1,25 @@
 """Where the controller is, read from the environment once."""
 
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.contract.jobs.code_archives import DEFAULT_CODE_MIB
 
 
 class CliSettings(BaseSettings):
-    """The client's settings: ``MESHLOOM_URL`` (else the local ``MESHLOOM_PORT``) and token.
-
-    ``max_code_mib`` is how large an archive of code may be; the controller has its own limit.
-    """
+    """Each is the environment variable ``MESHLOOM_<NAME>``; docs/configuration.md lists them."""
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", extra="ignore")
 
-    url: str | None = None
-    port: int = 8400
-    token: str | None = None
-    max_code_mib: int = DEFAULT_CODE_MIB
+    url: str | None = Field(
+        default=None, description="The controller's address; unset: 127.0.0.1 and the port."
+    )
+    port: int = Field(default=8400, description="The controller's port, where no address is set.")
+    token: str | None = Field(default=None, description="The bearer token to send.")
+    max_code_mib: int = Field(
+        default=DEFAULT_CODE_MIB,
+        description="The largest code archive that `--code` uploads, in MiB; the controller has its own limit.",
+    )
 
     @property
     def base_url(self) -> str:

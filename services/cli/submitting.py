@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from meshloom.client import RestClient as Client
 from services.cli import plan_command
-from services.cli.client import Client
 from services.cli.code_folder import with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError

@@ -4,8 +4,8 @@ from typing import Annotated, Final
 
 import typer
 
+from meshloom.client import RestClient as Client
 from services.cli import tables
-from services.cli.client import Client
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.follow import follow as follow_job
 from services.cli.terminal import console

@@ -17,7 +17,9 @@ import uvicorn
 from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
+from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
 from services.controller.api.connections import BoundedProtocol, ConnectionLimits
 from services.controller.api.context import Context
@@ -29,7 +31,7 @@ from services.controller.domain.access.code import CodeLimits
 from services.controller.domain.access.rate import Rate
 from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.leader import Leader
-from services.controller.loops.reign import reign
+from services.controller.loops.leadership import run_term
 from services.controller.settings import Settings
 from services.controller.use_cases.plans import Drawing
 
@@ -58,6 +60,7 @@ class ControllerServer(uvicorn.Server):
 def main() -> None:
     """Run until a signal comes."""
     set_up_process(holds_secrets=True)
+    keep_collections_short()
     try:
         settings = Settings()
     except ValidationError as error:
@@ -93,7 +96,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
         rule = functools.partial(
-            reign, ports, drawing=drawing, growth_delay=growth_delay, troubles=troubles
+            run_term, ports, drawing=drawing, growth_delay=growth_delay, troubles=troubles
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
@@ -107,6 +110,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
             settings.max_unfinished_jobs,
+            FolderExports(settings.checkpoint_root),
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
@@ -134,7 +138,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
 
 
 def _die_with_the_leader(leading: "asyncio.Task[None]") -> None:
-    """A controller whose loops have died must not look alive: it ends, and is started anew."""
+    """A controller whose loops have died must not look alive: it ends, and is restarted."""
     if not leading.cancelled() and leading.exception() is not None:
         _log.critical("leader_died", exc_info=leading.exception())
         signal.raise_signal(signal.SIGTERM)
@@ -186,7 +190,7 @@ def _set_up_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    # It warns of each request that is no HTTP, and strangers may send such for ever.
+    # It warns of each request that is no HTTP, and strangers may send such forever.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     structlog.configure(
         processors=[

@@ -132,7 +132,9 @@ def _password(settings: AclSettings, file: str) -> str:
     elif settings.redis_agent_password is not None:
         text = settings.redis_agent_password.get_secret_value()
     else:
-        raise ValueError("a node wants a password: NODE=FILE, or MESHLOOM_REDIS_AGENT_PASSWORD")
+        raise ValueError(
+            "a node needs a password: give NODE=FILE, or set MESHLOOM_REDIS_AGENT_PASSWORD"
+        )
     if len(text) < MIN_PASSWORD_CHARACTERS:
         raise ValueError(f"a password has fewer than {MIN_PASSWORD_CHARACTERS} characters")
     return text

@@ -23,51 +23,123 @@ _MIN_TOKEN_LETTERS: Final = 8
 
 
 class Settings(BaseSettings):
-    """Read from variables that begin with ``MESHLOOM_``.
-
-    Port 0 takes a free port; the line ``listening`` of the log names it. A controller that others
-    than this machine can reach wants a token from them, of at least 128 bits. ``max_streams`` bounds how many may follow
-    logs and events at a time, for each holds a connection to Redis. One owner may have ``max_unfinished_jobs`` that have not ended. ``max_connections`` bounds all clients together: beyond it the
-    oldest whose request has not come yet is closed. A request has ``request_timeout_s`` to come whole,
-    and its answer as long to be read. ``allowed_hosts`` are the names
-    (separated by commas) under which the controller is served beside those of loopback. Every
-    token may ask ``rate_per_s`` times a second, and ``rate_burst`` times at once. ``factory_prefixes`` (separated by commas)
-    are the entry points that jobs may name beside the built-ins; ``*``: all. Unset, that is all of them
-    on loopback without a token, and none otherwise. Elastic jobs grow once there has been room for
-    ``grow_after_s``. ``redis_ca``, ``redis_cert`` and ``redis_key`` are
-    files for a ``redis_url`` that begins with ``rediss://``. A request for a plan waits up to
-    ``plan_wait_s`` for its model to be profiled, which may take ``probe_timeout_s`` on the node.
-    An archive of uploaded code has up to ``max_code_mib``, all of them ``max_code_store_mib``.
-    ``uploaded_code`` says whether jobs may run such code; unset, where every entry point is allowed.
-    So many days after its end Redis keeps samples and stacks of a job, and steps, output and history that
-    storage could not take: ``keep_telemetry_days``.
-    """
+    """Each is the environment variable ``MESHLOOM_<NAME>``; docs/configuration.md lists them."""
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8400, ge=0, le=65_535)
-    redis_url: str
-    redis_ca: Path | None = None
-    redis_cert: Path | None = None
-    redis_key: Path | None = None
-    token: SecretStr | None = None
-    allowed_hosts: Annotated[frozenset[str], NoDecode] = frozenset()
-    rate_per_s: float = Field(default=100, gt=0, le=1e6)
-    rate_burst: int = Field(default=1000, ge=1, le=1_000_000)
-    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
-    uploaded_code: bool | None = None
-    max_code_mib: int = Field(default=DEFAULT_CODE_MIB, ge=1, le=MOST_CODE_MIB)
-    max_code_store_mib: int = Field(default=DEFAULT_CODE_STORE_MIB, ge=1, le=1 << 20)
-    grow_after_s: float = Field(default=30.0, ge=0, le=86_400)
-    max_streams: int = Field(default=64, ge=1, le=10_000)
-    max_unfinished_jobs: int = Field(default=2_000, ge=1, le=1_000_000)
-    max_connections: int = Field(default=512, ge=8, le=100_000)
-    request_timeout_s: float = Field(default=30.0, gt=0, le=3_600)
-    plan_wait_s: float = Field(default=5, ge=0, le=60)
-    probe_timeout_s: float = Field(default=120, gt=0, le=3_600)
-    keep_telemetry_days: float = Field(default=7, ge=0.01, le=3_650)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    host: str = Field(
+        default="127.0.0.1",
+        description="The address on which the controller listens; anything but loopback needs a token.",
+    )
+    port: int = Field(
+        default=8400,
+        ge=0,
+        le=65_535,
+        description="The controller's port; 0 takes a free one, which the log line `listening` names.",
+    )
+    redis_url: str = Field(
+        description="The Redis server; `rediss://` for TLS. `make up` starts one where it is not set."
+    )
+    redis_ca: Path | None = Field(
+        default=None,
+        description="File with the certificates of the authorities that sign Redis's; unset: the system's.",
+    )
+    redis_cert: Path | None = Field(
+        default=None, description="File with the client certificate for Redis."
+    )
+    redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    token: SecretStr | None = Field(
+        default=None,
+        description="The operator's bearer token, at least 128 bits if other machines can connect. Unset: every local user is the operator.",
+    )
+    allowed_hosts: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        description="Further names of the controller in `Host` and `Origin`, separated by commas; unset: loopback's, and with a token any.",
+    )
+    rate_per_s: float = Field(
+        default=100,
+        gt=0,
+        le=1e6,
+        description="Requests a second that each token may make to each controller, on average.",
+    )
+    rate_burst: int = Field(
+        default=1000, ge=1, le=1_000_000, description="Requests that a token may make at once."
+    )
+    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = Field(
+        default=None,
+        description="Entry points that jobs may name beside the built-ins, separated by commas; `*`: all. Unset: all on loopback without a token, else none.",
+    )
+    uploaded_code: bool | None = Field(
+        default=None,
+        description="Whether jobs may run uploaded code; unset: where all entry points are allowed.",
+    )
+    max_code_mib: int = Field(
+        default=DEFAULT_CODE_MIB,
+        ge=1,
+        le=MOST_CODE_MIB,
+        description="The largest code archive, in MiB.",
+    )
+    max_code_store_mib: int = Field(
+        default=DEFAULT_CODE_STORE_MIB,
+        ge=1,
+        le=1 << 20,
+        description="All code archives together, in MiB.",
+    )
+    grow_after_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=86_400,
+        description="Seconds for which slots must be free before an elastic job grows.",
+    )
+    max_streams: int = Field(
+        default=64,
+        ge=1,
+        le=10_000,
+        description="Event and log streams that the controller keeps open at a time; each takes a connection to Redis.",
+    )
+    max_unfinished_jobs: int = Field(
+        default=2_000,
+        ge=1,
+        le=1_000_000,
+        description="Jobs that have not ended, for each owner; a further one gets 409.",
+    )
+    max_connections: int = Field(
+        default=512,
+        ge=8,
+        le=100_000,
+        description="Connections that the controller keeps open; beyond it, it closes the oldest without a complete request.",
+    )
+    request_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3_600,
+        description="Seconds in which a request must arrive, and in which its answer must be read.",
+    )
+    plan_wait_s: float = Field(
+        default=5,
+        ge=0,
+        le=60,
+        description="Seconds that a request for a plan waits before it answers 202.",
+    )
+    probe_timeout_s: float = Field(
+        default=120,
+        gt=0,
+        le=3_600,
+        description="Seconds that profiling a model on a node may take.",
+    )
+    keep_telemetry_days: float = Field(
+        default=7,
+        ge=0.01,
+        le=3_650,
+        description="Days after a job's end for which Redis keeps samples and stacks, and records that storage could not take.",
+    )
+    checkpoint_root: Path | None = Field(
+        default=None,
+        description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe log lines that are written."
+    )
 
     @property
     def is_loopback(self) -> bool:

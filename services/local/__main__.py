@@ -42,7 +42,7 @@ def run(
     """Run the job in FILE from submission to its end, then stop what was started."""
     settings = LocalSettings()
     if stack_is_up(settings):
-        console.print("a stack is up on this home already: the job runs there")
+        console.print("a stack already runs on this home; the job runs there")
         raise typer.Exit(asyncio.run(_follow(file, f"http://{settings.host}:{settings.port}")))
     raise typer.Exit(asyncio.run(_run(settings, file)))
 
@@ -65,7 +65,7 @@ async def _run(settings: LocalSettings, file: Path) -> int:
 
     code = await _until_signalled(train())
     if code is None:
-        console.print("stopped; `make run` goes on with the unfinished job from its checkpoint")
+        console.print("stopped; `make run` continues the unfinished job from its checkpoint")
         return _INTERRUPTED
     return code
 

@@ -50,7 +50,7 @@ def find_redis_server() -> Path:
         if bundled.is_file():
             return bundled
     raise RedisUnavailableError(
-        "no Redis server found: set MESHLOOM_REDIS_URL to one that runs, or install redis-server"
+        "no Redis server found: set MESHLOOM_REDIS_URL to a running one, or install redis-server"
     )
 
 
@@ -166,8 +166,8 @@ def _check_version(binary: Path, record: Path) -> None:
     known = record.read_text() if record.exists() else "0.0"
     if _as_numbers(version) < _as_numbers(known):
         raise RedisUnavailableError(
-            f"{binary} is Redis {version}, but {record.parent} was written by Redis {known}: put that "
-            "one on PATH, or set MESHLOOM_HOME to begin anew"
+            f"{binary} is Redis {version}, but {record.parent} was written by Redis {known}: put "
+            "Redis of that version on PATH, or set MESHLOOM_HOME to start over"
         )
     _write(record, version)
 

@@ -5,28 +5,41 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.contract.redis.redis_address import redis_address
 
 
 class LocalSettings(BaseSettings):
-    """The local stack's settings.
-
-    ``home`` holds all state (Redis, logs, checkpoints, nodes). ``redis_url`` names a server that
-    is already there; without it one is started. ``port`` is the controller's.
-    """
+    """Each is the environment variable ``MESHLOOM_<NAME>``; the services read theirs themselves."""
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", extra="ignore")
 
-    home: Path = Path(".meshloom")
-    host: str = "127.0.0.1"
-    port: int = 8400
-    redis_url: str | None = None
-    redis_ca: Path | None = None
-    redis_cert: Path | None = None
-    redis_key: Path | None = None
-    token: str | None = None
+    home: Path = Field(
+        default=Path(".meshloom"),
+        description="Folder of all state of the local stack: Redis, logs, checkpoints.",
+    )
+    host: str = Field(
+        default="127.0.0.1", description="The address on which the controller listens."
+    )
+    port: int = Field(default=8400, description="The controller's port.")
+    redis_url: str | None = Field(
+        default=None, description="A running Redis server; unset: `make up` starts one."
+    )
+    redis_ca: Path | None = Field(
+        default=None,
+        description="File with the certificates of the authorities that sign Redis's; unset: the system's.",
+    )
+    redis_cert: Path | None = Field(
+        default=None, description="File with the client certificate for Redis."
+    )
+    redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    checkpoint_root: Path | None = Field(
+        default=None,
+        description="Folder of all jobs' checkpoints; unset: `checkpoints` in the home folder.",
+    )
+    token: str | None = Field(default=None, description="The operator's bearer token.")
 
     @property
     def redis_address(self) -> str | None:

@@ -50,6 +50,8 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
             "MESHLOOM_HOME": str(home),
             "MESHLOOM_HOST": settings.host,
             "MESHLOOM_PORT": str(settings.port),
+            # The agent writes there, the controller reads exports for downloads.
+            "MESHLOOM_CHECKPOINT_ROOT": str(settings.checkpoint_root or home / "checkpoints"),
         }
         programs = [
             Program(

@@ -44,11 +44,11 @@ FOREVER = MAX_STEP
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def spec(ranks: int = 2, steps: int = 5, **wishes: JsonValue) -> JobSpec:
+def spec(ranks: int = 2, steps: int = 5, **options: JsonValue) -> JobSpec:
     """A job for ``programs/rank_program.py``."""
     return JobSpec.model_validate(
         {
-            "model": {"factory": "none", "args": wishes},
+            "model": {"factory": "none", "args": options},
             "data": {"factory": "none"},
             "train": {"steps": steps, "global_batch": ranks},
             "resources": {"ranks": ranks, "device": "cpu"},
@@ -56,7 +56,7 @@ def spec(ranks: int = 2, steps: int = 5, **wishes: JsonValue) -> JobSpec:
     )
 
 
-def launch(fence: int = 1, ranks: int = 2, steps: int = 5, **wishes: JsonValue) -> LaunchGang:
+def launch(fence: int = 1, ranks: int = 2, steps: int = 5, **options: JsonValue) -> LaunchGang:
     places = tuple(
         RankPlacement(rank=rank, node_id=NODE, local_rank=rank, device="cpu")
         for rank in range(ranks)
@@ -64,7 +64,7 @@ def launch(fence: int = 1, ranks: int = 2, steps: int = 5, **wishes: JsonValue) 
     plan = GangPlan(
         device_type="cpu", sharding=ShardingPlan(mesh=MeshPlan(dp_shard=ranks)), ranks=places
     )
-    return LaunchGang(job_id=JOB, fence=fence, spec=spec(ranks, steps, **wishes), plan=plan)
+    return LaunchGang(job_id=JOB, fence=fence, spec=spec(ranks, steps, **options), plan=plan)
 
 
 @dataclass
@@ -269,9 +269,9 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def running(controller: Controller, **wishes: JsonValue) -> GangLaunched:
-    """A gang that steps for ever, once it has begun to."""
-    controller.send(launch(1, 2, FOREVER, pause_s=0.01, **wishes))
+def running(controller: Controller, **options: JsonValue) -> GangLaunched:
+    """A gang that steps forever, once it has begun to."""
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01, **options))
     controller.fact(GangProgressed)
     return launched(controller)
 

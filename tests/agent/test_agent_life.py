@@ -168,7 +168,7 @@ def test_a_gang_whose_job_is_deleted_is_killed_and_one_whose_job_is_lost_trains_
     until(lambda: controller.all_of(GangEnded), timeout_s=2)
 
 
-def test_a_lapsed_lease_is_taken_anew_and_the_agent_joins_again_with_its_gangs(
+def test_a_lapsed_lease_is_taken_again_and_the_agent_joins_again_with_its_gangs(
     agent: AgentProcess, controller: Controller
 ) -> None:
     running(controller)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, OutOfMemoryError
 
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
@@ -104,13 +104,13 @@ def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
     assert controller.steps() == []
 
 
-def test_a_beat_under_anothers_lease_writes_nothing(job: Controller, redis_url: str) -> None:
+def test_a_beat_under_the_lease_of_another_writes_nothing(job: Controller, redis_url: str) -> None:
     write(redis_url, 1, life="one")
     assert write(redis_url, 1, life="two") == BeatAnswer(taken_by="one")
     assert job.steps() == [STEP]
 
 
-def test_another_life_counts_its_beats_anew(job: Controller, redis_url: str) -> None:
+def test_another_life_counts_its_beats_again(job: Controller, redis_url: str) -> None:
     write(redis_url, 9, life="one")
     job.client.delete(redis_keys.node_lease(NODE))
     write(redis_url, 1, life="two")
@@ -174,3 +174,17 @@ def test_a_stream_to_which_nothing_can_be_added_costs_no_lease(
     assert write(redis_url, 1) == BeatAnswer(lapsed=True)
     assert write(redis_url, 2) == BeatAnswer()
     assert job.client.hexists(redis_keys.job_ranks(JOB), "0")
+
+
+def test_metrics_that_redis_has_no_memory_for_are_refused_and_may_be_written_later(
+    job: Controller, redis_url: str
+) -> None:
+    told = Records(JOB, 2, (), (), METRICS)
+    job.client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemoryError):
+            write_metrics(redis_url, told)
+    finally:
+        job.client.config_set("maxmemory", "0")
+    write_metrics(redis_url, told)
+    assert job.metrics() == list(METRICS)

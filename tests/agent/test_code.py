@@ -76,9 +76,9 @@ class Node:
     url: str
 
     async def holds(self, body: bytes, job_id: str | None = None) -> bool:
-        """Whether it lends the archive as it was packed; it is given back."""
-        folder = await self.cache.lend(digest_of(body), job_id)
-        self.cache.give_back(digest_of(body))
+        """Whether the folder has the archive as it was packed; it is released."""
+        folder = await self.cache.acquire(digest_of(body), job_id)
+        self.cache.release(digest_of(body))
         return (folder / "pkg/brought.py").read_text() in body_text(body)
 
 
@@ -117,20 +117,23 @@ async def test_launches_at_once_fetch_and_unpack_code_once_and_nobody_can_write_
 
     monkeypatch.setattr(code_cache, "unpack", counted)
     await asyncio.to_thread(upload, node.url, body)
-    lent = await asyncio.gather(*(node.cache.lend(digest_of(body)) for _ in range(4)))
-    assert set(lent) == {node.folder / hex_of(digest_of(body))}
+    folders = await asyncio.gather(*(node.cache.acquire(digest_of(body)) for _ in range(4)))
+    assert set(folders) == {node.folder / hex_of(digest_of(body))}
     assert len(unpacked) == 1
-    assert sorted(p.name for p in (lent[0] / "pkg").iterdir()) == [f"m{n}.bin" for n in range(5)]
-    everything = [lent[0], *lent[0].rglob("*")]
+    assert sorted(p.name for p in (folders[0] / "pkg").iterdir()) == [f"m{n}.bin" for n in range(5)]
+    everything = [folders[0], *folders[0].rglob("*")]
     assert not any(stat.S_IMODE(path.stat().st_mode) & 0o222 for path in everything)
-    assert sorted(p.name for p in node.folder.iterdir()) == [lent[0].name, f"{lent[0].name}.tar.gz"]
+    assert sorted(p.name for p in node.folder.iterdir()) == [
+        folders[0].name,
+        f"{folders[0].name}.tar.gz",
+    ]
 
 
 @pytest.mark.anyio
 async def test_damaged_code_is_noticed_and_made_again(node: Node) -> None:
     body = archive()
     await asyncio.to_thread(upload, node.url, body)
-    folder = await node.cache.lend(digest_of(body))
+    folder = await node.cache.acquire(digest_of(body))
     (folder / "pkg").chmod(0o700)
     (folder / "pkg/json.py").write_text("raise SystemExit")
     assert await node.holds(body)
@@ -141,7 +144,7 @@ async def test_damaged_code_is_noticed_and_made_again(node: Node) -> None:
     wipe(node.url)
     kept.write_bytes(b"")
     with pytest.raises(NoCodeError, match="neither in Redis"):
-        await node.cache.lend(digest_of(body))
+        await node.cache.acquire(digest_of(body))
 
 
 @pytest.mark.anyio
@@ -156,15 +159,17 @@ async def test_a_job_keeps_a_copy_in_its_storage_for_when_redis_has_lost_it(
     wipe(node.url)
     async with writing_client(node.url) as client:
         later = CodeCache(client, tmp_path / "later" / "code", node.storage)
-        assert (await later.lend(digest_of(body), JOB) / "pkg/brought.py").is_file()
+        assert (await later.acquire(digest_of(body), JOB) / "pkg/brought.py").is_file()
         other = CodeCache(client, tmp_path / "other" / "code", node.storage)
         copy.write_bytes(body[:-1])
-        with pytest.raises(NoCodeError, match=f"nor whole in .*{JOB}.*upload the same files again"):
-            await other.lend(digest_of(body), JOB)
+        with pytest.raises(
+            NoCodeError, match=f"nor complete in .*{JOB}.*upload the same files again"
+        ):
+            await other.acquire(digest_of(body), JOB)
         copy.unlink()
         copy.symlink_to(tmp_path / "later" / "code" / f"{hex_of(digest_of(body))}.tar.gz")
         with pytest.raises(NoCodeError):
-            await other.lend(digest_of(body), JOB)
+            await other.acquire(digest_of(body), JOB)
     assert copy.is_symlink()
 
 
@@ -177,21 +182,21 @@ async def test_what_a_controller_should_not_have_let_through_is_refused_by_the_n
     await asyncio.to_thread(upload, node.url, *hostile)
     for body in hostile:
         with pytest.raises(NoCodeError, match="refused"):
-            await node.cache.lend(digest_of(body))
+            await node.cache.acquire(digest_of(body))
     assert list(node.folder.iterdir()) == []
     body = archive()
     await asyncio.to_thread(upload, node.url, body)
     with Redis.from_url(node.url) as redis:
         redis.hset(keys.code(hex_of(digest_of(body))), "0", archive("WIDTH = 2\n"))
     with pytest.raises(NoCodeError, match="neither in Redis"):
-        await node.cache.lend(digest_of(body))
+        await node.cache.acquire(digest_of(body))
 
 
 @pytest.mark.anyio
 async def test_the_least_recently_used_code_is_removed_unless_it_is_in_use(node: Node) -> None:
     bodies = [archive(f"WIDTH = {n}\n") for n in range(KEPT_UNUSED + 3)]
     await asyncio.to_thread(upload, node.url, *bodies)
-    await node.cache.lend(digest_of(bodies[0]))
+    await node.cache.acquire(digest_of(bodies[0]))
     for body in bodies[1:]:
         assert await node.holds(body)
     assert await node.holds(bodies[0])
@@ -208,16 +213,16 @@ def test_ranks_of_another_user_read_the_code_and_nothing_beside_it(redis_url: st
     body, nobody = archive(), RankUser.named("nobody")
     upload(redis_url, body)
 
-    async def lend(folder: Path) -> Path:
+    async def acquire(folder: Path) -> Path:
         async with writing_client(redis_url) as client:
-            return await CodeCache(client, folder, folder, nobody).lend(digest_of(body))
+            return await CodeCache(client, folder, folder, nobody).acquire(digest_of(body))
 
     with tempfile.TemporaryDirectory() as home:
         Path(home).chmod(0o711)
         node = Path(home) / "nodes" / "node-1"
         node.mkdir(parents=True, mode=0o700)
         node.parent.chmod(0o700)
-        folder = asyncio.run(lend(node / "code"))
+        folder = asyncio.run(acquire(node / "code"))
 
         def run(*command: str | Path) -> bytes:
             done = subprocess.run(command, user=nobody.uid, group=nobody.gid, capture_output=True)  # noqa: PLW1510 its code says nothing

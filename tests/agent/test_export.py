@@ -204,11 +204,18 @@ def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> Non
     [
         ((1 << 40, 2), {"shape": (1 << 40, 0)}, "rows"),
         ((1 << 40, 1 << 40), {"shape": (1 << 40, 1)}, "has 0 bytes for a box"),
-        ((1 << 40, 4), {"shape": (0, 4), "offsets": (-1, 0)}, "is no box of a tensor"),
-        ((4, 4), {"offsets": (5, 0)}, "is no box of a tensor"),
-        ((4, 4), {"shape": (4, 4, 1)}, "is no box of a tensor"),
-        ((4, 4), {"shape": ("4", 4)}, "is no box of a tensor"),
-        ((4, 4), {"dtype": "F1024"}, "is no box of a tensor"),
+        ((1 << 40, 4), {"shape": (0, 4), "offsets": (-1, 0)}, "is not a box of a tensor"),
+        ((4, 4), {"offsets": (5, 0)}, "is not a box of a tensor"),
+        ((4, 4), {"shape": (4, 4, 1)}, "is not a box of a tensor"),
+        ((4, 4), {"shape": ("4", 4)}, "is not a box of a tensor"),
+        ((4, 4), {"dtype": "F1024"}, "is not a box of a tensor"),
+        ((4, 4), {"dtype": ["F32"]}, "not what a rank writes"),
+        ((4, 4), {"data_offsets": None}, "not what a rank writes"),
+        (
+            (1,) * 100_000,
+            {"offsets": [0] * 100_000, "shape": [1] * 100_000},
+            "is not a box of a tensor",
+        ),
     ],
 )
 def test_boxes_that_no_rank_of_ours_writes_are_refused_at_once(

@@ -47,8 +47,8 @@ class Forkers:
     told: list[RankForked | RankReaped] = field(default_factory=list)
     ends: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
-    async def launch(self, fence: int, **wishes: JsonValue) -> Crew:
-        command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **wishes})
+    async def launch(self, fence: int, **options: JsonValue) -> Crew:
+        command = launch(fence, 1, FOREVER, **{"pause_s": 0.01, **options})
         crew = await self.launcher.launch(command, self.folder.attempt(command.job_id, fence))
         for pipe in crew.pipes.values():
             pipe.close()
@@ -179,8 +179,8 @@ def test_no_rank_begins_with_the_secrets_of_another_job_in_its_memory(tmp_path: 
 
     async def run() -> None:
         async with forkers(tmp_path) as made:
-            wishes: dict[str, JsonValue] = {"credential": {"secret": "HUB"}}
-            rank = (await made.launch(1, **wishes)).pids[0]
+            options: dict[str, JsonValue] = {"credential": {"secret": "HUB"}}
+            rank = (await made.launch(1, **options)).pids[0]
             until(lambda: value.encode() in memory_of(rank))
             assert value.encode() not in memory_of((await made.warm()).pid)
             assert value.encode() not in memory_of((await made.launch(2)).pids[0])
@@ -218,7 +218,7 @@ def test_a_launch_for_whose_boards_others_left_no_room_is_refused_for_that_and_t
             await supervisor.handle(launch(2, ranks=1))
             refused, launched = told
             assert isinstance(refused, LaunchRefused)
-            words = f"the shared memory, where boards lie, of {NODE} is full"
+            words = f"the shared memory, which has the boards, of {NODE} is full"
             assert refused.condition == words
             assert isinstance(launched, GangLaunched)
             assert [path.name for path in node.attempt(JOB, 1).boards.parent.iterdir()] == [

@@ -201,10 +201,10 @@ def test_finished_ranks_come_last_and_keep_their_word() -> None:
     assert (second.rank, second.finished, second.error) == (0, True, None)
 
 
-@pytest.mark.parametrize(("wish", "asked"), [("none", False), ("required", True)])
-def test_a_drain_orders_a_stop_and_kills_after_its_grace(wish: str, asked: bool) -> None:  # noqa: FBT001 a parameter of the test
+@pytest.mark.parametrize(("checkpoint", "asked"), [("none", False), ("required", True)])
+def test_a_drain_orders_a_stop_and_kills_after_its_grace(checkpoint: str, asked: bool) -> None:  # noqa: FBT001 a parameter of the test
     stop = StopGang.model_validate(
-        {"job_id": JOB, "fence": 1, "mode": "drain", "checkpoint": wish, "grace_s": 5}
+        {"job_id": JOB, "fence": 1, "mode": "drain", "checkpoint": checkpoint, "grace_s": 5}
     )
     state, effects = after(gang(2), StopAsked(stop), StopAsked(stop), (4.9, Ticked()))
     assert effects == [Instruct((0, 1), RankOrder(checkpoint=asked, stop=True))]
@@ -323,6 +323,6 @@ def test_what_a_script_says_late_of_itself_is_told() -> None:
         said = RankReady(units=(), groups=(), parameters=0, data_digest="", notices=notices)
         return MessageCame(0, said)
 
-    _, effects = after(replace(gang(1), is_script=True), ready(), ready("it begins anew"))
+    _, effects = after(replace(gang(1), is_script=True), ready(), ready("it starts over"))
     told = [effect.fact for effect in effects if isinstance(effect, Tell)]
-    assert [getattr(fact, "notices", None) for fact in told] == [(), ("it begins anew",)]
+    assert [getattr(fact, "notices", None) for fact in told] == [(), ("it starts over",)]

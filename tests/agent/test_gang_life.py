@@ -227,7 +227,8 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
 
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize(
-    ("here", "words"), [((), "places no rank on node"), ((1,), "not told where rank 0 listens")]
+    ("here", "words"),
+    [((), "places no rank on node"), ((1,), "did not receive the address of rank 0")],
 )
 def test_a_plan_that_this_node_cannot_begin_is_refused(
     controller: Controller, here: tuple[int, ...], words: str

@@ -97,7 +97,7 @@ def test_a_level_is_guessed_from_the_beginning_of_a_line(text: str, level: str) 
     assert level_of(text) == level
 
 
-def test_a_file_that_has_grown_too_long_is_begun_anew_while_a_rank_writes(
+def test_a_file_that_has_grown_too_long_is_started_over_while_a_rank_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_tail, "FILE_BYTES", 4_000)

@@ -56,13 +56,13 @@ def test_a_rank_beyond_its_limit_ends_with_the_limit_and_what_to_do_and_the_node
 @pytest.mark.parametrize(
     ("then", "words", "kind"),
     [
-        ("abort for memory", "ended by SIGABRT: it was refused memory", None),
+        ("abort for memory", "ended by SIGABRT: the system refused memory", None),
         (
             "lose a thread",
-            "RuntimeError: nothing came of it; it was refused memory: MemoryError",
+            "RuntimeError: nothing came of it; the system refused memory: MemoryError",
             (),
         ),
-        ("hide a refusal", "RuntimeError: no batch; it was refused memory: MemoryError", ()),
+        ("hide a refusal", "RuntimeError: no batch; the system refused memory: MemoryError", ()),
     ],
 )
 def test_a_refusal_that_is_not_the_last_error_of_its_rank_is_told_as_want_of_memory(
@@ -124,7 +124,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody
     told = [exits(state, {0: LastPhase(1, "IDLE")}, kills)[0].error for kills in (0, 1)]
     assert told[0] == "ended by SIGKILL"
     assert told[1] is not None
-    assert told[1].startswith("ended by SIGKILL: the kernel killed it, for the node had no memory")
+    assert told[1].startswith(
+        "ended by SIGKILL: the kernel killed it, because the node was out of memory"
+    )
 
 
 def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path: Path) -> None:

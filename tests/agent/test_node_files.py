@@ -80,7 +80,7 @@ def test_pipes_and_links_that_a_rank_puts_among_its_files_are_neither_waited_for
 
 
 @pytest.mark.parametrize("what", ["pipe", "link"])
-def test_a_node_s_own_files_are_made_anew_where_somebody_put_something_else_in_their_place(
+def test_a_node_s_own_files_are_made_again_where_somebody_put_something_else_in_their_place(
     tmp_path: Path, what: str
 ) -> None:
     node, others = folder(tmp_path), tmp_path / "others"

@@ -54,7 +54,7 @@ LENGTH = 16
 SECRET = 'pa"ss/wörd & 1234\\5678'  # noqa: S105 a test's
 CONDITIONS = (Conditions(recompute=True),)
 SMALL: Final[dict[str, JsonValue]] = {"dim": 16, "layers": 2, "heads": 2}
-AGAIN = "ask again when they have ended"
+AGAIN = "retry when they have ended"
 
 
 def question(factory: str, args: dict[str, JsonValue], *, timeout_s: float = 240.0) -> ProbeModel:
@@ -234,7 +234,7 @@ def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, ob
 @pytest.mark.parametrize(
     ("changes", "modules", "words"),
     [
-        ('{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}', 0, "no measure of a model"),
+        ('{"timed": {"seconds": [[1, 1, 1]], "flops": NaN}}', 0, "not a measurement of a model"),
         (f'{{"granularity": 1{"0" * 400}}}', 0, "characters cut"),
         ("{}", 70_000, "modules, more than the 65536"),
         (
@@ -286,7 +286,7 @@ def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:
 
 
 def test_how_a_process_ended_is_told_in_words() -> None:
-    assert ProgramEnd(b"", 7, "").how == "its process left with code 7"
+    assert ProgramEnd(b"", 7, "").how == "its process exited with code 7"
     assert ProgramEnd(b"", -9, "").how == "its process was ended by SIGKILL"
     assert ProgramEnd(b"", -250, "").how == "its process was ended by signal 250"
 
@@ -368,7 +368,7 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
 
 
 def test_a_node_without_such_devices_says_so(node: Node) -> None:
-    assert node.measure("cuda").failure == "this node seats no ranks on cuda"
+    assert node.measure("cuda").failure == "this node runs no ranks on cuda"
 
 
 def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_killed(

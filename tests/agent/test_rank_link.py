@@ -91,12 +91,15 @@ def vote(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\n", "is no message"),
-        (b"not json\n", "is no message: Invalid JSON"),
-        (b"\xff\xfe\xc0\n", "is no message"),
-        (b"[" * 100_000 + b"\n", "is no message"),
-        (b'{"kind":"rank_finished","step":' + b"9" * 10_000 + b',"drained":true}\n', "is no mess"),
-        (line(kind="rank_seized"), "is no message"),
+        (b"\n", "is not a message"),
+        (b"not json\n", "is not a message: Invalid JSON"),
+        (b"\xff\xfe\xc0\n", "is not a message"),
+        (b"[" * 100_000 + b"\n", "is not a message"),
+        (
+            b'{"kind":"rank_finished","step":' + b"9" * 10_000 + b',"drained":true}\n',
+            "is not a mess",
+        ),
+        (line(kind="rank_seized"), "is not a message"),
         (line(kind="rank_finished", step="x", drained=[]), "rank_finished/step"),
         (line(kind="rank_evaluated", step=-1, loss=1, tokens=1), "rank_evaluated/step"),
         (line(kind="rank_evaluated", step=1, loss=1, tokens=0), "rank_evaluated/tokens"),

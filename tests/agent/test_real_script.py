@@ -94,7 +94,7 @@ def test_each_end_of_a_script_is_told_as_it_was(
     assert found["message.py"] == (False, 1, "SystemExit: no such data")
     assert found["exit_0.py"] == found["hard_0.py"] == (True, 0, "")
     assert found["at_exit.py"] == found["workers.py"] == (True, 0, "")
-    assert found["hard_5.py"] == (False, 5, "left with exit code 5 before it had finished")
+    assert found["hard_5.py"] == (False, 5, "exited with code 5")
     assert found["abort.py"] == (False, None, "ended by SIGSEGV")
     assert found["syntax.py"][2].startswith("SyntaxError: ")
     assert found["missing.py"][2].startswith(

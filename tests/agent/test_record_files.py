@@ -17,6 +17,7 @@ from services.worker.agent.storage.record_files import (
     Kind,
     Part,
     close,
+    line_of,
     read_entries,
     records_folder,
 )
@@ -176,3 +177,14 @@ def test_nothing_is_written_for_a_job_that_was_purged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         close(tmp_path, JOB, STEPS, steps(1, 1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_that_hold_nothing_are_read_no_further_than_any_others(root: Path) -> None:
+    closed = records_folder(root, JOB) / "steps.jsonl.gz"
+    closed.parent.mkdir()
+    with gzip.open(closed, "wb", compresslevel=1) as file:
+        # A MiB of them takes a minute; the bound is that of as many lines as a file of ours has.
+        for _ in range(4):
+            file.write(b"\n" * (1 << 20))
+        file.writelines(line_of(name, body).encode() for name, body in steps(1, 2).items())
+    assert stored(root) == {}

@@ -1,21 +1,28 @@
 """A real agent appends what its gangs tell to storage, closes it, and brings it back."""
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from services.contract.messages.commands import CloseRecords, StopGang
+from services.contract.messages.commands import CloseRecords, RecallRecords, StopGang
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
+from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.record_files import (
     LOGS,
     STEPS,
+    EntryId,
+    Part,
     read_entries,
     records_folder,
 )
+from services.worker.agent.storage.records import RecordKeeper
+from services.worker.agent.streams.redis_clients import writing_client
 from tests.agent.conftest import (
     JOB,
     NODE,
@@ -137,3 +144,25 @@ def test_a_node_whose_storage_has_no_such_job_does_not_say_that_there_is_nothing
     steps = sorted(in_storage(agent))
     assert steps == list(range(1, len(steps) + 1))
     controller.send(StopGang(job_id=JOB, fence=1, mode="kill"))
+
+
+def test_what_was_told_before_a_clock_was_set_back_comes_back(
+    controller: Controller, redis_url: str, tmp_path: Path
+) -> None:
+    week_ms = 7 * 86_400_000
+    ahead = EntryId(time.time_ns() // 1_000_000 + week_ms, 0)
+    record = StepRecord(step=1, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.1)
+    (tmp_path / JOB).mkdir()
+    Part(tmp_path, JOB, STEPS, 1, "n-1.life").append([(ahead, record.model_dump_json())])
+    controller.open_job()
+    ask_back(redis_url)
+    asked = str(controller.client.hget(keys.recalled(JOB), "asked"))
+
+    async def recall() -> None:
+        async with writing_client(redis_url) as client:
+            keeper = RecordKeeper(client, NODE, tmp_path, Journal(tmp_path, "n-1.other"))
+            await keeper.carry_out(RecallRecords(job_id=JOB, fence=1, asked=asked))
+
+    asyncio.run(recall())
+    assert put_together(redis_url)
+    assert controller.steps() == [record]

@@ -107,7 +107,7 @@ def test_a_sentinel_is_marked_as_nothing_and_knows_no_credential(agent: AgentPro
 
 @pytest.fixture
 def sleepers() -> Iterator[dict[str, "subprocess.Popen[bytes]"]]:
-    """Processes that wait for ever, by their marks."""
+    """Processes that wait forever, by their marks."""
     nobody = f"nobody-{os.getpid()}"
     pause = [sys.executable, "-c", "import signal; signal.pause()"]
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,7 @@
 """An agent's rounds through storage, with a real Redis that knows some jobs and not others."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -258,3 +259,9 @@ def test_a_lost_job_of_other_nodes_is_left_to_them_for_some_seconds(
             assert [type(fact) for fact in rounds.told] == [JobFound]
 
     asyncio.run(go_elsewhere())
+
+
+def test_a_folder_whose_name_is_no_text_ends_no_round(rounds: Rounds) -> None:
+    os.mkdir(os.fsencode(rounds.storage.root) + b"/job_\xff")  # noqa: PTH102 such a name
+    rounds.go()
+    assert [fact.job_id for fact in rounds.told if isinstance(fact, JobFound)] == [JOB]

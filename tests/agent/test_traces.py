@@ -134,7 +134,7 @@ def test_a_rank_that_speaks_of_a_trace_that_it_was_not_told_to_record_ends_its_g
     assert effects[-1] == Kill((0, 1))
     failed = state.ranks[0].failed
     assert failed is not None
-    assert "which it was not told to record" in failed.error
+    assert "which it was not asked to record" in failed.error
 
 
 def test_a_failure_that_a_rank_tells_is_passed_on() -> None:
@@ -198,7 +198,7 @@ def test_a_gang_that_is_not_here_and_a_command_that_cannot_be_read_fail_the_trac
     assert agent.process.poll() is None
     controller.send(record(0, fence=7))
     fact = controller.fact(TraceFailed)
-    assert (fact.rank, fact.reason) == (None, "no rank of this attempt lives here any more")
+    assert (fact.rank, fact.reason) == (None, "no rank of this attempt runs on this node")
     running(controller)
     of_tomorrow = record(0).model_copy(update={"steps": 1_000_000})
     controller.send(of_tomorrow)

@@ -35,6 +35,15 @@ def test_the_controller_runs_where_only_its_own_extra_is_installed() -> None:
     _import_without(foreign, "services.controller.__main__")
 
 
+def test_training_code_imports_meshloom_where_the_client_is_not_installed() -> None:
+    _import_without(["httpx", "pydantic"], "meshloom", "meshloom.session", "meshloom.data")
+
+
+def test_the_client_runs_where_only_its_own_extra_is_installed() -> None:
+    foreign = ["torch", "numpy", "redis", "fastapi", "typer", "rich", "pandas", "IPython"]
+    _import_without(foreign, "meshloom.client")
+
+
 def _import_without(blocked: list[str], *modules: str) -> None:
     program = BLOCK.format(blocked=blocked) + "".join(f"import {name}\n" for name in modules)
     done = subprocess.run(

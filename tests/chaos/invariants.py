@@ -147,7 +147,7 @@ def check_chain(chain: CommitChain, job_id: str) -> list[Manifest]:
 
 
 def check_histories(redis_url: str) -> None:
-    """All jobs' histories, decided anew by the pure domain, make the records that are kept.
+    """All jobs' histories, decided again by the pure domain, make the records that are kept.
 
     Raises:
         AssertionError: They make others.

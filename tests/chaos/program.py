@@ -12,7 +12,7 @@ from typing import Final
 import redis
 from rich.console import Console
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.contract.api.views import AttemptView, JobView, StopRequest
 from services.contract.messages.telemetry import StepRecord

@@ -1,9 +1,16 @@
 """The fault table: each fault is really injected, and the job ends as if nothing had happened."""
 
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 import redis
 
@@ -19,6 +26,8 @@ from tests.parts import gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
+# Less than what Redis keeps of an ended job for, which the check after each test reads.
+_SHIFT_S: Final = 300
 STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
@@ -56,7 +65,7 @@ def test_a_rank_that_raises_exits_or_runs_out_of_memory_is_named_and_the_next_at
 ) -> None:
     faults = {
         "raise": "ArithmeticError: this rank fails as it was told to",
-        "exit": "left with exit code 7 before it had finished",
+        "exit": "exited with code 7",
         "run out of memory": "can't allocate memory",
     }
     for fence, fault in enumerate(faults, start=1):
@@ -115,7 +124,7 @@ def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_
     assert (done.attempt, done.restarts) == (1, 0)
 
 
-def test_what_happens_while_the_controller_is_away_is_acted_upon_when_it_is_back(
+def test_what_happens_while_the_controller_is_away_is_acted_on_when_it_is_back(
     cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
 ) -> None:
     ranks = [cluster.rank_pid(job.id, rank, attempt=1) for rank in range(2)]
@@ -161,6 +170,117 @@ def test_redis_out_of_everybodys_reach_for_longer_than_a_lease_kills_no_job(
     eventually(lambda: cluster.ready() == set(cluster.nodes))
     done = finish(cluster, job.id, undisturbed)
     assert (done.attempt, done.restarts) == (1, 0)
+
+
+def test_a_redis_that_refuses_all_it_can_refuse_stops_no_training_and_loses_nothing(
+    cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
+) -> None:
+    set_pace(orders, 0.3)
+    with redis.Redis.from_url(cluster.redis_url) as server:
+        server.execute_command("ACL", "SETUSER", "owner", "on", ">owner", "~*", "&*", "+@all")
+    path = urlsplit(cluster.redis_url).path
+    with redis.Redis.from_url(f"unix://owner:owner@{path}") as server:
+        ways: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+            (
+                "maxmemory",
+                lambda: server.config_set("maxmemory", "1"),
+                lambda: server.config_set("maxmemory", "0"),
+            ),
+            (
+                "replica",
+                lambda: server.replicaof("127.0.0.1", "1"),
+                lambda: server.replicaof("NO", "ONE"),
+            ),
+            (
+                "ACL",
+                lambda: server.acl_setuser("default", enabled=True, commands=["-@all", "+auth"]),
+                lambda: server.acl_setuser("default", enabled=True, commands=["+@all"]),
+            ),
+        ]
+        for word, refuse, mend in ways:
+            refuse()
+            eventually(lambda word=word: word in unready(cluster))  # type: ignore[misc] # mypy knows no defaults here
+            trains_on(cluster, job, 5)
+            mend()
+            eventually(lambda: cluster.ready() == set(cluster.nodes))
+    config = Path(cluster.redis.command[1])
+    usual = config.read_text()
+    cluster.redis.kill()
+    config.write_text(
+        f"{usual}\nenable-debug-command local\nloading-process-events-interval-bytes 1024\n"
+    )
+    cluster.redis.start()
+    with (
+        redis.Redis.from_url(cluster.redis_url) as server,
+        redis.Redis.from_url(cluster.redis_url) as other,
+        ThreadPoolExecutor() as beside,
+    ):
+        eventually(lambda: cluster.ready() == set(cluster.nodes))
+        config.write_text(usual)
+        server.mset({f"filling:{number}": "x" * 100 for number in range(2_000)})
+        server.config_set("key-load-delay", "2000")
+        reload = beside.submit(server.execute_command, "DEBUG", "RELOAD")
+        eventually(lambda: says_that_it_loads(other))
+        trains_on(cluster, job, 5)
+        reload.result()
+        server.config_set("key-load-delay", "0")
+        server.delete(*(f"filling:{number}" for number in range(2_000)))
+    done = finish(cluster, job.id, undisturbed)
+    assert (done.attempt, done.restarts) == (1, 0)
+
+
+def says_that_it_loads(server: "redis.Redis") -> bool:
+    try:
+        return not server.ping()
+    except redis.exceptions.BusyLoadingError:
+        return True
+    except redis.exceptions.ConnectionError:
+        return False
+
+
+def unready(cluster: Cluster) -> str:
+    """Why the controller is not ready; "" while it is."""
+    answer = httpx2.get(f"{cluster.url}/readyz")
+    return answer.text if answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE else ""
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="clock.c is compiled by cc, and PATH has none"
+)
+def test_a_clock_of_redis_that_is_set_on_and_back_costs_no_attempt_and_no_step(
+    cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses, tmp_path: Path
+) -> None:
+    set_pace(orders, 0.3)
+    library, shift = tmp_path / "clock.so", tmp_path / "shift"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    shift.write_bytes(bytes(8))
+    usual = cluster.redis.environment
+    try:
+        cluster.redis.kill()
+        preloaded = {"LD_PRELOAD": str(library), "CLOCK_SHIFT": str(shift)}
+        cluster.redis.environment = {**usual, **preloaded}
+        cluster.redis.start()
+        eventually(lambda: cluster.ready() == set(cluster.nodes))
+        with redis.Redis.from_url(cluster.redis_url) as server:
+            began = redis_seconds(server)
+            for turns in (1, -1, 0):
+                with shift.open("r+b") as file:
+                    file.write((turns * _SHIFT_S).to_bytes(8, "little", signed=True))
+                assert abs(redis_seconds(server) - began - turns * _SHIFT_S) < _SHIFT_S / 2
+                trains_on(cluster, job, 5)
+                eventually(lambda: cluster.ready() == set(cluster.nodes))
+        done = finish(cluster, job.id, undisturbed)
+        assert (done.attempt, done.restarts) == (1, 0)
+    finally:
+        cluster.redis.kill()
+        cluster.redis.environment = usual
+        cluster.redis.start()
+
+
+def redis_seconds(server: "redis.Redis") -> int:
+    seconds, _ = server.time()
+    return int(seconds)
 
 
 def test_requests_whose_replies_are_lost_are_applied_once(

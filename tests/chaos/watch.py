@@ -7,7 +7,7 @@ from typing import Final
 
 import redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.contract.storage.manifests import Manifest
 from services.contract.words.states import JobState

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from services.contract.jobs.plans import GangPlan
 from services.contract.messages.facts import (
     FACT,
     CheckpointCorrupt,
@@ -16,6 +17,8 @@ from services.contract.messages.facts import (
     NodeJoined,
 )
 from services.contract.messages.telemetry import LogLine, RankSample, RankStacks
+from services.contract.storage.exports import ExportManifest
+from services.contract.storage.manifests import Manifest
 from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
 from services.contract.words.ids import new_job_id
 
@@ -97,3 +100,14 @@ def test_names_of_lives_and_groups_are_no_longer_than_names() -> None:
     for issued in ({LONG: 1}, {str(number): 1 for number in range(65)}):
         with pytest.raises(ValidationError):
             RankSample.model_validate(sample | {"issued": issued})
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [(ExportManifest, "files"), (GangPlan, "ranks"), (Manifest, "shards")],
+)
+def test_of_many_faults_in_a_record_the_first_is_told(record: type[BaseModel], field: str) -> None:
+    """Each takes 700 bytes: of a record of some MiB all of them would be more than a node has."""
+    with pytest.raises(ValidationError) as refused:
+        record.model_validate_json(f'{{"{field}": [{"1," * 1_000}1]}}')
+    assert sum(fault["loc"][0] == field for fault in refused.value.errors()) == 1

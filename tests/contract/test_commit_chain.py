@@ -182,7 +182,7 @@ def test_a_damaged_opening_still_fences_what_it_overtook(tmp_path: Path) -> None
     assert chain.append(manifest(10, fence=2)) == 3
 
 
-def test_a_commit_that_is_repeated_after_damage_is_linked_anew(tmp_path: Path) -> None:
+def test_a_commit_that_is_repeated_after_damage_is_linked_again(tmp_path: Path) -> None:
     chain = CommitChain(tmp_path, JOB)
     for record in (opened(1), manifest(10)):
         chain.append(record)

@@ -59,7 +59,8 @@ def test_what_only_our_loop_reads_is_refused_by_its_name() -> None:
         "/train/clip_norm",
     }
     assert (
-        found["/loss"] == "loss is read by our loop alone; a script does this itself: leave it out"
+        found["/loss"] == "loss is read only by Meshloom's loop; a script does this itself: leave "
+        "it out"
     )
 
 
@@ -72,9 +73,9 @@ def test_a_script_is_a_path_that_leads_nowhere_else(script: str) -> None:
 
 
 def test_an_entry_point_is_a_script_or_a_module_and_without_one_a_model_is_needed() -> None:
-    assert "give one of both" in faults({"entrypoint": {}})["/entrypoint"]
+    assert "give either script" in faults({"entrypoint": {}})["/entrypoint"]
     both = {"entrypoint": {"script": "a.py", "module": "a"}}
-    assert "give one of both" in faults(both)["/entrypoint"]
+    assert "give either script" in faults(both)["/entrypoint"]
     assert faults({"train": {"steps": 1}}).keys() == {"/model", "/data"}
 
 

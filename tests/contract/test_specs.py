@@ -81,7 +81,7 @@ def test_an_elastic_job_names_the_worlds_that_share_its_batch_out() -> None:
             "no number is possible",
         ),
         ({"resources": {"world": {"min": 3, "max": 2}}}, "min: 3 is more than max"),
-        ({"resources": {"world": {"max": 2}, "ranks": 2}}, "give one of both"),
+        ({"resources": {"world": {"max": 2}, "ranks": 2}}, "give one of them"),
         ({"resources": {"world": {"max": 4}}, "mesh": {"dp_replicate": 2}}, "leave it out"),
         ({"resources": {"world": {"min": "few", "max": 4}}}, "valid integer"),
     ],

@@ -20,7 +20,7 @@ from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 from services.controller.loops.leader import Leader
-from services.controller.loops.reign import reign
+from services.controller.loops.leadership import run_term
 from services.controller.use_cases.plans import Drawing
 from tests.controller.agent_double import AgentDouble
 from tests.controller.replays import replay_all
@@ -102,15 +102,21 @@ def open_house(
     leads: bool = True,
     entry_points: EntryPoints = ANYTHING,
     plan_wait_s: float = 20.0,
+    replays: bool = True,
 ) -> Iterator[House]:
-    """A controller on ``redis_url`` until the block ends; then all histories are replayed."""
+    """A controller on ``redis_url`` until the block ends; then all histories are replayed.
+
+    Not those that another version decided: it said its reasons in other words.
+    """
     with (
         Redis.from_url(redis_url, decode_responses=True) as redis,
         start_blocking_portal("asyncio") as portal,
         portal.wrap_async_context_manager(redis_ports(redis_url)) as ports,
     ):
         drawing = Drawing(wait_s=plan_wait_s)
-        leader = Leader(ports.leadership, "test", functools.partial(reign, ports, drawing=drawing))
+        leader = Leader(
+            ports.leadership, "test", functools.partial(run_term, ports, drawing=drawing)
+        )
         context = Context(
             ports,
             Monitor(),
@@ -125,7 +131,8 @@ def open_house(
         client.portal = portal
         try:
             yield House(client, redis, AgentDouble(redis))
-            portal.call(replay_all, ports)
+            if replays:
+                portal.call(replay_all, ports)
         finally:
             if leading is not None:
                 leading.cancel()

@@ -1,6 +1,6 @@
 """A real profile for the agent's double to answer with: that of a decoder of two small blocks.
 
-Write it anew with ``python -m tests.controller.profiles``; that takes torch, the tests do not.
+Regenerate it with ``python -m tests.controller.profiles``; that takes torch, the tests do not.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Histories of real runs, decided anew."""
+"""Histories of real runs, decided again."""
 
 from services.controller.domain.decisions.history import HistoryEntry, replay
 from services.controller.domain.job.job import Job
@@ -9,7 +9,7 @@ _CHUNK = 1_000
 
 
 async def history(ports: Ports, job_id: str) -> list[HistoryEntry]:
-    """All that was decided upon about a job."""
+    """All that was decided about a job."""
     entries: list[HistoryEntry] = []
     after = None
     while page := await ports.telemetry.read(job_id, Log.HISTORY, after, _CHUNK):

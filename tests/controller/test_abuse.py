@@ -15,7 +15,7 @@ from hypothesis import strategies
 from redis import Redis
 from starlette.types import Message, Receive, Scope, Send
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import RefusedError
 from services.contract.messages.telemetry import LogLine
 from services.contract.redis import redis_keys as keys
@@ -283,17 +283,26 @@ def let_expire(_controller: Controller, redis: Redis, token_id: str) -> None:
 
 
 @pytest.mark.parametrize("ended", [revoke, let_expire])
-@pytest.mark.parametrize("kind", ["events", "logs?follow=true", "logs?follow=true&text=never"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "/v1/jobs/{job}/events",
+        "/v1/jobs/{job}/logs?follow=true",
+        "/v1/jobs/{job}/logs?follow=true&text=never",
+        "/v1/events",
+        "/v1/events?kind=never",
+    ],
+)
 def test_a_stream_does_not_outlive_its_token(
     controller: Controller,
     redis_server: EmbeddedRedis,
     ended: Callable[[Controller, Redis, str], None],
-    kind: str,
+    place: str,
 ) -> None:
     job = controller.client.post("/v1/jobs", json=job_body(), headers=SHOWN).json()["id"]
     viewer = bearer(controller, "vic", "viewer")
     token_id = f"tok_{viewer['Authorization'].split('_')[1]}"
-    path = f"/v1/jobs/{job}/{kind}"
+    path = place.format(job=job)
     with (
         Redis.from_url(redis_server.url, decode_responses=True) as redis,
         controller.client.stream("GET", path, headers=viewer | STREAM, timeout=12) as stream,

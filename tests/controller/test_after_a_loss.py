@@ -185,7 +185,7 @@ def test_a_found_job_is_purged_with_its_files_and_only_once_nothing_of_it_is_pin
             await purge_job(leader.ports, job.id, ADA)
         except StateConflictError as error:
             refused = str(error)
-        assert "unpin first" in str(refused)
+        assert "unpin them first" in str(refused)
         await leader.happen(job, PinAsked(checkpoint_id(job.id, STEPS, 1), pin=False))
         view = await purge_job(leader.ports, job.id, ADA)
         assert view is not None

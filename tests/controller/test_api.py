@@ -274,7 +274,7 @@ def test_a_number_beyond_all_bounds_is_the_clients_fault(quiet_house: House) -> 
 # --- changing -----------------------------------------------------------------------------------
 
 
-def test_wishes_are_accepted_again_and_refused_in_the_wrong_state(quiet_house: House) -> None:
+def test_requests_are_accepted_again_and_refused_in_the_wrong_state(quiet_house: House) -> None:
     job_id = quiet_house.submit()
     assert quiet_house.act(job_id, "pause")["state"] == "PAUSED"
     assert quiet_house.act(job_id, "pause", {"grace_s": 1})["state"] == "PAUSED"

@@ -213,7 +213,8 @@ def test_a_model_that_cannot_be_profiled_runs_by_the_default_layout_and_says_why
         (launch,) = office.launched()
         assert launch.plan.sharding == default_plan.shard(job.spec)
         words = (
-            "the model could not be profiled: it went wrong so; the job runs by the default layout"
+            "the model could not be profiled: it went wrong so; the job runs with the default "
+            "layout"
         )
         assert (await office.events(job_id))["job.unplanned"] == words
 
@@ -232,7 +233,7 @@ def test_a_spec_that_the_probe_found_to_be_wrong_ends_its_job_before_it_waits_fo
         assert job.failure is not None
         assert (job.failure.error, job.failure.node_id) == ("it went wrong so", NODE)
         assert office.launched() == []
-        # Its user corrects the code, which is no part of the question: it is asked anew.
+        # Its user corrects the code, which is no part of the question: it is asked again.
         await office.happens(job_id, ResumeAsked())
         await office.looks(4)
         assert (await office.job(job_id)).state is JobState.QUEUED
@@ -277,7 +278,7 @@ def test_a_job_that_fits_by_no_layout_fails_and_says_what_would_help() -> None:
         for words in ("its plan is infeasible", "does not fit", "ranks", "plan: default"):
             assert words in job.reason
         assert (job.attempts, office.launched()) == ((), [])
-        # There is more room now: resumed, it is planned anew.
+        # There is more room now: resumed, it is planned again.
         office.joins()
         await office.happens(job_id, ResumeAsked())
         await office.looks(3)
@@ -293,7 +294,7 @@ def test_a_job_waits_for_a_node_that_can_profile_it() -> None:
         await office.looks()
         job = await office.job(job_id)
         assert job.state is JobState.QUEUED
-        assert "no node with CPU slots is ready that could profile the model" in (job.reason or "")
+        assert "no node with CPU slots is ready to profile the model" in (job.reason or "")
         office.joins()
         await office.looks()
         await office.answers()
@@ -327,7 +328,7 @@ def test_a_new_leader_goes_on_where_the_old_one_stopped_and_asks_again_for_what_
     play(course)
 
 
-def test_a_change_of_bounds_has_an_elastic_job_planned_anew() -> None:
+def test_a_change_of_bounds_has_an_elastic_job_planned_again() -> None:
     async def course(office: Office) -> None:
         job_id = await office.submits(resources={"world": {"min": 2, "max": 4}})
         await office.looks()
@@ -385,7 +386,7 @@ def test_a_clone_begins_with_what_was_asked_and_is_planned_for_its_own_ranks() -
     play(course)
 
 
-def test_a_planned_job_keeps_its_layout_for_all_attempts_and_wishes() -> None:
+def test_a_planned_job_keeps_its_layout_for_all_attempts_and_requests() -> None:
     async def course(office: Office) -> None:
         job_id = await office.submits()
         await office.looks()
@@ -412,7 +413,7 @@ def test_a_dry_run_of_an_open_layout_shows_none() -> None:
     play(course)
 
 
-def test_a_plan_for_which_the_spec_has_no_room_is_missed_and_not_made_again_for_ever() -> None:
+def test_a_plan_for_which_the_spec_has_no_room_is_missed_and_not_made_again_forever() -> None:
     async def course(office: Office) -> None:
         def data(count: int) -> dict[str, object]:
             note = [*["x" * 4000] * 15, "x" * count]
@@ -551,7 +552,7 @@ def test_tp_is_not_chosen_where_the_nodes_have_no_seats_for_its_groups() -> None
     play(course, joined=False)
 
 
-def test_what_cannot_be_read_of_a_model_is_asked_anew_and_hides_no_other_plan(
+def test_what_cannot_be_read_of_a_model_is_asked_again_and_hides_no_other_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def course(office: Office) -> None:
@@ -673,7 +674,7 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"granularity": 10**300}, "no measure of a model"),
+        ({"granularity": 10**300}, "not a measurement of a model"),
         ({"flops": Growth(0, 0, tuple((n, n) for n in range(50_000)))}, "50000 numbers or names"),
     ],
     ids=["a number", "megabytes of numbers"],

@@ -95,13 +95,13 @@ def test_without_keep_best_the_last_stay_and_the_best_is_that_of_the_validation_
 def test_a_clone_from_the_best_needs_an_evaluation() -> None:
     course = Course(running())
     course.saves(2, {})
-    with pytest.raises(Exception, match="none yet of whose step there is an evaluation"):
+    with pytest.raises(Exception, match="none yet with an evaluation at its step"):
         _origin(course.job, CloneRequest(from_checkpoint="best"), course.job.spec)
 
 
 def early(job: Job, step: int) -> GangEnded:
     ended = finished(job, step=step)
-    why = "stopped early: validation loss got no better in 2 evaluations in a row"
+    why = "stopped early: validation loss did not improve in 2 evaluations in a row"
     exits = [gone.model_copy(update={"early": why}) for gone in ended.exits]
     return ended.model_copy(update={"exits": tuple(exits)})
 
@@ -118,7 +118,7 @@ def test_a_run_that_ended_early_has_succeeded_once_its_last_checkpoint_is_commit
     done = play(job, steps).job
     assert (done.state, done.exit_reason) == (JobState.SUCCEEDED, ExitReason.COMPLETED)
     assert done.reason == (
-        "stopped early: validation loss got no better in 2 evaluations in a row; "
+        "stopped early: validation loss did not improve in 2 evaluations in a row; "
         "the last checkpoint is committed"
     )
 

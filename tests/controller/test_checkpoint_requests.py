@@ -101,7 +101,7 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert after.state is JobState.RESTARTING
     assert after.restarts == job.restarts, "it is the storage's fault"
     assert "rank-00001.safetensors" in str(after.reason)
-    assert "going on from step 10" in str(after.reason)
+    assert "resuming from step 10" in str(after.reason)
     assert states(after) == {10: CheckpointState.COMMITTED, 20: CheckpointState.CORRUPT}
     notes = [note for note in decision.notes if note.kind == "checkpoint.corrupt"]
     assert [note.data["file"] for note in notes] == ["shards/x/rank-00001.safetensors"]
@@ -110,19 +110,19 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert launch.resume_from == named(job, 10)
 
 
-def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_begins_anew() -> None:
+def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_starts_over() -> None:
     job = loading_again(with_saved(10))
     failed = play(job, [corrupt(job, 10), crashed(job, "CorruptShardError: no", 2, step=10)]).job
     assert failed.state is JobState.FAILED
     assert failed.exit_reason is ExitReason.CHECKPOINT_FAILED
-    assert "no other committed checkpoint is left" in str(failed.reason)
+    assert "there is no other committed checkpoint" in str(failed.reason)
     with pytest.raises(StateConflictError, match="corrupt"):
         play(failed, [ResumeAsked()])
     forgotten = play(failed, [RemovalAsked(named(job, 10), NODE)])
     assert [type(command) for command in commands(forgotten)] == [RetireCheckpoint]
 
 
-def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_anew_after_a_crash() -> None:
+def test_a_running_job_whose_checkpoints_prove_corrupt_does_not_begin_again_after_a_crash() -> None:
     job = with_saved(10)
     failed = play(job, [corrupt(job, 10), killed(job)]).job
     assert failed.state is JobState.FAILED
@@ -141,6 +141,13 @@ def test_a_restored_checkpoint_counts_again_once_it_is_verified() -> None:
     assert whole.latest_checkpoint.step == 20
     assert whole.latest_checkpoint.verified_ms == NOW
     assert whole.latest_checkpoint.corrupt_file is None
+
+
+def test_a_checkpoint_is_verified_again_although_the_clock_was_set_back() -> None:
+    job = with_saved(10)
+    before = play(job, [verified(job, 10)], NOW + 3_600_000).job
+    after = play(before, [verified(job, 10)]).job
+    assert after.checkpoints[named(job, 10)].verified_ms == NOW
 
 
 def test_a_node_that_cannot_read_proves_nothing() -> None:
@@ -257,7 +264,7 @@ def test_nothing_is_asked_of_checkpoints_that_are_being_purged() -> None:
 def test_what_something_still_needs_is_not_deleted() -> None:
     job = with_saved(10, 20, 30, checkpoint={"keep_last": 3})
     job = play(job, [verified(job, 20), PinAsked(named(job, 10))]).job
-    for step, why in ((10, "pinned"), (20, "last verified"), (30, "would go on from it")):
+    for step, why in ((10, "pinned"), (20, "last verified"), (30, "would resume from it")):
         with pytest.raises(StateConflictError, match=why):
             play(job, [RemovalAsked(named(job, step), NODE)])
     with pytest.raises(NotFoundError):

@@ -83,7 +83,7 @@ def test_a_clone_begins_with_the_named_checkpoint_and_its_overrides(house: House
     assert house.agent.launches(clone["id"], 2).resume_from != name
 
 
-def test_a_clone_without_a_checkpoint_begins_anew(house: House) -> None:
+def test_a_clone_without_a_checkpoint_starts_over(house: House) -> None:
     source, _ = trained(house)
     clone = house.act(source, "clone")
     assert clone["cloned_from"] == {"job_id": source, "checkpoint_id": None, "step": 0}

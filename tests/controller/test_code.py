@@ -138,11 +138,11 @@ async def test_what_no_job_names_is_forgotten_after_a_day() -> None:
     for body in bodies:
         server.code[digest_of(body)] = (None, body)  # type: ignore[assignment] # is not looked at
         await ports.codes.use(digest_of(body))
-    by_a_job, by_its_wish, by_none, fresh = map(digest_of, bodies)
+    by_a_job, by_request, by_none, fresh = map(digest_of, bodies)
     await ports.jobs.create(first_decision(named(server, by_a_job)), Actor("a"), None)
     now[0] += 1
-    wished = first_decision(named(server, None, by_its_wish))
-    stored = await ports.jobs.create(wished, Actor("a"), None)
+    requested = first_decision(named(server, None, by_request))
+    stored = await ports.jobs.create(requested, Actor("a"), None)
     now[0] += keys.CODE_KEPT_S * 1000 - 10
     assert await forget_unused(ports, 1) == []
     now[0] += 1_000
@@ -154,7 +154,7 @@ async def test_what_no_job_names_is_forgotten_after_a_day() -> None:
     now[0] += keys.CODE_KEPT_S * 1000 + 1_000
     await ports.codes.use(fresh)
     assert await forget_unused(unread, 1) == []  # a job that cannot be read may name it
-    assert await forget_unused(ports, 1) == [by_its_wish]
+    assert await forget_unused(ports, 1) == [by_request]
     assert set(server.code) == {by_a_job, fresh}
 
 

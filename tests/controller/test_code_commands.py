@@ -14,9 +14,9 @@ import pytest
 from redis import Redis
 from typer.testing import CliRunner, Result
 
+from meshloom.client import RestClient as Client
 from services.cli import code_folder
 from services.cli.app import app
-from services.cli.client import Client
 from services.cli.code_folder import pack_folder
 from services.cli.errors import CliError, RefusedError
 from services.cli.terminal import console

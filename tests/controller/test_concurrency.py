@@ -140,7 +140,7 @@ class Slow:
 
 
 @pytest.mark.parametrize(("took_s", "counted"), [(0.001, 3), (1.0, 2)])
-async def test_anybody_may_ask_for_figures_and_jobs_are_counted_seldom(
+async def test_anybody_may_ask_for_figures_and_jobs_are_counted_rarely(
     took_s: float, counted: int
 ) -> None:
     clock = [0.0]

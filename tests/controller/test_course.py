@@ -98,7 +98,7 @@ def test_a_job_makes_room_for_one_of_higher_priority_and_pays_nothing(house: Hou
     urgent = house.submit(resources={"ranks": 4}, priority=5)
     stop = house.agent.awaits(StopGang, modest)
     assert (stop.mode, stop.checkpoint) == ("drain", "best_effort")
-    until(lambda: _reason(house, modest, f"makes room for {urgent}"))
+    until(lambda: _reason(house, modest, f"preempted by {urgent}"))
     name = house.agent.saves(gang, 4)
     house.agent.ends(gang, 4, exit_code=0, finished=True, drained=True)
     house.agent.launches(urgent)
@@ -163,7 +163,7 @@ def test_a_pause_is_committed_and_resumed(house: House) -> None:
     assert house.agent.launches(job_id, 2).resume_from == name
 
 
-def test_an_agent_that_was_started_anew_has_lost_its_gangs(house: House) -> None:
+def test_an_agent_that_was_started_again_has_lost_its_gangs(house: House) -> None:
     house.agent.join()
     job_id = house.submit()
     gang = house.agent.launches(job_id)
@@ -250,7 +250,7 @@ def test_a_node_is_deleted_once_it_is_lost_and_no_rank_can_live_there(house: Hou
     assert "READY" in refused()
     house.agent.leave()
     until(lambda: house.get("/v1/nodes/loom-1")["state"] == "LOST", every_s=0.01)
-    assert "lives" in refused()
+    assert "is alive" in refused()
     house.agent.lose_lease()
     assert house.client.delete("/v1/nodes/loom-1").status_code == 204
     assert house.client.delete("/v1/nodes/loom-1").status_code == 404

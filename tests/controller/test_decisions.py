@@ -112,7 +112,7 @@ def test_a_crash_before_the_first_step_fails_at_once_with_the_traceback() -> Non
     assert "Traceback" in str(failed.failure.traceback)
 
 
-LEFT = {"exit_code": 3, "signal": None, "error": "left with exit code 3 before it had finished"}
+LEFT = {"exit_code": 3, "signal": None, "error": "exited with code 3"}
 CRASHED = {"signal": 11, "error": "ended by SIGSEGV"}
 KILLED = {"signal": 9, "error": "ended by SIGKILL"}
 AGENT = {"signal": 9, "error": AGENT_DIED}

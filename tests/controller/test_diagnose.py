@@ -124,7 +124,7 @@ def test_ranks_that_make_progress_are_well_when_somebody_asks() -> None:
     ("how", "oom_kills", "kind"),
     [
         ({"signal": 11, "error": "ended by SIGSEGV"}, 0, FailureClass.CRASH),
-        ({"exit_code": 7, "error": "left with exit code 7"}, 0, FailureClass.CRASH),
+        ({"exit_code": 7, "error": "exited with code 7"}, 0, FailureClass.CRASH),
         ({"signal": 9, "error": "ended by SIGKILL"}, 0, FailureClass.KILLED_BY_OPERATOR),
         ({"signal": 15, "error": "ended by SIGTERM"}, 0, FailureClass.KILLED_BY_OPERATOR),
         ({"signal": 9, "error": "ended by SIGKILL"}, 1, FailureClass.OUT_OF_MEMORY),

@@ -256,7 +256,7 @@ def test_room_that_comes_and_goes_moves_nobody() -> None:
             await cluster.seconds(10)
         cluster.join("b", 2)
         await cluster.seconds(20)
-        cluster.new_leader()  # it begins to watch anew
+        cluster.new_leader()  # it starts to watch again
         await cluster.seconds(20)
         assert sizes(await cluster.job(job_id)) == [4]
         await cluster.at_size(job_id, 6, within_s=30)

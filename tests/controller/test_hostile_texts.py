@@ -15,8 +15,8 @@ import pytest
 from redis import Redis
 from rich.text import Text
 
+from meshloom.client import RestClient as Client
 from services.cli.__main__ import main
-from services.cli.client import Client
 from services.cli.follow import follow
 from services.cli.terminal import Terminal, console, harmless, one_line
 from services.contract.messages.facts import CheckpointCorrupt, Inventory, NodeJoined

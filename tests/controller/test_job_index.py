@@ -172,7 +172,7 @@ async def test_jobs_are_counted_without_asking_for_any(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_jobs_that_come_and_go_meanwhile_are_no_reason_to_build_anew(
+async def test_jobs_that_come_and_go_meanwhile_are_no_reason_to_rebuild(
     world: World, redis_url: str
 ) -> None:
     await world.ports.jobs.index()

@@ -64,7 +64,7 @@ from services.controller.domain.job.events import (
     SpecFaulted,
 )
 from services.controller.domain.job.job import SEVERITY, Job, Planning
-from services.controller.domain.job.lifecycle import LEFT_BY_WISH, TRANSITIONS
+from services.controller.domain.job.lifecycle import LEFT_ON_REQUEST, TRANSITIONS
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.elastic import GrowthDelay, growth, shrinkage
 from services.controller.domain.scheduling.node import Drain, Lease, Node
@@ -177,7 +177,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self.obey(name, 99, refuses=False)
 
     @rule(which=st.integers(0, 2), first=REQUESTS, second=REQUESTS)
-    def wish_twice(self, which: int, first: JobEvent, second: JobEvent) -> None:
+    def request_twice(self, which: int, first: JobEvent, second: JobEvent) -> None:
         self._ask(which, first)
         self._ask(which, second)
 
@@ -569,7 +569,7 @@ class Lifecycle(RuleBasedStateMachine):
 def _check_step(before: Job, event: JobEvent, after: Job) -> None:
     """One decision keeps all that a course must keep."""
     if before.is_terminal and after.state != before.state:
-        assert (before.state, after.state) in LEFT_BY_WISH
+        assert (before.state, after.state) in LEFT_ON_REQUEST
         late = before.state == JobState.FAILED and after.state == JobState.SUCCEEDED
         assert isinstance(event, ResumeAsked) or (late and isinstance(event, GangFact))
     assert after.fence - before.fence in ({0, 1} if isinstance(event, GangPlaced) else {0})

@@ -153,15 +153,15 @@ def test_the_rank_that_keeps_the_others_waiting_most_is_named_while_the_job_runs
 
 
 @pytest.mark.parametrize(
-    ("foreseen", "measured", "ratio"),
+    ("predicted", "measured", "ratio"),
     [(60 << 20, 90 << 20, None), (64 << 20, 96 << 20, 1.5), (64 << 20, 0, None)],
 )
 def test_what_was_measured_is_compared_only_with_an_estimate_that_can_be_told_from_noise(
-    foreseen: int, measured: int, ratio: float | None
+    predicted: int, measured: int, ratio: float | None
 ) -> None:
     estimate = JobEstimate(
         plan_id=f"plan_{0:026d}",
-        peak=MemoryView(total=foreseen),
+        peak=MemoryView(total=predicted),
         where="optimizer",
         unit="",
         micro_batch=1,

@@ -34,21 +34,21 @@ async def come_true(look: Callable[[], bool]) -> None:
 
 
 async def test_one_leads_and_the_next_takes_over_when_it_ends(server: MemoryServer) -> None:
-    reigns: list[int] = []
+    terms: list[int] = []
 
-    async def reign(epoch: int) -> None:
-        reigns.append(epoch)
+    async def run_term(epoch: int) -> None:
+        terms.append(epoch)
         await asyncio.Event().wait()
 
     leadership = memory_ports(server).leadership
-    first, second = Leader(leadership, "a", reign), Leader(leadership, "b", reign)
+    first, second = Leader(leadership, "a", run_term), Leader(leadership, "b", run_term)
     leading = asyncio.create_task(first.lead())
     await come_true(lambda: first.epoch == 1)
     waiting = asyncio.create_task(second.lead())
     leading.cancel()
     await asyncio.wait([leading])
     assert first.epoch is None
-    await come_true(lambda: reigns == [1, 2])
+    await come_true(lambda: terms == [1, 2])
     assert second.epoch == 2
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -56,19 +56,19 @@ async def test_one_leads_and_the_next_takes_over_when_it_ends(server: MemoryServ
 
 
 @pytest.mark.parametrize("error", [DeposedError("over"), RuntimeError("a bug")])
-async def test_a_reign_that_ends_gives_the_lead_back_and_is_followed_by_another(
+async def test_a_term_that_ends_gives_the_lead_back_and_is_followed_by_another(
     server: MemoryServer, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.controller.loops.leader._ASK_EVERY_S", 0)
     epochs: list[int] = []
 
-    async def reign(epoch: int) -> None:
+    async def run_term(epoch: int) -> None:
         epochs.append(epoch)
         if epoch == 1:
             raise error
         await asyncio.Event().wait()
 
-    leading = asyncio.create_task(Leader(memory_ports(server).leadership, "a", reign).lead())
+    leading = asyncio.create_task(Leader(memory_ports(server).leadership, "a", run_term).lead())
     await come_true(lambda: epochs == [1, 2])
     leading.cancel()
     await asyncio.wait([leading])

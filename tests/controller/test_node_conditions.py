@@ -78,7 +78,7 @@ def test_a_launch_that_a_full_disk_prevents_is_tried_again_at_no_cost_until_ther
     )
     diagnosis = job.attempts[-1].diagnosis
     assert diagnosis is not None
-    assert "make room" in diagnosis.advice
+    assert "free space" in diagnosis.advice
     # A rank that is killed afterwards costs one restart, and does not wait for what has passed.
     job = play(job, [placed(job), launched(job, 8), progressed(job, 1, 8), killed(job, 8)]).job
     assert (job.state, job.restarts) == (JobState.RESTARTING, 1)

@@ -131,7 +131,7 @@ def test_one_question_serves_all_who_ask_the_same() -> None:
     play(course)
 
 
-def test_a_fresh_plan_has_the_model_profiled_anew() -> None:
+def test_a_fresh_plan_has_the_model_profiled_again() -> None:
     async def course(office: Office) -> None:
         await office.plans()
         await office.hears(answer_to(office.asked()[0]), measured())
@@ -204,7 +204,7 @@ def test_a_plan_whose_node_is_lost_fails_at_once_unless_it_had_answered() -> Non
     play(course)
 
 
-def test_a_controller_that_is_started_anew_goes_on_with_its_plans() -> None:
+def test_a_controller_that_is_started_again_goes_on_with_its_plans() -> None:
     async def course(office: Office) -> None:
         plan = await office.plans()
         office.ports, office.drawing = memory_ports(office.server), Drawing(wait_s=0)

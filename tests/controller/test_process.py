@@ -247,7 +247,7 @@ def _unsaved(redis: Redis, folder: Path) -> None:
     redis.bgsave()
 
 
-def _mend(redis: Redis) -> None:
+def _repair(redis: Redis) -> None:
     redis.acl_setuser("default", enabled=True, commands=["+@all"])
     redis.replicaof("NO", "ONE")
     redis.config_set("maxmemory", "0")
@@ -286,7 +286,7 @@ def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
             assert refused.headers["retry-after"] == "1"
             assert controller.client.get(f"/v1/jobs/{job_id}").status_code == reads
             until(lambda: controller.said("no_longer_leading"))
-            _mend(redis)
+            _repair(redis)
             later = until(
                 lambda: controller.client.post("/v1/jobs", json=job_body()).json().get("id")
             )
@@ -294,11 +294,11 @@ def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
             until(lambda: controller.client.get("/readyz").status_code == 200)
             job = controller.client.get(f"/v1/jobs/{job_id}").json()
             assert (job["state"], job["attempt"]) == ("RUNNING", 1)
-            failed = [line for line in controller.lines if line["event"] == "reign_failed"]
+            failed = [line for line in controller.lines if line["event"] == "term_failed"]
             assert failed == []
 
 
-def test_commands_that_redis_forbids_singly_are_told_and_end_no_reign(redis_url: str) -> None:
+def test_commands_that_redis_forbids_singly_are_told_and_end_no_term(redis_url: str) -> None:
     with (
         started(redis_url) as controller,
         Redis.from_url(redis_url, decode_responses=True) as owner,
@@ -322,7 +322,7 @@ def test_commands_that_redis_forbids_singly_are_told_and_end_no_reign(redis_url:
                 redis.acl_setuser("default", enabled=True, commands=["+@all"])
                 redis.acl_deluser("test")
         until(lambda: controller.client.post("/v1/jobs", json=job_body()).status_code == 201)
-        for word in ("request_failed", "reign_failed", "leader_died"):
+        for word in ("request_failed", "term_failed", "leader_died"):
             assert not controller.said(word), word
 
 
@@ -338,7 +338,7 @@ def test_what_a_loop_alone_is_forbidden_is_told_by_readyz(redis_url: str) -> Non
             try:
                 for command in ("hgetall", "blmove", "zrangebyscore"):
                     redis.acl_setuser("default", enabled=True, commands=[f"-{command}"])
-                    if command == "zrangebyscore":  # a new reign looks for unused code at once
+                    if command == "zrangebyscore":  # a new term looks for unused code at once
                         redis.delete(keys.LEADER)
                     answer = until(lambda: unready(controller))
                     assert "ACL" in answer.json()["checks"]["redis"], command

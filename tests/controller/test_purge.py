@@ -75,7 +75,7 @@ def test_what_lives_or_is_needed_or_cannot_be_reached_is_not_purged(house: House
     assert clone["id"] in refused.json()["detail"]
     house.agent.lose_lease()
     nobody = house.client.delete(f"/v1/jobs/{waiting}?purge_checkpoints=true")
-    assert (nobody.status_code, "no node lives" in nobody.json()["detail"]) == (409, True)
+    assert (nobody.status_code, "no live agent" in nobody.json()["detail"]) == (409, True)
 
 
 def test_a_job_that_never_ran_has_nothing_to_purge(quiet_house: House) -> None:

@@ -142,7 +142,7 @@ def test_without_a_node_that_lives_a_curve_in_storage_is_not_told_to_be_empty(
         answer = house.client.get(f"/v1/jobs/{gang.job_id}/{path}")
         assert answer.status_code == 503
         assert answer.json()["code"] == "records_away"
-        assert "no node lives" in answer.json()["detail"]
+        assert "no live agent" in answer.json()["detail"]
         assert answer.headers["Retry-After"]
 
 

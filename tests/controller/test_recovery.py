@@ -77,7 +77,7 @@ def found(
 
 
 def take_in(fact: JobFound) -> Decision:
-    """As the use case does: make it anew, then take in what the fact tells."""
+    """As the use case does: make it again, then take in what the fact tells."""
     made = found_again(fact, LATER)
     return made.then(play(made.job, [FoundInStorage(fact, NODES)], LATER))
 
@@ -142,12 +142,12 @@ def test_a_job_that_a_person_stopped_or_that_ended_is_found_as_it_stood(state: J
     assert play(job, [ResumeAsked()], LATER).job.resume_point.step == 10
 
 
-def test_a_job_without_a_readable_commit_does_not_begin_anew_by_itself() -> None:
+def test_a_job_without_a_readable_commit_does_not_begin_again_by_itself() -> None:
     damage = (DamagedRecord(number=2, name="00000002.json", reason="no JSON"),)
     fact = found({}, standing=JobState.QUEUED).model_copy(update={"damaged": damage})
     job = take_in(fact).job
     assert job.state is JobState.PAUSED
-    assert "would begin anew" in str(job.reason)
+    assert "would start over" in str(job.reason)
 
 
 def test_storage_is_told_where_a_job_stands_whenever_that_changes() -> None:
@@ -241,7 +241,7 @@ def test_found_checkpoints_are_pinned_until_somebody_unpins_them() -> None:
 
 def test_an_event_says_why_found_checkpoints_are_pinned() -> None:
     made = take_in(found({2: 10}))
-    assert "pinned, for pins and holds were lost with Redis" in made.notes[0].message
+    assert "pinned, because Redis lost pins and holds" in made.notes[0].message
     more = play(made.job, [FoundInStorage(found({2: 10, 4: 30}), NODES)], LATER)
     assert [(n.kind, n.data["step"]) for n in more.notes] == [("checkpoint.pinned", 30)]
 
@@ -265,7 +265,7 @@ def test_a_job_that_was_resumed_from_an_older_checkpoint_does_not_return_to_the_
 ):
     # The card of attempt 3 says that it began with the checkpoint of step 10.
     made = take_in(found({2: 10, 5: 40}, is_running=True, last_step=15))
-    assert "it had left later ones behind" in made.notes[0].message
+    assert "it had discarded later ones" in made.notes[0].message
     job = made.job
     lost = play(job, [killed(job, fence=3, step=15)], LATER).job
     assert (lost.state, lost.resume_point.step) == (JobState.RESTARTING, 10)
@@ -273,7 +273,7 @@ def test_a_job_that_was_resumed_from_an_older_checkpoint_does_not_return_to_the_
     assert gone_on.resume_point.step == 20
 
 
-def test_a_line_whose_beginning_is_gone_does_not_make_a_job_begin_anew() -> None:
+def test_a_line_whose_beginning_is_gone_does_not_make_a_job_start_over() -> None:
     job = take_in(found({5: 40})).job
     assert job.resume_point.step == 40
 
@@ -287,7 +287,7 @@ def test_ranks_that_drain_although_nobody_is_known_to_have_asked_cost_nothing() 
         0,
         ExitReason.PAUSED,
     )
-    assert "it had been asked to stop; who asked was lost with Redis" in str(job.reason)
+    assert "a stop had been requested, and Redis lost by whom" in str(job.reason)
     assert "step 43" in str(job.reason)
     # Redis may also have lost no more than its last second.
     for told in ([], [launched(adopted)], [launched(adopted), progressed(adopted)]):

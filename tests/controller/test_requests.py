@@ -80,7 +80,7 @@ def test_a_required_checkpoint_that_fails_gives_the_pause_up_and_the_job_goes_on
     job = play(job, [began(job, 20), lost, finished(job, step=20, drained=True)]).job
     assert job.state is JobState.RESTARTING
     assert "No space left on device" in str(job.reason)
-    assert "goes on from step 10" in str(job.reason)
+    assert "continues from step 10" in str(job.reason)
     assert job.stop is None
 
 

@@ -31,6 +31,7 @@ LET_IN: dict[str, set[str]] = {
     "POST /v1/jobs/{job_id}/kill": OWNING,
     "GET /v1/jobs/{job_id}/attempts": LOOKING,
     "GET /v1/jobs/{job_id}/events": LOOKING,
+    "GET /v1/events": LOOKING,
     "GET /v1/jobs/{job_id}/logs": LOOKING,
     "GET /v1/jobs/{job_id}/ranks": LOOKING,
     "GET /v1/jobs/{job_id}/ranks/{rank}": LOOKING,
@@ -53,6 +54,8 @@ LET_IN: dict[str, set[str]] = {
     "POST /v1/jobs/{job_id}/traces": OWNING,
     "GET /v1/jobs/{job_id}/traces/{trace_id}": LOOKING,
     "GET /v1/checkpoints/{checkpoint_id}": LOOKING,
+    "GET /v1/checkpoints/{checkpoint_id}/files": OWNING,
+    "GET /v1/checkpoints/{checkpoint_id}/files/{name}": OWNING,
     "POST /v1/checkpoints/{checkpoint_id}/verify": OWNING,
     "POST /v1/checkpoints/{checkpoint_id}/export": OWNING,
     "POST /v1/checkpoints/{checkpoint_id}/pin": OWNING,
@@ -112,7 +115,7 @@ def test_a_route_lets_in_whom_it_should_and_nobody_else(
     job_id = str(made.json()["id"])
     names = {"job_id": job_id, "rank": "0", "node_id": "loom-1", "token_id": "tok_x"}
     names |= {"digest": f"sha256:{'0' * 64}"}
-    names |= {"trace_id": "trace_x"}
+    names |= {"trace_id": "trace_x", "name": "model.safetensors"}
     names |= {"plan_id": "plan_x", "checkpoint_id": checkpoint_id(job_id, 1, 1)}
     method, path = route.format(**names).split()
     # No body is one that would be taken: who may do a thing is judged before what it is.

@@ -129,11 +129,11 @@ def test_whole_records_of_an_older_version_are_taken_over_with_attempts_and_chec
         restore(redis, told["records"])
         for lease in redis.keys("ml:node:*:lease"):
             redis.delete(lease)
-        with open_house(redis_url, AccessPolicy(), leads=False) as standby:
+        with open_house(redis_url, AccessPolicy(), leads=False, replays=False) as standby:
             _assert_shown(standby, told)
         documents = {n: record(redis, n)["doc"] for n in told["jobs"]}
         assert not any(doc.startswith(SPLIT_MARK) for doc in documents.values())
-        with open_house(redis_url, AccessPolicy()) as house:
+        with open_house(redis_url, AccessPolicy(), replays=False) as house:
             (trained,) = (n for n, j in told["jobs"].items() if j["name"] == "trains")
             # Its node is gone: another life of it goes on from what was committed.
             house.agent.join("life-2", slots=8)

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from fsdp_core.plan.model import Conditions
+from services.contract.api.access import Scope
 from services.contract.api.views import StopRequest
 from services.contract.jobs.code_archives import digest_of, hex_of
 from services.contract.messages.commands import COMMAND, Command, StopGang
@@ -44,9 +45,10 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement
+from services.controller.ports.access import AuditRecord
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
-from services.controller.ports.machines import Log
+from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
 from tests.controller.profiles import FACTS, answer_to
@@ -196,6 +198,46 @@ async def test_a_decision_is_committed_as_a_whole(world: World) -> None:
     removed = after.job.model_copy(update={"checkpoints": {}})
     await world.ports.jobs.commit(Change(after, Decision(removed), ACTOR))
     assert (await world.ports.jobs.load(before.job.id)).job.checkpoints == {}
+
+
+async def test_the_events_of_all_jobs_stand_in_one_feed_in_the_order_of_the_writes(
+    world: World,
+) -> None:
+    ports = world.ports
+    assert await ports.events.newest() == "0-0"
+    first = await world.keep(job(name="first"))
+    second = await world.keep(job(name="second"))
+    decision = play(first.job, [placed(first.job)])
+    await ports.jobs.commit(Change(first, decision, ACTOR))
+    lost = job(name="third")
+    epoch = await ports.leadership.take("a")
+    assert epoch is not None
+    assert await ports.jobs.restore(first_decision(lost), ACTOR, epoch)
+    entries = await ports.events.read(None, 100)
+    placings = [first.job.id] * len(decision.notes)
+    ids = [entry.job_id for entry in entries]
+    assert ids == [first.job.id, second.job.id, *placings, lost.id]
+    log = await ports.telemetry.read(first.job.id, Log.EVENTS, None, 100)
+    of_first = [entry.body for entry in entries if entry.job_id == first.job.id]
+    assert of_first == [entry.body for entry in log]
+    assert await ports.events.newest() == entries[-1].id
+    assert await ports.events.read(entries[1].id, 2) == entries[2:4]
+    await ports.events.wait(entries[0].id, 60)
+
+
+async def test_a_reader_of_the_feed_is_told_that_events_were_trimmed(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        for _ in range(3):
+            await ports.jobs.create(first_decision(job()), ACTOR, None)
+        entries = await ports.events.read(None, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.xtrim(keys.EVENT_FEED, maxlen=1, approximate=False)
+        assert await ports.events.read(None, 100) == entries[-1:]
+        with pytest.raises(CursorExpiredError):
+            await ports.events.read(entries[0].id, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.set(keys.EVENT_FEED, "of another type")
+        await ports.jobs.create(first_decision(job(name="kept-all-the-same")), ACTOR, None)
 
 
 async def test_a_stale_writer_writes_nothing(world: World) -> None:
@@ -586,7 +628,7 @@ async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -
     assert world.outside.inbox(NODE).count(MEASURE.command) == 2
 
 
-async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
+async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(
     world: World,
 ) -> None:
     plans = world.ports.plans
@@ -607,7 +649,7 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_anew(
     assert await plans.keep(plan(2), ASK, None, fresh=True) == "asked"
     assert await plans.answer(QUESTION.probe_id) is None
     assert world.outside.inbox(NODE) == [QUESTION, QUESTION]
-    # Who was asked may be gone: one who asks anew does not wait for that.
+    # Who was asked may be gone: one who asks again does not wait for that.
     assert await plans.keep(plan(3), ASK, None) == "pending"
     assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
 
@@ -717,3 +759,33 @@ async def test_code_is_forgotten_once_and_gives_its_room_back(world: World) -> N
     assert first not in await codes.unused(later)
     assert await codes.keep(_code(bodies[2]), bodies[2], tight) == "known"
     assert await codes.keep(_code(bodies[3]), bodies[3], tight) == "new"
+
+
+async def test_what_others_do_and_refusals_push_nothing_of_operators_out_of_the_trail(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "AUDIT_KEPT", 100)
+    audit = world.ports.audit
+
+    def entry(number: int, scope: Scope, status: int = 200) -> AuditRecord:
+        return AuditRecord(
+            actor="any",
+            scope=scope,
+            request_id=f"{scope}-{number}",
+            method="POST",
+            path="/v1/jobs",
+            status=status,
+        )
+
+    await audit.append(entry(0, Scope.OPERATOR))
+    for number in range(250):
+        await audit.append(entry(number, Scope.SUBMITTER))
+        await audit.append(entry(number, Scope.OPERATOR, status=409))
+    whole = await audit.newest(None, 1_000)
+    assert '"operator-0"' in whole[-1].body
+    assert '"status":200' in whole[-1].body
+    assert [each.place for each in whole] == sorted({e.place for e in whole}, reverse=True)
+    pages: list[Entry] = []
+    while page := await audit.newest(pages[-1].id if pages else None, 7):
+        pages += page
+    assert pages == whole

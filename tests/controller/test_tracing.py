@@ -176,10 +176,10 @@ def test_an_attempt_that_ends_fails_what_it_had_not_recorded(
 def test_only_a_running_job_is_recorded_and_the_refusal_says_what_to_do() -> None:
     job = running()
     paused = play(job, [PauseAsked(StopRequest()), finished(job, step=9, drained=True)]).job
-    with pytest.raises(StateConflictError, match=r"PAUSED: .*resume it first, and ask again when"):
+    with pytest.raises(StateConflictError, match=r"PAUSED: .*resume it first, and retry when"):
         play(paused, [asked()])
     queued = new_job()
-    with pytest.raises(StateConflictError, match=r"QUEUED: .*; ask again when it is RUNNING"):
+    with pytest.raises(StateConflictError, match=r"QUEUED: .*; retry when it is RUNNING"):
         play(queued, [asked()])
     starting = play(queued, [placed(queued), launched(queued)]).job
     with pytest.raises(StateConflictError, match="STARTING"):
@@ -327,7 +327,7 @@ def test_what_cannot_be_recorded_is_refused_with_the_place_and_what_to_do(
     assert pointers({"ranks": "some"}) == ["/ranks"]
     refused = quiet_house.client.post(path)
     assert refused.status_code == 409
-    assert "ask again when it is RUNNING" in refused.json()["detail"]
+    assert "retry when it is RUNNING" in refused.json()["detail"]
     assert quiet_house.get(path) == {"items": []}
     missing = quiet_house.client.get(f"{path}/{named(1)}")
     assert missing.status_code == 404

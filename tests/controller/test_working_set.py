@@ -12,11 +12,12 @@ import pytest
 from redis import Redis
 
 from services.contract.api.views import StopRequest
+from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys as keys
 from services.contract.system import long_work
 from services.contract.words.ids import new_job_id
 from services.contract.words.states import JobState
-from services.controller.adapters.redis import redis_ports, working_set
+from services.controller.adapters.redis import redis_ports, telemetry, working_set
 from services.controller.adapters.redis.connection import answering, connected
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.domain.decisions.dispatch import first_decision
@@ -226,7 +227,7 @@ async def test_jobs_that_many_write_at_once_are_seen_as_they_are(pair: Pair) -> 
             assert seen[name] == await pair.there.jobs.load(name)
 
 
-async def test_the_next_leader_acts_upon_what_came_under_the_last_one(pair: Pair) -> None:
+async def test_the_next_leader_acts_on_what_came_under_the_last_one(pair: Pair) -> None:
     first = await pair.here.leadership.take("here")
     assert first is not None
     last = Reconciler(pair.here, first)
@@ -250,6 +251,7 @@ async def test_a_look_goes_through_the_queue_only_when_something_changed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconcile, "SURVEYED_EVERY_MS", 10**9)
+    monkeypatch.setattr(telemetry, "_RECENT_S", 0.0)
     epoch = await pair.here.leadership.take("here")
     assert epoch is not None
     await pair.here.nodes.put(node(slots=2), epoch, None)
@@ -275,6 +277,20 @@ async def test_a_look_goes_through_the_queue_only_when_something_changed(
     assert await steps_read() == 1
     await pair.happen(runs, KillAsked())
     assert await steps_read() == 1
+
+
+async def test_estimates_made_at_once_read_a_jobs_steps_from_redis_once(pair: Pair) -> None:
+    names = [_job(0).id, _job(1).id]
+    step = StepRecord(step=1, fence=1, loss=1.0, tokens_per_s=1, step_time_s=1)
+    pair.redis.xadd(keys.job_steps(names[0]), {keys.MESSAGE_FIELD: step.model_dump_json()})
+    read = pair.here.telemetry.recent_steps
+    assert await read(names[:1], 8) == {names[0]: [step]}
+    before = pair.calls("xrevrange")
+    assert await read(names, 8) == {names[0]: [step], names[1]: []}
+    assert await read(names, 8) == {names[0]: [step], names[1]: []}
+    assert pair.calls("xrevrange") - before == 1
+    assert await pair.here.telemetry.last_steps(names[:1], 8) == {names[0]: [step]}
+    assert pair.calls("xrevrange") - before == 2
 
 
 def _as_before(redis: Redis, job: Job, *, active: bool) -> None:

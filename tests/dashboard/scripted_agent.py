@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from pydantic import BaseModel
 from redis import Redis
@@ -141,7 +141,8 @@ class ScriptedAgent:
                 seen_ms=seconds * 1000 + micros // 1000,
             )
             told[str(seat.rank)] = sample.model_dump_json()
-        self.redis.hset(redis_keys.job_ranks(gang.job_id), mapping=dict[Any, Any](told))
+        pairs = [part for pair in told.items() for part in pair]
+        self.redis.hset(redis_keys.job_ranks(gang.job_id), items=pairs)
 
     def write(self, gang: LaunchGang, rank: int, text: str, *, is_error: bool = False) -> None:
         """Pass on a line that a rank wrote."""

@@ -270,7 +270,7 @@ def test_a_failed_job_shows_the_users_own_frame_first(scene: Scene, visit: Open)
     expect(page.get_by_label("Job", exact=True)).not_to_contain_text("mat1")
     diagnosis = _panel(page, "Diagnosis")
     expect(diagnosis).to_contain_text("user error · rank 1 on loom-1")
-    expect(diagnosis).to_contain_text("its traceback says where")
+    expect(diagnosis).to_contain_text("the last frame of yours")
     expect(page.get_by_label("Job", exact=True)).to_contain_text("failed")
 
 

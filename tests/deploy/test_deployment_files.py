@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_every_image_runs_as_an_ordinary_user_and_has_a_healthcheck(dockerfile: 
     text = dockerfile.read_text()
     assert "\nUSER 10001:10001\n" in text
     assert "\nHEALTHCHECK " in text
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_every_image_has_each_package_that_is_installed(dockerfile: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    text = dockerfile.read_text()
+    assert [name for name in packages if f"COPY {name} {name}\n" not in text] == []
 
 
 def test_the_controller_image_installs_no_torch() -> None:

@@ -1,7 +1,7 @@
-"""The page on training of one's own: its snippets run, its specs train, its commands exist.
+"""The pages on training of one's own: their snippets run, their specs train, their commands exist.
 
 A ```python block begins with a comment that names its file; a ```yaml block that does is a whole
-spec, and any other one is put over the page's first. All of them lie in one folder, from which ranks
+spec, and any other one is put over the first of all. All of them lie in one folder, from which ranks
 import. Lines of ```sh blocks are read by the programs' own parsers.
 """
 
@@ -30,7 +30,7 @@ from services.worker.rank.data.share import Share
 from tests.docs.test_engine_pages import LINK, NAMED_TEST, ROOT
 from tests.rank.gang import ranks_below
 
-PAGE: Final = ROOT / "docs" / "your-own-training.md"
+PAGES: Final = (ROOT / "docs/your-own-training.md", ROOT / "docs/getting-started.md")
 STEPS: Final = 3
 BLOCK: Final = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME: Final = re.compile(r"# ([\w-]+\.(?:py|yaml))\n")
@@ -40,7 +40,12 @@ EXTRA: Final = re.compile(r"meshloom\[(\w+)\]")
 
 
 def blocks(language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(PAGE.read_text()) if kind == language]
+    return [
+        text
+        for page in PAGES
+        for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if kind == language
+    ]
 
 
 def named(language: str) -> dict[str, str]:
@@ -60,14 +65,14 @@ COMMANDS: Final = [line for text in blocks("sh") for line in text.splitlines()]
 
 
 def put_over(part: dict[str, Any]) -> dict[str, Any]:
-    """The page's first spec with ``part`` in it."""
+    """The first spec of all with ``part`` in it."""
     base = next(iter(WHOLE.values()))
     return {**base, **part, "train": {**base["train"], **part.get("train", {})}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one has who saved all files of the page."""
+    """What one has who saved all files of the pages."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in {**named("python"), **named("yaml")}.items():
         (folder / name).write_text(text)
@@ -76,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def importing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within a test the page's modules can be imported; later they are unknown again."""
+    """Within a test the pages' modules can be imported; later they are unknown again."""
     monkeypatch.syspath_prepend(folder)
     yield
     for name in named("python"):
@@ -117,7 +122,7 @@ def test_every_spec_is_valid_and_its_factories_take_their_arguments(given: dict[
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_whole_job_of_the_page_trains(name: str, folder: Path, tmp_path: Path) -> None:
+def test_every_whole_job_of_the_pages_trains(name: str, folder: Path, tmp_path: Path) -> None:
     given = WHOLE[name]
     if "entrypoint" in given:
         changed = {"entrypoint": {**given["entrypoint"], "args": ["--steps", str(STEPS)]}}
@@ -160,14 +165,19 @@ def test_every_command_exists_with_its_options(
             assert (folder / words[2]).exists()
         case "tensorboard":
             assert words[0] == "--logdir"
+        case "make":
+            assert f"\n{words[0]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+        case "source":
+            assert words == [".venv/bin/activate"]
         case _:
             pytest.fail(f"{program}: no test knows how it is called")
 
 
-def test_links_tests_and_extras_of_the_page_exist() -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_tests_and_extras_of_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     for target in LINK.findall(text):
-        assert (PAGE.parent / target).exists(), target
+        assert (page.parent / target).exists(), target
     anchors = {
         re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in HEADING.findall(text)
     }

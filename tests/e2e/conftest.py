@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.contract.api.views import JobView
 from services.contract.words.states import JobState, NodeState

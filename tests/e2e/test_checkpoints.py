@@ -145,14 +145,14 @@ def _record_of(stack: Stack, checkpoint: CheckpointView) -> Path:
     return record
 
 
-def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_begins_anew(stack: Stack) -> None:
+def test_a_job_whose_every_checkpoint_is_lost_fails_and_never_starts_over(stack: Stack) -> None:
     job = paused_behind(stack, 10)
     (only,) = stack.client.checkpoints(job.id).items
     shard_of(stack, only.id).unlink()
     failed = resumed(stack, job.id)
     assert failed.state is JobState.FAILED
     assert failed.exit_reason is ExitReason.CHECKPOINT_FAILED
-    assert "no other committed checkpoint is left" in str(failed.reason)
+    assert "there is no other committed checkpoint" in str(failed.reason)
     with pytest.raises(RefusedError, match="every checkpoint"):
         stack.client.resume(job.id, ResumeRequest())
 
@@ -166,7 +166,7 @@ def test_the_best_checkpoint_is_kept_and_cloned_from_and_a_run_ends_early(stack:
     )
     done = stack.rested(job.id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
-    assert (done.reason or "").startswith("stopped early: validation loss got no better in 2")
+    assert (done.reason or "").startswith("stopped early: validation loss did not improve in 2")
     assert done.progress.step == 15
     until(lambda: len(stack.client.checkpoints(job.id).items) == 2)  # the deletion of step 10
     last, best = stack.client.checkpoints(job.id).items

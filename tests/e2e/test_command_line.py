@@ -54,7 +54,7 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     ranks = json.loads(meshloom("ranks", "last", "--json").stdout)["items"]
     assert len(ranks) == 2
     assert all(0 < rank["data_wait_s"] < rank["step_time_s"] for rank in ranks)
-    assert "was looked into" in meshloom("diagnose", "last").stderr
+    assert "was inspected" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"
     assert "COMMITTED" in meshloom("checkpoints", "last").stdout

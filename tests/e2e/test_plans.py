@@ -36,7 +36,7 @@ def test_a_job_runs_the_very_plan_that_was_shown_and_tells_how_right_it_was(stac
     assert job.estimate.peak == plan.memory[0].peak
     assert job.estimate.peak.total > 100_000_000
     assert job.estimate.measured_as == "resident_growth"
-    # Kernels and gloo take memory that no plan foresees, and small blocks lie where freed ones lay.
+    # Kernels and gloo take memory that no plan predicts, and small blocks lie where freed ones lay.
     assert job.estimate.ratio is not None
     assert 0.85 < job.estimate.ratio < 1.3
     # All that the processes hold is told beside it: Python and PyTorch, and copies for checkpoints.

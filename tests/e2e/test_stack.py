@@ -12,7 +12,7 @@ import psutil
 import pytest
 import redis
 
-from services.cli.client import Client
+from meshloom.client import RestClient as Client
 from services.contract.redis import redis_keys
 from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, USER_MODELS, Stack, free_port, tiny_spec
@@ -115,7 +115,7 @@ def test_a_run_that_was_interrupted_goes_on_with_its_job(tmp_path: Path) -> None
         until(lambda: any(job.latest_checkpoint for job in client.jobs().items))
         first.send_signal(signal.SIGINT)
         assert first.wait(60) == 130
-    assert "goes on with the unfinished job" in (tmp_path / "first.log").read_text()
+    assert "continues the unfinished job" in (tmp_path / "first.log").read_text()
     second = _local("run", str(spec_file), **environment)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "going on with job_" in second.stdout

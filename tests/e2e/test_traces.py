@@ -62,7 +62,7 @@ def test_recorded_steps_lie_where_the_command_says_and_go_with_the_job(stack: St
     assert stack.rested(job).state is JobState.CANCELLED
     refused = typed(stack.url, "profile", job)
     assert refused.returncode == 2
-    assert "CANCELLED: only steps that are made are recorded; resume it first" in refused.stderr
+    assert "CANCELLED: only steps of a running job are recorded; resume it first" in refused.stderr
     stack.client.delete(job, purge_checkpoints=True)
     until(lambda: not folder.parent.exists())
 

@@ -142,7 +142,7 @@ MOST_RANKS = 7
 
 
 class Gangs:
-    """Starts gangs when they are first asked for, and anew when one has died.
+    """Starts gangs when they are first asked for, and again when one has died.
 
     At most `MOST_RANKS` processes live at a time: the gang that was used longest ago goes first.
     """

@@ -314,7 +314,7 @@ def check_stale_guess(ctx: RankContext) -> None:
     fully_shard(model, mesh=ctx.mesh)
     x = torch.ones(1, WIDTH)
     model(x, [0, 1])
-    model(x, [0])  # foresees 1, which does not run
+    model(x, [0])  # predicts 1, which does not run
     for param in model.parameters():
         param.zero_()
     assert not model(x, [0, 1]).any()

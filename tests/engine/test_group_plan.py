@@ -165,5 +165,5 @@ def check_one_rank(ctx: RankContext, param_dtype: torch.dtype | None) -> None:
         backward(2)
     operators = {event.name for event in profile.events()}
     assert not operators & {"aten::cat", "aten::_chunk_cat", "aten::split_with_sizes_copy"}
-    # Two units: one whole before forward, and the layer anew before backward.
+    # Two units: one whole before forward, and the layer again before backward.
     assert sum(event.name == "aten::_foreach_copy_" for event in profile.events()) == 3

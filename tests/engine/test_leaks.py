@@ -143,7 +143,7 @@ def check_evaluation(ctx: RankContext) -> None:
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         evaluate(ctx, model, 3)
-    assert storage.bytes() > sharded  # the user's wish, until told otherwise
+    assert storage.bytes() > sharded  # what the user set, until they set another
     for module in (*model.blocks, model):
         module.reshard()
     storage.comes_to(sharded)

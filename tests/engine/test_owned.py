@@ -35,7 +35,7 @@ def test_rows_hold_what_their_rank_owns() -> None:
     assert OwnedPacking((), (), 2).row == 0
 
 
-def test_owners_are_balanced_by_size_and_wishes_are_kept() -> None:
+def test_owners_are_balanced_by_size_and_chosen_ones_are_kept() -> None:
     assert balanced_owners([1, 8, 4, 4], [None] * 4, 2) == (0, 0, 1, 1)
     assert balanced_owners([5, 5, 5], [None] * 3, 4) == (0, 1, 2)
     assert balanced_owners([1, 8, 4], [None, 1, None], 2) == (0, 1, 0)

@@ -12,13 +12,13 @@ passes = st.lists(st.integers(0, 5), max_size=8)
 
 def run(order: ForwardOrder, units: list[int]) -> list[int | None]:
     order.begin()
-    foreseen = [order.enter(unit) for unit in units]
+    predicted = [order.enter(unit) for unit in units]
     order.end()
-    return foreseen
+    return predicted
 
 
 @given(passes)
-def test_a_repeated_pass_is_foreseen_wholly(units: list[int]) -> None:
+def test_a_repeated_pass_is_predicted_wholly(units: list[int]) -> None:
     order = ForwardOrder()
     assert run(order, units) == [None] * len(units)
     assert run(order, units) == [*units[1:], None][: len(units)]
@@ -32,7 +32,7 @@ def test_a_pass_that_deviates_is_not_guessed_at_again() -> None:
 
 
 @given(passes)
-def test_backward_foresees_the_reverse_of_forward(units: list[int]) -> None:
+def test_backward_predicts_the_reverse_of_forward(units: list[int]) -> None:
     order = BackwardOrder()
     for unit in units:
         order.record(unit)
@@ -41,7 +41,7 @@ def test_backward_foresees_the_reverse_of_forward(units: list[int]) -> None:
     assert all(order.take(unit) is None for unit in units)
 
 
-def test_a_cleared_order_foresees_nothing() -> None:
+def test_a_cleared_order_predicts_nothing() -> None:
     order = BackwardOrder()
     order.record(0)
     order.record(1)

@@ -6,16 +6,23 @@ or refuses, they are those of plain modules, averaged over ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.autograd import backward
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fsdp_core import FSDPModule, Owned, share_comm_ctx
 from fsdp_core.errors import StateError
@@ -776,7 +783,7 @@ def accumulated(run: Run) -> None:
 
 @way
 def zeroed_after_a_backward_that_is_not_the_last(run: Run) -> None:
-    """As after a microbatch whose forward raised: the step begins anew."""
+    """As after a microbatch whose forward raised: the step starts over."""
     model = run.net()
     optimizer = torch.optim.SGD(run.params.values())
     model.set_is_last_backward(False)
@@ -791,6 +798,21 @@ def in_place_on_an_output(run: Run) -> None:
     model = run.net()
     model.first.register_forward_hook(lambda _, __, out: out.mul_(2))
     run.backward(model(run.x()))
+
+
+@way
+def selectively_recomputed(run: Run) -> None:
+    def saved(_: object, op: object, *__: object, **___: object) -> CheckpointPolicy:
+        is_dear = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = run.net("first second norm head")
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    for step in range(2):
+        x = run.x(step)
+        output = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        run.backward(cast("torch.Tensor", output))
+        run.step()
 
 
 @way
@@ -945,3 +967,19 @@ def check_unannounced(ctx: RankContext) -> None:
     model.reset_iter_state()
     run.backward(model(run.x()).tensor)
     assert all(grad is not None for grad in run.grads[-1].values())
+
+
+def test_a_backward_by_compiled_autograd_is_refused(gangs: Gangs) -> None:
+    gangs(2).run(go_backward_compiled)
+
+
+def go_backward_compiled(ctx: RankContext) -> None:
+    model = Run(ctx, ours().shard).net("")
+    loss = model(ctx.batch(0, 4, WIDTH)).square().sum()
+    with (
+        warnings.catch_warnings(action="ignore"),  # of PyTorch's own, of a grad that it reads
+        compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(StateError, match="Compiled autograd"),
+    ):
+        loss.backward()
+    model.reset_iter_state()

@@ -11,7 +11,7 @@ from tests.plan.suite import CASES, SHARED, Held, estimated, measured
 
 pytestmark = pytest.mark.ranks
 
-# By world, so that ranks need not be started anew for each case.
+# By world, so that ranks need not be restarted for each case.
 NAMES = sorted(CASES, key=lambda name: CASES[name].plan.mesh.ranks)
 _held: dict[str, Held] = {}
 
@@ -26,14 +26,14 @@ def held(name: str, gangs: Gangs) -> Held:
 
 def off_by_tensors(name: str, gangs: Gangs) -> float:
     """How far the estimate without libraries is from live tensors, as a part of these."""
-    foreseen = estimated(CASES[name], only_tensors=True).peak.memory.total
-    return abs(foreseen / held(name, gangs).tensors - 1)
+    predicted = estimated(CASES[name], only_tensors=True).peak.memory.total
+    return abs(predicted / held(name, gangs).tensors - 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimated_peak_is_within_a_tenth_of_the_allocators(name: str, gangs: Gangs) -> None:
-    foreseen = estimated(CASES[name]).peak.memory.total
-    assert foreseen == pytest.approx(held(name, gangs).allocated, rel=0.10)
+    predicted = estimated(CASES[name]).peak.memory.total
+    assert predicted == pytest.approx(held(name, gangs).allocated, rel=0.10)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,7 @@ def test_half_of_all_estimates_are_within_a_hundredth_of_live_tensors(gangs: Gan
 @pytest.mark.parametrize("name", SHARED)
 def test_where_ranks_share_memory_the_estimate_is_within_a_tenth(name: str) -> None:
     case = SHARED[name]
-    # Anew: what earlier cases left in segments is used again.
+    # Fresh storage: what earlier cases left in segments is used again.
     gang = Gang(case.plan.mesh.ranks, "cpu")
     held = max(each.allocated for each in gang.run(measured, name))
     gang.close()

@@ -224,7 +224,7 @@ def test_what_was_not_measured_is_not_guessed(mlp: ModelProfile) -> None:
     assert estimate(followed, inner, Training(1)).peak.memory.total > 0
 
 
-def test_sizes_that_were_not_followed_are_foreseen() -> None:
+def test_sizes_that_were_not_followed_are_predicted() -> None:
     study = ModelUnderStudy(partial(ConvNet, 8, 2), image_loss)
     plan = ShardingPlan(MeshPlan(dp_shard=2), (UnitPlan(("blocks.*",)),))
     few, many = (profile_model(study, sizes=sizes) for sizes in ((1, 2, 4), (48,)))
@@ -234,7 +234,7 @@ def test_sizes_that_were_not_followed_are_foreseen() -> None:
     assert whole[0] == pytest.approx(whole[1], rel=0.05)
 
 
-def test_samples_that_see_each_other_are_foreseen_for_large_batches() -> None:
+def test_samples_that_see_each_other_are_predicted_for_large_batches() -> None:
     study = ModelUnderStudy(Towers, in_batch_loss)
     found = profile_model(study)
     followed = profile_model(study, sizes=(2048,))

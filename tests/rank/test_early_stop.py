@@ -43,7 +43,7 @@ def test_all_ranks_end_at_the_step_at_which_evaluations_got_no_better(
     (end,) = run.of_kind(0, RankFinished)
     best = run.of_kind(0, RankEvaluated)[0].loss
     assert end.early == (
-        "stopped early: validation loss got no better in 2 evaluations in a row "
+        "stopped early: validation loss did not improve in 2 evaluations in a row "
         f"(the best is {best:.6g} of step 2)"
     )
     # Its end is saved, with the figures of its evaluation, and its steps are those of a longer run.

@@ -97,7 +97,7 @@ def test_a_folder_of_text_has_a_document_a_file(made: Made) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"files": "rows.csv"}, r"data\.args\.files: .*rows\.csv is not there"),
+        ({"files": "rows.csv"}, r"data\.args\.files: .*rows\.csv does not exist"),
         ({"files": ["rows.jsonl", "rows.parquet"]}, r"data\.args\.files: .* files of one kind"),
         ({"files": "rows.jsonl", "columns": ["x"]}, r"no column 'x', but ask, text, score"),
         (
@@ -106,7 +106,7 @@ def test_a_folder_of_text_has_a_document_a_file(made: Made) -> None:
         ),
         (
             {"files": "rows.jsonl", "tokenizer": "."},
-            r"data\.args\.tokenizer: .*tokenizer\.json is not",
+            r"data\.args\.tokenizer: .*tokenizer\.json does not exist",
         ),
         (
             {"files": "rows.jsonl", "tokenizer": "bytes", "seq_len": 999},

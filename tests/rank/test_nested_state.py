@@ -184,7 +184,7 @@ PAIR: Final = "\ud800" + "\udc80"
 
 @pytest.mark.parametrize("state", [{PAIR: 1}, {"a": PAIR}], ids=["key", "value"])
 def test_what_json_would_change_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(nested.UnsavableStateError, match="no Unicode"):
+    with pytest.raises(nested.UnsavableStateError, match="not valid Unicode"):
         nested.taken(state)
-    with pytest.raises(beside.UnsavableStateError, match="no Unicode"):
+    with pytest.raises(beside.UnsavableStateError, match="not valid Unicode"):
         beside.flattened(state)

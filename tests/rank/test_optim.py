@@ -205,7 +205,7 @@ def test_averages_follow_the_weights_and_take_their_place() -> None:
         assert torch.equal(model.weight, mean)
     assert torch.equal(model.weight, weight)
     assert torch.equal(ema.tensors["ema.weight"], mean)
-    ema.begin_anew()
+    ema.start_over()
     assert torch.equal(ema.tensors["ema.weight"], weight)
 
 

@@ -29,14 +29,14 @@ VISION = "tests.rank.user_vision"
 def ask(
     model: str = "tests.rank.user_models:OwnLoss",
     stops: tuple[str, ...] = (),
-    wishes: dict[str, JsonValue] | None = None,
+    options: dict[str, JsonValue] | None = None,
 ) -> ModelProbed:
     wanted: dict[str, JsonValue] = {
         "model": {"factory": model},
         "data": {"factory": "tests.rank.user_data:Counting", "args": {"length": LENGTH}},
         "optimizer": {"factory": "sgd"},
         "train": {"steps": 1},
-        **(wishes or {}),
+        **(options or {}),
     }
     question = ProbeModel(
         probe_id=f"probe_{0:032x}",
@@ -86,9 +86,9 @@ def test_a_model_with_a_loss_of_its_own_is_profiled_as_the_engine_runs_it() -> N
     assert (answer.sequence_tokens, answer.optimizer) == (LENGTH, SGD)
 
 
-def of_trainable(name: str, **wishes: JsonValue) -> ModelProbed:
+def of_trainable(name: str, **options: JsonValue) -> ModelProbed:
     trainable = at(f"tests.rank.user_trainables:{name}")
-    return ask(wishes={"model": None, "trainable": trainable, **wishes})
+    return ask(options={"model": None, "trainable": trainable, **options})
 
 
 def test_a_trainable_is_profiled_by_its_own_passes_and_optimizer() -> None:
@@ -97,7 +97,7 @@ def test_a_trainable_is_profiled_by_its_own_passes_and_optimizer() -> None:
         "loss": at("cross_entropy"),
     }
     alone = of_trainable("Alone", **pictures)
-    by_name = ask(wishes={"model": at("tests.rank.user_vision:Classifier"), **pictures})
+    by_name = ask(options={"model": at("tests.rank.user_vision:Classifier"), **pictures})
     assert alone.profile is not None, alone.failure
     assert by_name.profile is not None
     assert boundaries(alone.profile) == boundaries(by_name.profile)
@@ -147,7 +147,7 @@ def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("options", "words"),
     [
         (
             {"model": at("tests.rank.user_models:Absent")},
@@ -192,16 +192,16 @@ def at(place: str, **args: JsonValue) -> dict[str, JsonValue]:
     ],
 )
 def test_what_no_rank_could_build_is_held_against_the_spec(
-    wishes: dict[str, JsonValue], words: str
+    options: dict[str, JsonValue], words: str
 ) -> None:
-    failure = ask(wishes=wishes).failure
+    failure = ask(options=options).failure
     assert failure is not None
     assert failure.code == "wrong_spec", failure
     assert re.search(words, failure.reason)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("options", "words"),
     [
         ({"model": at(f"{MODELS}:AsksForItsRank")}, "model: ValueError: Default process group"),
         ({"model": at(f"{MODELS}:LooksAtValuesWhenBuilt")}, "model: RuntimeError: .*meta"),
@@ -212,9 +212,9 @@ def test_what_no_rank_could_build_is_held_against_the_spec(
     ],
 )
 def test_what_a_rank_may_do_all_the_same_is_told_and_not_judged(
-    wishes: dict[str, JsonValue], words: str
+    options: dict[str, JsonValue], words: str
 ) -> None:
-    failure = ask(wishes=wishes).failure
+    failure = ask(options=options).failure
     assert failure is not None
     assert failure.code == "raised", failure
     assert re.match(words, failure.reason)
@@ -225,11 +225,11 @@ SETS = "tests.rank.user_sets"
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("options", "words"),
     [
         (
             {"data": at(f"{SETS}:Wide"), "loss": at("next_token"), "model": at(f"{MODELS}:Noisy")},
-            r"data: token 1011 has no place in the model's embedding of 256 .*first in sample 3 \(",
+            r"data: token 1011 is outside the model's embedding of 256 .*first in sample 3 \(",
         ),
         (
             {
@@ -245,7 +245,7 @@ SETS = "tests.rank.user_sets"
                 "loss": at("cross_entropy"),
                 "model": at(f"{VISION}:Classifier"),
             },
-            r"data: the model does not take float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
+            r"data: the batches are float64, .* \[float64 \[12, 8\], int64 \[12\]\]; have",
         ),
         (
             {
@@ -257,16 +257,16 @@ SETS = "tests.rank.user_sets"
     ],
 )
 def test_samples_by_which_nothing_is_learnt_are_held_against_the_spec(
-    wishes: dict[str, JsonValue], words: str
+    options: dict[str, JsonValue], words: str
 ) -> None:
-    failure = ask(wishes={"train": {"steps": 1, "global_batch": 12}, **wishes}).failure
+    failure = ask(options={"train": {"steps": 1, "global_batch": 12}, **options}).failure
     assert failure is not None
     assert failure.code == "wrong_spec", failure
     assert re.match(words, failure.reason), failure.reason
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"data": at(f"{SETS}:Wide"), "model": at(f"{MODELS}:Hashed")},
         {"data": at("stdlib_bytes", seq_len=8), "model": at(f"{MODELS}:Hashed")},
@@ -280,13 +280,13 @@ def test_samples_by_which_nothing_is_learnt_are_held_against_the_spec(
         ),
     ],
 )
-def test_what_a_model_does_with_unusual_samples_is_its_own(wishes: dict[str, JsonValue]) -> None:
-    found = ask(wishes={"train": {"steps": 1, "global_batch": 12}, **wishes})
+def test_what_a_model_does_with_unusual_samples_is_its_own(options: dict[str, JsonValue]) -> None:
+    found = ask(options={"train": {"steps": 1, "global_batch": 12}, **options})
     assert found.profile is not None, found.failure
 
 
 def test_a_model_that_compares_the_samples_of_a_batch_is_followed_with_two_and_more() -> None:
-    found = ask(wishes={"model": at(f"{MODELS}:ComparesTheBatch")})
+    found = ask(options={"model": at(f"{MODELS}:ComparesTheBatch")})
     assert found.profile is not None, found.failure
     assert found.profile.smallest == 2
     assert found.profile.built_whole
@@ -303,12 +303,12 @@ def test_a_model_that_compares_the_samples_of_a_batch_is_followed_with_two_and_m
 def test_batches_of_any_nesting_are_followed(
     model: str, kind: str, loss: dict[str, JsonValue] | None
 ) -> None:
-    wishes: dict[str, JsonValue] = {
+    options: dict[str, JsonValue] = {
         "model": at(f"{VISION}:{model}"),
         "data": at(f"{VISION}:Pictures", kind=kind),
         "loss": loss,
     }
-    found = ask(wishes=wishes)
+    found = ask(options=options)
     assert found.profile is not None, found.failure
     assert found.sequence_tokens == 1
     # Forward and backward of three layers on one picture, whatever it comes in.
@@ -318,7 +318,7 @@ def test_batches_of_any_nesting_are_followed(
 
 def test_models_of_transformers_are_followed_as_they_are(tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    found = ask(wishes={"model": at("hf_causal_lm", config=str(tmp_path))})
+    found = ask(options={"model": at("hf_causal_lm", config=str(tmp_path))})
     assert found.profile is not None, found.failure
     assert found.sequence_tokens == LENGTH
     assert "model.layers.0" in {unit.module for unit in found.profile.units}

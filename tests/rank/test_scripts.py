@@ -207,7 +207,7 @@ def test_a_resumed_script_that_restores_nothing_is_told_so_once(
     ("package", "said"),
     [
         ("services", "{folder}/services is hidden by Meshloom's own package services; rename it"),
-        (None, "services, fsdp_core, meshloom are Meshloom's own packages, so no module of yours"),
+        (None, "services, fsdp_core, meshloom are Meshloom's own packages, so yours"),
     ],
 )
 def test_a_script_that_imports_from_a_package_with_our_name_hears_that_it_is_reserved(

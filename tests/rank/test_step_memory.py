@@ -188,6 +188,6 @@ def limits() -> tuple[int, int]:
     return before, after
 
 
-def test_a_limit_counts_this_processs_part_of_what_it_shares() -> None:
+def test_a_limit_counts_the_part_of_this_process_of_what_it_shares() -> None:
     before, after = alone(limits)
     assert abs(before - after - 32 * MIB) < SLACK

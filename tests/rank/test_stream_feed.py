@@ -130,7 +130,7 @@ def test_epochs_of_a_shuffling_loader_differ() -> None:
     assert rows[:20] != rows[20:]
 
 
-def test_a_source_that_keeps_its_place_is_not_walked_through_anew() -> None:
+def test_a_source_that_keeps_its_place_is_not_walked_through_again() -> None:
     first = feed_of(made("remembering", 1_000), Share(2, 0, 2), 3)
     for step in range(1, 101):
         first.share(step)
@@ -140,7 +140,7 @@ def test_a_source_that_keeps_its_place_is_not_walked_through_anew() -> None:
     feed.restore(json.loads(json.dumps(first.state())), 100)
     assert feed.share(101).tolist() == [[402], [403]]
     assert again.given - looked_at == 4
-    assert "asks it for its place" in feed.description
+    assert "restores its position" in feed.description
 
 
 def test_workers_walk_ahead() -> None:
@@ -156,7 +156,7 @@ def test_a_stream_without_samples_is_refused() -> None:
         feed_of(Stream(0), Share(1, 0, 1), 3)
     once = feed_of(iter([torch.zeros(1)] * 3), Share(2, 0, 1), 3)
     once.share(1)
-    with pytest.raises(DataError, match="iterable again and again"):
+    with pytest.raises(DataError, match="iterable more than once"):
         once.share(2)
 
 

@@ -170,7 +170,7 @@ class Recorded:
 
     def ask(self, steps: int = 1, trace_id: str = TRACE) -> None:
         """As an agent does; what it asks for begins."""
-        self.recorder.heed([RankOrder(trace=order(steps, trace_id))])
+        self.recorder.take_orders([RankOrder(trace=order(steps, trace_id))])
         self.recorder.turn(self.step)
 
     def make(self, steps: int = 1) -> None:
@@ -234,7 +234,7 @@ def test_a_trace_that_the_disk_did_not_take_whole_is_none(
     monkeypatch.setattr(profile, "export_chrome_trace", cut)
     recorded.ask()
     recorded.make()
-    assert "did not take all of it: its disk may be full" in recorded.reason()
+    assert "could not be written completely: its disk may be full" in recorded.reason()
 
 
 def test_code_that_records_by_a_profiler_of_its_own_goes_on_with_it(recorded: Recorded) -> None:

@@ -125,7 +125,7 @@ def test_a_job_of_parts_saves_what_older_versions_save(trained: Trained, spec: S
         ("Alone", None, "data: the spec names none, and Alone.build_data returns none"),
         ("blocks", None, "blocks: missing a required argument"),
         ("Points", None, "trainable.factory made a Points, not a meshloom.Trainable"),
-        ("Stepping", "tests.rank.user_vision:Pictures", "unless the class says steps_itself"),
+        ("Stepping", "tests.rank.user_vision:Pictures", "unless the class sets steps_itself"),
     ],
 )
 def test_a_trainable_that_cannot_be_says_why(

@@ -30,7 +30,7 @@ def pictures(count: int) -> TensorDataset:
 
 
 class Shaken(Dataset[Batch]):
-    """Pictures with noise that is drawn anew whenever one is read."""
+    """Pictures with noise that is drawn again whenever one is read."""
 
     def __init__(self, count: int) -> None:
         self._pictures = pictures(count)

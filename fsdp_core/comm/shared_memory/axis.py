@@ -150,8 +150,8 @@ class SharedMemoryAxis:
                 names = [self._name(each, number) for each in (self.rank, rank)]
                 raise DesyncError(
                     f"Ranks ran different units: collective number {number} is the {names[0]} on rank "
-                    f"{self.rank}, but the {names[1]} on rank {rank}. Run every unit on every rank, if "
-                    "need be on a part of the batch that counts nothing."
+                    f"{self.rank}, but the {names[1]} on rank {rank}. Run every unit on every "
+                    "rank, if necessary on a part of the batch that does not count."
                 )
             self._compared[rank] = number
 
@@ -261,8 +261,8 @@ class SharedMemoryAxis:
             if waited > _LOGGED_AFTER_S and not is_logged:
                 is_logged = True
                 _LOGGER.warning(
-                    "Rank %d waits for rank %d to take part in the %s. One that raised, or went "
-                    "another way, never will: look at its log.",
+                    "Rank %d waits for rank %d to take part in the %s. A rank that raised, or took "
+                    "another branch, never will: see its log.",
                     self.rank,
                     rank,
                     what,

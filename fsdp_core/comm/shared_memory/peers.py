@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
 
 _PREFIX: Final = "fsdp_core/shared_memory"
-_UNSUPPORTED: Final = "some are not on Linux, or their kernel lacks what it takes"
+_UNSUPPORTED: Final = "some are not on Linux, or their kernel lacks the required calls"
 _MEETING_S: Final = 60.0
 _CREDENTIALS: Final = struct.Struct("3i")
 _HEAD: Final = struct.Struct("<iQ")

@@ -81,7 +81,7 @@ class OperatorWatch(TorchDispatchMode):
         Args:
             on_result: Called with each tensor that an operator returned.
             look_into: Called with each operator, what it was called with, and what it returned;
-                returns what it shall return, and what `on_look` is called with then, unless None.
+                returns what it must return, and what `on_look` is called with then, unless None.
             on_look: Called after `on_result`.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's

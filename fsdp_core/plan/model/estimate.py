@@ -16,7 +16,7 @@ from fsdp_core.plan.model.step_time import NodeFacts, StepTime, StepWork, step_t
 from fsdp_core.plan.model.timeline import Placement, Timeline
 from fsdp_core.plan.model.traffic import Moved, Traffic
 
-# The first step does not foresee the order of forward; all others are alike.
+# The first step does not predict the order of forward; all others are alike.
 _STEPS = 2
 
 

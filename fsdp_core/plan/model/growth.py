@@ -68,9 +68,9 @@ def _is_curved(known: Sequence[tuple[int, int]]) -> bool:
     if len(known) <= _OF_PARABOLA:
         return False
     *_, (size, value), first, second, third = known
-    foreseen = _on_parabola((first, second, third), size)
+    predicted = _on_parabola((first, second, third), size)
     rises = [(b - a) / (n - m) for (m, a), (n, b) in pairwise((first, second, third))]
-    return rises[1] > rises[0] and abs(foreseen - value) <= _NEARLY * third[1]
+    return rises[1] > rises[0] and abs(predicted - value) <= _NEARLY * third[1]
 
 
 def _on_parabola(rows: Sequence[tuple[int, int]], micro_batch: int) -> int:

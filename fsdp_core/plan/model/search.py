@@ -175,7 +175,7 @@ def _no_candidate(space: LayoutSpace) -> LayoutAnswer:
             "model under those that conditions_for names."
         )
     if mesh is not None and mesh.ranks != seats.ranks:
-        reason = f"the mesh has {mesh.ranks} ranks, and there are {seats.ranks}"
+        reason = f"the mesh has {mesh.ranks} ranks, and the job has {seats.ranks}"
         text = f"give axes whose product is {seats.ranks}, or leave the mesh open"
         advice = Advice("mesh", text)
     elif must_split and mesh is None:
@@ -183,7 +183,7 @@ def _no_candidate(space: LayoutSpace) -> LayoutAnswer:
             "modules are to be split over tp, and no number of ranks above 1 divides both all "
             f"{seats.ranks} and the {seats.ranks_per_node} of a node"
         )
-        advice = Advice("tensor_parallel", "split nothing, or seat more ranks on a node")
+        advice = Advice("tensor_parallel", "split nothing, or place more ranks on a node")
     else:
         micro = workload.micro_batch or 1
         least = min(space.tp_sizes, default=1)

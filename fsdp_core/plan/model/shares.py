@@ -107,7 +107,7 @@ class UnitShare:
         reshards: Whether forward ends with slices.
         shared: How ranks of one host exchange what it gathers and reduces.
         is_written: Whether forward writes one of its parameters.
-        forward_prefetch: Units whose gather starts with its forward; None: the foreseen one.
+        forward_prefetch: Units whose gather starts with its forward; None: the predicted one.
         backward_prefetch: The same in backward.
     """
 
@@ -286,11 +286,11 @@ def _split_shape(
 def _dim(unit: ResolvedUnit, name: str, ndim: int) -> int | None:
     if ndim == 0:
         return None
-    for wish in unit.plan.shard_dims:
-        if any(matches(wish.parameter, _below(name, module)) for module in unit.names):
-            if not -ndim <= wish.dim < ndim:
-                raise PlanError(f"shard_dims: {name!r} has {ndim} dims: no dim {wish.dim}.")
-            return wish.dim % ndim
+    for chosen in unit.plan.shard_dims:
+        if any(matches(chosen.parameter, _below(name, module)) for module in unit.names):
+            if not -ndim <= chosen.dim < ndim:
+                raise PlanError(f"shard_dims: {name!r} has {ndim} dims: no dim {chosen.dim}.")
+            return chosen.dim % ndim
     return 0
 
 
@@ -324,7 +324,7 @@ def _prefetch(
     if depth is None or unit.is_root:
         return None, None
     place = line.index(index)
-    # None at the ends of the line: without followers the engine foresees, as `apply_plan` has it.
+    # None at the ends of the line: without followers the engine predicts, as `apply_plan` has it.
     after = tuple(line[place + 1 : place + 1 + depth])
     before = tuple(line[max(place - depth, 0) : place][::-1])
     return after or None, before or None

@@ -27,7 +27,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node's self-test measured; for each rank, with its fellows at work.
+    """What a node's self-test measured: for each rank, while the others work too.
 
     Attributes:
         matmul_flops: Floating-point operations a second of large matrix products, by dtype word.

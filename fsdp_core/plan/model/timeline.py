@@ -51,7 +51,7 @@ class _Group:
     gather: int = 0  # the buffer in flight, and what is copied to the device for it
     beside: int = 0  # what the communication library has while it is in flight
     unsharded: int = 0
-    is_lent: bool = False
+    is_borrowed: bool = False
     from_part: bool = False
     keeps_grads: bool = False
 
@@ -100,7 +100,7 @@ class Timeline:
         ]
         for share in shares:
             for index in share.borrowed:
-                self._groups[index].is_lent = True
+                self._groups[index].is_borrowed = True
         self._unit_of = {name: unit for unit in self._units for name in unit.share.unit.names}
         self._params = {param.place: param for share in shares for param in share.own}
         self._forward = ForwardOrder()
@@ -134,8 +134,8 @@ class Timeline:
                 self._forward.begin()
         self._make_whole(unit)
         if is_first:
-            foreseen = self._forward.enter(unit.share.index)
-            for target in self._targets(unit.share.forward_prefetch, foreseen):
+            predicted = self._forward.enter(unit.share.index)
+            for target in self._targets(unit.share.forward_prefetch, predicted):
                 self._issue_all(target)
                 self._prefetched.append(target)
         self._let_go_gathered()
@@ -186,8 +186,8 @@ class Timeline:
         self._hold(unit)
         self._make_whole(unit)
         chosen = unit.share.backward_prefetch
-        foreseen = None if chosen else self._backward.take(unit.share.index)
-        for target in self._targets(chosen, foreseen):
+        predicted = None if chosen else self._backward.take(unit.share.index)
+        for target in self._targets(chosen, predicted):
             self._issue_all(target)
 
     def leave_backward(self, module: str) -> None:
@@ -206,8 +206,8 @@ class Timeline:
     def end_backward(self) -> None:
         """All of backward has run."""
         for unit in self._units:
-            is_lent = any(group.is_lent for group in unit.used if group.share is unit.share)
-            if unit.state != "post_backward" or is_lent:
+            is_borrowed = any(group.is_borrowed for group in unit.used if group.share is unit.share)
+            if unit.state != "post_backward" or is_borrowed:
                 self._post_backward(unit, reached=unit.state == "pre_backward")
         for reduction in self._window.drain():
             self._land_any(reduction)
@@ -406,8 +406,8 @@ class Timeline:
 
     # -- Whole and sliced parameters
 
-    def _targets(self, chosen: tuple[int, ...] | None, foreseen: int | None) -> list[_Unit]:
-        wanted = chosen or (() if foreseen is None else (foreseen,))
+    def _targets(self, chosen: tuple[int, ...] | None, predicted: int | None) -> list[_Unit]:
+        wanted = chosen or (() if predicted is None else (predicted,))
         return [self._units[index] for index in wanted]
 
     def _make_whole(self, unit: _Unit) -> None:

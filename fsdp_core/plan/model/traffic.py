@@ -87,7 +87,7 @@ class Traffic:
         self.clear()
 
     def clear(self) -> None:
-        """Counts anew."""
+        """Starts the count over."""
         self.sent: dict[str, int] = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
         self.collectives: dict[str, int] = {"dp_replicate": 0, "dp_shard": 0, "tp": 0}
         self.sent_in_groups: dict[int, int] = {}

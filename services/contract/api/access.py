@@ -15,7 +15,7 @@ Subject = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]
 
 
 class Scope(StrEnum):
-    """What a token is good for. Each of the first three includes those before it."""
+    """The rights of a token. Each of the first three includes those before it."""
 
     VIEWER = "viewer"
     """Looks at everything, changes nothing."""
@@ -44,7 +44,7 @@ class _View(BaseModel):
 
 
 class TokenRequest(_View):
-    """A token to be made. ``subject``: who will hold it, and so the owner of what it submits."""
+    """A token to create. ``subject``: its holder, who owns the jobs that it submits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,12 +57,12 @@ class TokenRequest(_View):
     @classmethod
     def _is_no_name_of_ours(cls, value: str) -> str:
         if value in RESERVED_SUBJECTS:
-            raise ValueError(f"{value!r} is what the controller calls itself; take another name")
+            raise ValueError(f"{value!r} is reserved for the controller; choose another name")
         return value
 
 
 class TokenView(_View):
-    """A token as it may be shown: all but its secret, which nobody keeps."""
+    """A token without its secret, which is not stored."""
 
     id: TokenId
     subject: str
@@ -87,11 +87,11 @@ class TokenList(_View):
 
 
 class AuditEntryView(_View):
-    """A request that changed something or was refused, and what became of it."""
+    """A request that changed something or was refused, and its outcome."""
 
     id: str
     at: datetime
-    actor: str | None = Field(None, description="null: nobody showed who they were")
+    actor: str | None = Field(None, description="null: the caller did not authenticate")
     scope: Scope | None = None
     request_id: str
     method: str
@@ -99,7 +99,7 @@ class AuditEntryView(_View):
     status: int
     outcome: str = Field(description="done, refused or failed")
     left_out: int = Field(
-        0, description="refusals like it before it that have no entry: there were too many"
+        0, description="earlier refusals like it that were not recorded: there were too many"
     )
 
 

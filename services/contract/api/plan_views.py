@@ -54,7 +54,7 @@ class RankMemory(_View):
 
 
 class AxisTraffic(_View):
-    """What one rank does along a mesh axis in a step. ``seconds``: as if nothing else ran."""
+    """What one rank sends along a mesh axis in a step. ``seconds``: without any overlap."""
 
     axis: str
     ranks: int
@@ -64,7 +64,7 @@ class AxisTraffic(_View):
 
 
 class StepTimeView(_View):
-    """Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+    """Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
 
     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
     them; all seconds are multiplied by it.
@@ -143,7 +143,7 @@ class PlanOutcome(_View):
 
 
 class PlanFailure(_View):
-    """Why there is no plan: the code tells programs, the reason people, and what they can do."""
+    """Why there is no plan: a code for programs, the reason, and what to do."""
 
     code: Literal[
         "timed_out",
@@ -161,7 +161,7 @@ class PlanFailure(_View):
 
 
 class PlanProbe(_View):
-    """Where the model was profiled. ``cached``: an earlier plan had asked the same."""
+    """Where the model was profiled. ``cached``: the profile of an earlier plan was used."""
 
     id: ProbeId
     node_id: NodeId
@@ -170,7 +170,7 @@ class PlanProbe(_View):
 
 
 class PlanView(PlanOutcome):
-    """A plan: where it stands, and what it comes to once its model is profiled."""
+    """A plan: its state, and its result once the model is profiled."""
 
     id: PlanId
     state: PlanState
@@ -249,7 +249,7 @@ class EstimateView(JobEstimate):
 
 
 class FromPlan(BaseModel):
-    """A job by the plan that was made for it: its spec, with that very mesh and sharding."""
+    """A job by a plan: the plan's spec, with exactly its mesh and sharding."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

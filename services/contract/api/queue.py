@@ -15,32 +15,32 @@ class _View(BaseModel):
 
 
 class QueueEntry(_View):
-    """A job that waits for seats. ``position`` counts from 1."""
+    """A job that waits for slots. ``position`` counts from 1."""
 
     position: int
     job_id: JobId
     name: str
     state: JobState
     priority: int
-    ranks: int = Field(description="how many it needs; an elastic job begins with no fewer")
+    ranks: int = Field(description="how many it needs; of an elastic job, the fewest")
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
     device: Literal["auto", "cpu", "cuda"]
-    reason: str = Field(description="why it waits, in a sentence")
+    reason: str = Field(description="why it waits")
     blocked_by: tuple[JobId, ...] = ()
     waiting_since: datetime
     expected_start_at: datetime | None = Field(
-        None, description="by the speed of the jobs in its way so far; null: nobody can say"
+        None, description="by the speed of the jobs ahead of it so far; null: unknown"
     )
 
 
 class QueueView(_View):
-    """All jobs that wait for seats, the next one first."""
+    """All jobs that wait for slots, the next one first."""
 
     items: tuple[QueueEntry, ...]
 
 
 class NodeCapacity(_View):
-    """The room on one node. Nothing is free on one that takes no gangs now."""
+    """The slots of one node. Nothing is free on a node that takes no gangs now."""
 
     node_id: NodeId
     state: NodeState
@@ -51,7 +51,7 @@ class NodeCapacity(_View):
 
 
 class CapacityView(_View):
-    """The room on all nodes. A gang sits on one: ``largest_*`` is what fits now, whole."""
+    """The slots of all nodes. ``largest_*`` is the largest gang that fits on one node now."""
 
     nodes: tuple[NodeCapacity, ...]
     cpu_slots: int

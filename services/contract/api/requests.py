@@ -14,7 +14,7 @@ class _Request(BaseModel):
 
 
 class BestPatch(_Request):
-    """Which committed checkpoints are the best, and how many of them are kept; null: as by default."""
+    """Which committed checkpoints are the best, and how many are kept; null: the default."""
 
     metric: MetricName | None = None
     mode: Literal["min", "max"] | None = None
@@ -22,7 +22,7 @@ class BestPatch(_Request):
 
 
 class RetentionPatch(_Request):
-    """How many committed checkpoints are kept; null: as many as by default.
+    """How many committed checkpoints are kept; null: the default.
 
     ``keep_best``: beside these the best ones, null: none. It holds for what is committed from now on,
     and for what has an evaluation already. Ranks that run go on evaluating as they did: where they did
@@ -34,7 +34,7 @@ class RetentionPatch(_Request):
 
 
 class BudgetPatch(_Request):
-    """How many restarts a run may cost; null: as many as by default."""
+    """How many restarts a run may need; null: the default."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
 
@@ -47,16 +47,16 @@ class BoundsPatch(_Request):
 
 
 class ResourcesPatch(_Request):
-    """What an elastic job may have."""
+    """The bounds of an elastic job."""
 
     world: BoundsPatch = BoundsPatch()
 
 
 class JobPatch(_Request):
-    """What of a job may be changed after it was submitted: a merge-patch on its spec.
+    """The fields of a job that may be changed after it was submitted: a merge-patch on its spec.
 
     A field that is left out stays as it is, null makes it the default again, and a label that is
-    null is taken away.
+    null is removed.
     """
 
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
@@ -73,11 +73,11 @@ class JobPatch(_Request):
 
 
 class CloneRequest(_Request):
-    """What is to differ from the job that is cloned, and where the clone begins.
+    """How the clone differs from the cloned job, and where it starts.
 
     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
-    the validation loss; without one the clone begins anew.
+    the validation loss; without one the clone starts over.
     """
 
     overrides: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(

@@ -50,7 +50,7 @@ class Progress(_View):
 
 
 class Evaluation(_View):
-    """A validation pass: mean loss, and simple models' losses beside it.
+    """A validation pass: mean loss, and for comparison the losses of simple models.
 
     ``tokens``: over how many, or over how many samples. A loss that is no finite number is null.
     """
@@ -63,7 +63,7 @@ class Evaluation(_View):
 
 
 class FailureView(_View):
-    """What ended an attempt: the first rank to fail, and its own words."""
+    """What ended an attempt: the first rank to fail, and its error."""
 
     rank: int | None = None
     node_id: NodeId | None = None
@@ -76,11 +76,11 @@ class FailureView(_View):
 
 
 class AttemptView(_View):
-    """One numbered try of a job, and how long things took, in seconds, where that is known.
+    """One numbered attempt of a job, and its times in seconds, where they are known.
 
-    ``time_to_detect_s``: from the first rank's exit, or the last word of a lost node, until the
-    controller had concluded. ``time_to_restart_s``: from there to the next attempt, if the job went
-    on by itself. ``time_to_first_step_s``: from the launch command to the first step.
+    ``time_to_detect_s``: from the first rank's exit, or the last message of a lost node, until the
+    controller decided. ``time_to_restart_s``: from there to the next attempt, if the job restarted
+    by itself. ``time_to_first_step_s``: from the launch command to the first step.
     """
 
     fence: int
@@ -102,7 +102,7 @@ class AttemptView(_View):
 
 
 class CloneOrigin(_View):
-    """The job of which this one is a clone, and the checkpoint and step with which it begins."""
+    """The job of which this one is a clone, and the checkpoint and step from which it starts."""
 
     job_id: JobId
     checkpoint_id: CheckpointId | None = None
@@ -110,12 +110,12 @@ class CloneOrigin(_View):
 
 
 class JobView(_View):
-    """A job: what was asked, where it stands and why, how far it is."""
+    """A job: its spec, its state and the reason for it, and its progress."""
 
     id: JobId
     name: str
     state: JobState
-    reason: str | None = Field(None, description="why it stands there, in a sentence")
+    reason: str | None = Field(None, description="why it is in this state")
     exit_reason: ExitReason | None = None
     failure: FailureView | None = None
     progress: Progress
@@ -151,14 +151,14 @@ class JobPage(_View):
 
 
 class SparseJobPage(_View):
-    """A page of jobs of which only some fields were asked for; ``id`` is always there."""
+    """A page of jobs with only the requested fields, and ``id``."""
 
     items: tuple[dict[str, Any], ...]
     next_cursor: str | None = None
 
 
 class RankView(_View):
-    """One rank of the newest attempt as its board told last. Memory in bytes, times in seconds."""
+    """One rank of the newest attempt, from its board. Memory in bytes, times in seconds."""
 
     rank: int
     local_rank: int
@@ -211,10 +211,10 @@ class RankList(_View):
 
 
 class DiagnosisView(_View):
-    """What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+    """What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
 
     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
-    made of running ranks. ``stacks`` are there where ranks were looked into.
+    made of running ranks. ``stacks`` are present if ranks were inspected.
     """
 
     job_id: JobId
@@ -277,7 +277,7 @@ class StepView(StepRecord):
 
 
 class MetricPoint(_View):
-    """What the user's code measured at a step; validation's names begin with ``validation/``."""
+    """A user metric at a step; names of validation begin with ``validation/``."""
 
     step: int
     fence: int
@@ -288,14 +288,16 @@ class _OfMetrics(_View):
     """What answers on metrics have in common."""
 
     evaluations: tuple[Evaluation, ...] = ()
-    total: int = Field(description="how many records the range has before downsampling")
+    total: int = Field(description="records in the range before downsampling")
     names: tuple[str, ...] = Field(
         (),
-        description="the user's metrics, of which a job may have 64; each is a `name` to ask for",
+        description="the user's metrics, at most 64; request each by `name`",
     )
-    names_left_out: int = Field(0, description="further names, of which nothing is kept")
+    names_left_out: int = Field(0, description="further names, which are not kept")
     throughput_unit: ThroughputUnit = Field("tokens", description="what `tokens_per_s` counts")
-    loss_unit: LossUnit = Field("nats", description="nats a token, or no unit that is known")
+    loss_unit: LossUnit = Field(
+        "nats", description="nats a token, or empty where the loss has no known unit"
+    )
 
 
 class MetricsView(_OfMetrics):
@@ -309,7 +311,7 @@ class MetricsView(_OfMetrics):
 
 
 class MetricsPart(_OfMetrics):
-    """The same with some metrics alone: each item has ``step``, ``fence`` and those it knows."""
+    """The same with only the requested metrics, beside ``step`` and ``fence``."""
 
     items: tuple[dict[str, int | float | None], ...]
 
@@ -334,13 +336,13 @@ class ExportView(_View):
 
 
 class CheckpointView(_View):
-    """A checkpoint: only COMMITTED ones are resumed from.
+    """A checkpoint. Jobs resume only from COMMITTED ones.
 
     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
-    when one last was done with reading, whatever it found. ``held_by``:
-    jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
-    ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
-    ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
+    when a node last finished reading, with either result. ``held_by``: jobs that begin from it.
+    ``corrupt_file``: below the job's folder, what differs or is missing. ``evaluation``: the
+    validation ``loss`` after its step, and metrics; empty without a pass at it. ``best``: of the
+    job's, by ``checkpoint.keep_best``, else by the validation loss.
     """
 
     id: CheckpointId
@@ -373,7 +375,7 @@ class CheckpointList(_View):
 
 
 class MeasuredView(_View):
-    """What a node found when it last measured its devices: figures, or why there are none."""
+    """The figures that a node last measured of its devices, or why there are none."""
 
     facts: NodeFacts | None = None
     failure: str | None = None
@@ -381,7 +383,7 @@ class MeasuredView(_View):
 
 
 class NodeView(_View):
-    """A node: what it has, whether its lease lives, what runs there.
+    """A node: its resources, whether its lease is valid, the ranks that it runs.
 
     ``measured``, by type of device, is known once a plan has asked for it.
     """
@@ -393,18 +395,18 @@ class NodeView(_View):
     accelerators_used: int = 0
     jobs: tuple[JobId, ...] = ()
     joined_at: datetime
-    lease_s: float | None = Field(None, description="seconds that the lease still has")
+    lease_s: float | None = Field(None, description="seconds until the lease expires")
     measured: dict[str, MeasuredView] = {}
 
 
 class NodeList(_View):
-    """All nodes that ever joined."""
+    """All known nodes."""
 
     items: tuple[NodeView, ...]
 
 
 class AttemptList(_View):
-    """A job's tries, oldest first: the first one and the newest 20.
+    """A job's attempts, oldest first: the first one and the newest 20.
 
     ``left_out``: how many between them are no longer kept.
     """
@@ -423,7 +425,7 @@ class StopRequest(_View):
 
 
 class ResumeRequest(_View):
-    """From where to go on: a checkpoint of the job, or its latest committed one."""
+    """From where to resume: a checkpoint of the job, or its latest committed one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -431,7 +433,7 @@ class ResumeRequest(_View):
 
 
 class Health(_View):
-    """Liveness or readiness. ``checks`` names each part and how it is."""
+    """Liveness or readiness. ``checks`` has the status of each part."""
 
     status: Literal["ok", "unavailable"]
     checks: dict[str, str] = {}
@@ -448,14 +450,14 @@ class UnreadableList(_View):
 
 
 class Version(_View):
-    """Which build answers."""
+    """The version of the controller that answers."""
 
     version: str
     api: str = "v1"
 
 
 class CodeView(_View):
-    """An uploaded archive of code, by its digest; its content is for the nodes alone."""
+    """An uploaded archive of code, by its digest. Only nodes read its content."""
 
     digest: CodeDigest
     bytes: int

@@ -45,7 +45,7 @@ def _faults(root: object) -> Iterator[InitErrorDetails]:
         elif isinstance(value, list | tuple):
             todo += [((*place, index), item) for index, item in enumerate(value)]
         elif isinstance(value, int) and not -INT_END <= value < INT_END:
-            yield _fault(place, "int_beyond_64_bits", "a whole number beyond 64 bits")
+            yield _fault(place, "int_beyond_64_bits", "an integer beyond 64 bits")
 
 
 def _fault(place: tuple[str | int, ...], code: str, text: str) -> InitErrorDetails:

@@ -217,9 +217,9 @@ def _members(body: bytes) -> Iterator[tuple[Member, IO[bytes] | None]]:
         source.end()
     except (CodeArchiveError, GeneratorExit):
         raise
-    except Exception as error:  # a forged header makes tarfile raise whatever it comes upon
+    except Exception as error:  # a forged header makes tarfile raise whatever it meets
         raise CodeArchiveError(
-            f"this is no gzipped tar archive, or a damaged one ({type(error).__name__}: {error})"
+            f"this is not a gzipped tar archive, or it is damaged ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -300,7 +300,7 @@ class _Judge:
         is_folder = header.type == tarfile.DIRTYPE
         shown = _shown(header.name)
         if header.issparse() or header.type not in _TAKEN:
-            kind = _KINDS.get(header.type, "of a kind that is not known here")
+            kind = _KINDS.get(header.type, "of an unknown kind")
             raise CodeArchiveError(f"{shown} is {kind}: an archive holds plain files and folders")
         if header.size < 0:
             raise CodeArchiveError(f"{shown} has a negative size")
@@ -332,7 +332,7 @@ class _Judge:
                 raise CodeArchiveError(f"{shown} lies below the file {_shown(folder)}")
         self._folders.update(above)
         if itself in self._listed or (not is_folder and itself in self._folders):
-            raise CodeArchiveError(f"{shown} is there twice")
+            raise CodeArchiveError(f"{shown} is in the archive twice")
         self._spell(itself, shown)
         self._listed.add(itself)
         (self._folders if is_folder else self._files).add(itself)
@@ -342,7 +342,7 @@ class _Judge:
         known = self._spelled.setdefault(same, path)
         if known != path:
             raise CodeArchiveError(
-                f"{shown} and {_shown(known)} differ in case or in how letters are encoded alone; "
+                f"{shown} and {_shown(known)} differ only in case or in the encoding of letters; "
                 "rename one of them"
             )
 
@@ -355,7 +355,7 @@ def _refuse_path(path: str, shown: str) -> None:
     """
     parts = path.split("/")
     if any(part in {"", ".", ".."} for part in parts):
-        raise CodeArchiveError(f"{shown} is no plain path below the archive's root")
+        raise CodeArchiveError(f"{shown} is not a plain path below the archive's root")
     if "\\" in path or any(unicodedata.category(letter) in {"Cc", "Cs"} for letter in path):
         raise CodeArchiveError(f"{shown} has a backslash or a control character in its name")
     sizes = [len(part.encode()) for part in parts]

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from fsdp_core.plan.model import ShardingPlan
 from services.contract.words.ids import NodeId
@@ -15,7 +15,7 @@ SHARDING_PLAN: TypeAdapter[ShardingPlan] = TypeAdapter(ShardingPlan)
 
 
 class RankPlacement(BaseModel):
-    """One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``)."""
+    """Where a rank runs: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -46,13 +46,14 @@ def taken_by(ranks: Iterable[RankPlacement]) -> Mapping[NodeId, Taken]:
 
 
 class GangPlan(BaseModel):
-    """All that the ranks of one attempt must know about where and how they run."""
+    """Where and how the ranks of one attempt run."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     device_type: Literal["cpu", "cuda"]
     sharding: ShardingPlan
-    ranks: tuple[RankPlacement, ...]
+    # A fault an item of what a rank wrote in a record's place would take more memory than there is.
+    ranks: Annotated[tuple[RankPlacement, ...], FailFast()]
 
     @property
     def world_size(self) -> int:

@@ -53,14 +53,21 @@ class EntryPoint(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    script: ScriptPath | None = None
-    module: ModuleName | None = None
-    args: tuple[Argument, ...] = Field(default=(), max_length=1_024)
+    script: ScriptPath | None = Field(
+        default=None,
+        description="Path of the script, below the uploaded code or a folder of MESHLOOM_USER_PATH.",
+    )
+    module: ModuleName | None = Field(
+        default=None, description="A dotted module name, as for `python -m`."
+    )
+    args: tuple[Argument, ...] = Field(
+        default=(), max_length=1_024, description="Command-line arguments of the script or module."
+    )
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if (self.script is None) == (self.module is None):
-            raise ValueError("give one of both, script (a path) or module (a dotted name)")
+            raise ValueError("give either script (a path) or module (a dotted name)")
         return self
 
     @property
@@ -129,5 +136,6 @@ def _is_unsaid(name: str, value: object, field: FieldInfo) -> bool:
 def _fault(place: tuple[str, ...]) -> Any:  # noqa: ANN401 (a literal or an error, for pydantic)
     name = ".".join(place)
     return PydanticCustomError(
-        _OF_THE_LOOP, f"{name} is read by our loop alone; a script does this itself: leave it out"
+        _OF_THE_LOOP,
+        f"{name} is read only by Meshloom's loop; a script does this itself: leave it out",
     )

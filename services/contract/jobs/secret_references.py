@@ -28,8 +28,8 @@ _KNOWN_SHAPE: Final = re.compile(
 )
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/\s@:]*:[^/\s@]+@")
 _ADVICE: Final = (
-    'say {"secret": "NAME"} instead and put the value into a file NAME below MESHLOOM_SECRETS_DIR '
-    "on the nodes: specs are shown to everybody who may look"
+    'write {"secret": "NAME"} instead, and put the value into the file NAME in '
+    "MESHLOOM_SECRETS_DIR on the nodes: every viewer can read specs"
 )
 
 

@@ -43,8 +43,12 @@ class SpecPart(BaseModel):
 class Factory(SpecPart):
     """A built-in by its short name, or ``package.module:callable``, with keyword arguments."""
 
-    factory: FactoryName
-    args: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(default_factory=dict)
+    factory: FactoryName = Field(
+        description="A built-in's short name, or module:callable of your code."
+    )
+    args: Annotated[dict[str, JsonValue], BeforeValidator(bounded)] = Field(
+        default_factory=dict, description="Keyword arguments of the callable."
+    )
 
 
 class ParameterGroup(SpecPart):
@@ -57,7 +61,9 @@ class ParameterGroup(SpecPart):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue]
 
-    match: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+    match: Annotated[str, StringConstraints(min_length=1, max_length=200)] = Field(
+        description="Pattern of parameter names; * matches any characters, dots included."
+    )
 
     @property
     def options(self) -> dict[str, JsonValue]:
@@ -66,10 +72,12 @@ class ParameterGroup(SpecPart):
 
 
 class OptimizerSpec(Factory):
-    """An optimizer, and what is different for some of the parameters."""
+    """An optimizer, and options for some of the parameters."""
 
     groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(bounded)] = Field(
-        default=(), max_length=100
+        default=(),
+        max_length=100,
+        description="Different options for some parameters; the first group that matches applies.",
     )
 
 
@@ -79,8 +87,15 @@ class EmaSpec(SpecPart):
     After every ``every`` steps it becomes ``decay`` of itself and ``1 - decay`` of the weights.
     """
 
-    decay: float = Field(default=0.999, ge=0, lt=1)
-    every: int = Field(default=1, ge=1, le=_MOST)
+    decay: float = Field(
+        default=0.999,
+        ge=0,
+        lt=1,
+        description="The average becomes decay of itself plus 1 - decay of the weights.",
+    )
+    every: int = Field(
+        default=1, ge=1, le=_MOST, description="Steps between updates of the average."
+    )
 
 
 class PrecisionSpec(SpecPart):
@@ -89,8 +104,12 @@ class PrecisionSpec(SpecPart):
     With fp16 anywhere in them or in the plan, losses are scaled so that gradients do not underflow.
     """
 
-    params: Precision = "fp32"
-    reduce: Precision = "fp32"
+    params: Precision = Field(
+        default="fp32", description="Element type of gathered parameters and of the computation."
+    )
+    reduce: Precision = Field(
+        default="fp32", description="Element type in which gradients are reduced."
+    )
 
 
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -102,8 +121,13 @@ class _ByMetric(SpecPart):
     ``loss`` is the validation loss; other names are those of metrics that the loss gives beside it.
     """
 
-    metric: MetricName = "loss"
-    mode: Literal["min", "max"] = "min"
+    metric: MetricName = Field(
+        default="loss",
+        description="The validation metric that decides; loss is the validation loss.",
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", description="min: lower is better; max: higher is better."
+    )
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Whether ``value`` is better ``than`` another by more than ``by``."""
@@ -111,38 +135,73 @@ class _ByMetric(SpecPart):
 
 
 class EarlyStopSpec(_ByMetric):
-    """Ends the run, as one that succeeded, once evaluations no longer get better.
+    """Ends the run successfully once evaluations no longer improve.
 
     That is after ``patience`` evaluations in a row of which none was better than the best one before
     them by more than ``min_delta``.
     """
 
-    patience: int = Field(ge=1, le=_MOST)
-    min_delta: float = Field(default=0.0, ge=0)
+    patience: int = Field(
+        ge=1,
+        le=_MOST,
+        description="Evaluations in a row without an improvement after which training ends.",
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, description="An improvement must be larger than this."
+    )
 
 
 class KeepBestSpec(_ByMetric):
-    """Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step."""
+    """Retention also keeps the ``count`` best checkpoints, by the evaluation at their step."""
 
-    count: int = Field(default=1, ge=1, le=1_000)
+    count: int = Field(
+        default=1, ge=1, le=1_000, description="How many of the best checkpoints to keep."
+    )
 
 
 class TrainSpec(SpecPart):
-    """The loop: how many steps, how large a batch over all ranks, how exact."""
+    """The training loop: steps, batch sizes, precision, evaluation."""
 
-    steps: int = Field(ge=1, le=_MOST)
-    global_batch: int = Field(default=32, ge=1, le=_MOST)
-    micro_batch: Annotated[int, Field(ge=1, le=_MOST)] | Literal["auto"] = "auto"
-    clip_norm: float | None = Field(default=1.0, gt=0)
-    seed: int = Field(default=0, ge=0, lt=1 << 31)
-    precision: PrecisionSpec = PrecisionSpec()
-    eval_every: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
-    ema: EmaSpec | None = Field(default=None, description="null: no average of the weights is kept")
+    steps: int = Field(
+        ge=1, le=_MOST, description="Optimizer steps; required unless an entrypoint counts its own."
+    )
+    global_batch: int = Field(
+        default=32,
+        ge=1,
+        le=_MOST,
+        description="Samples of a step over all ranks; the data-parallel ranks must divide it.",
+    )
+    micro_batch: Annotated[int, Field(ge=1, le=_MOST)] | Literal["auto"] = Field(
+        default="auto",
+        description="Samples of one forward and backward on a rank; auto: the planner chooses.",
+    )
+    clip_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="Gradients are clipped to this norm; null: they are not clipped.",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=1 << 31, description="Seed of initial weights, data order and dropout."
+    )
+    precision: PrecisionSpec = Field(
+        default=PrecisionSpec(), description="Element types; float16 adds loss scaling."
+    )
+    eval_every: int = Field(
+        default=0,
+        ge=0,
+        le=_MOST,
+        description="Steps between evaluations; 0: only after the last step.",
+    )
+    ema: EmaSpec | None = Field(
+        default=None,
+        description="An exponential moving average of the weights, used for validation; null: none.",
+    )
     deterministic: bool = Field(
-        default=False, description="only operators that give the same bits each time; slower"
+        default=False, description="Only operators that give the same bits each time; slower."
     )
     early_stop: EarlyStopSpec | None = Field(
-        default=None, description="null: all steps are made; needs eval_every"
+        default=None,
+        description="Ends training when evaluations stop improving; needs eval_every. null: all steps are made.",
     )
 
     @field_validator("early_stop")
@@ -152,17 +211,19 @@ class TrainSpec(SpecPart):
     ) -> EarlyStopSpec | None:
         if value is not None and info.data.get("eval_every") == 0:
             raise ValueError(
-                "it is decided by evaluations, and there are none before the last step: set "
+                "evaluations decide it, and the only one is after the last step: set "
                 "train.eval_every"
             )
         return value
 
 
 class WorldSpec(SpecPart):
-    """An elastic job's bounds: it goes on with as many ranks, in between, as there is room for."""
+    """An elastic job's bounds: it runs with as many ranks between them as fit."""
 
-    min: int = Field(default=1, ge=1, le=MOST_RANKS)
-    max: int = Field(ge=1, le=MOST_RANKS)
+    min: int = Field(
+        default=1, ge=1, le=MOST_RANKS, description="The fewest ranks with which the job runs."
+    )
+    max: int = Field(ge=1, le=MOST_RANKS, description="The most ranks.")
 
     @model_validator(mode="after")
     def _are_in_order(self) -> Self:
@@ -178,11 +239,21 @@ class ResourceSpec(SpecPart):
     then is the lower one. As JSON there is only the one that was given.
     """
 
-    ranks: int = Field(default=1, ge=1, le=MOST_RANKS)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    world: WorldSpec | None = None
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_RANKS,
+        description="A fixed number of ranks; give either ranks or world.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: GPUs where a node has them, else CPUs."
+    )
+    world: WorldSpec | None = Field(
+        default=None, description="Bounds of an elastic job, which shrinks and grows between them."
+    )
     memory_gib: Annotated[float, Field(gt=0, le=1 << 20)] | None = Field(
-        default=None, description="host memory that a rank may take; beyond it allocations fail"
+        default=None,
+        description="Host memory that a rank may take, in GiB; allocations beyond it fail. null: no limit.",
     )
 
     @model_validator(mode="before")
@@ -192,8 +263,8 @@ class ResourceSpec(SpecPart):
             return given
         if "ranks" in given:
             raise ValueError(
-                "ranks: a job has so many ranks, or is elastic between the bounds of world; "
-                "give one of both (in a merge-patch, take the other one away with null)"
+                "ranks: a job has a fixed number of ranks, or is elastic within world; give one of "
+                "them (in a merge-patch, set the other to null)"
             )
         world = given["world"]
         least = world.get("min", 1) if isinstance(world, Mapping) else getattr(world, "min", 1)
@@ -216,9 +287,21 @@ class MeshSpec(SpecPart):
     Of an elastic job ``dp_replicate`` is left out: it grows and shrinks with the number of ranks.
     """
 
-    dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
-    dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    dp_replicate: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_RANKS,
+        description="Copies of the sharded model (HSDP); leave it out of an elastic job.",
+    )
+    dp_shard: int = Field(
+        default=1, ge=1, le=MOST_RANKS, description="Ranks over which one copy is sharded."
+    )
+    tp: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_RANKS,
+        description="Ranks over which single matrices are split (tensor parallelism).",
+    )
 
     @property
     def size(self) -> int:
@@ -229,24 +312,39 @@ class MeshSpec(SpecPart):
 class CheckpointSpec(SpecPart):
     """When to checkpoint and how many to keep (the last step is always checkpointed)."""
 
-    every_steps: int = Field(default=0, ge=0, le=_MOST, description="0: only after the last step")
-    keep_last: int = Field(default=2, ge=1, le=_MOST)
-    mode: Literal["sync", "async"] = "async"
+    every_steps: int = Field(
+        default=0,
+        ge=0,
+        le=_MOST,
+        description="Steps between checkpoints; 0: only after the last step.",
+    )
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        le=_MOST,
+        description="How many of the newest committed checkpoints retention keeps.",
+    )
+    mode: Literal["sync", "async"] = Field(
+        default="async",
+        description="async: training continues while files are written; sync: it waits.",
+    )
     keep_best: KeepBestSpec | None = Field(
         default=None,
-        description="keeps the best ones beside the last; evaluates before each checkpoint that is due",
+        description="Keeps the best checkpoints in addition; evaluates before each checkpoint.",
     )
 
 
 class EvaluationSpec(SpecPart):
-    """What evaluations measure beside the loss.
+    """What evaluations measure in addition to the loss.
 
     ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
     over the batch.
     """
 
-    metrics: Factory
-    at_steps: bool = Field(default=False, description="measured in each training step, too")
+    metrics: Factory = Field(
+        description="A callable (output, batch) that returns a dict of numbers, each the mean over the batch."
+    )
+    at_steps: bool = Field(default=False, description="Compute them at each training step, too.")
 
 
 class FaultSpec(SpecPart):
@@ -258,52 +356,72 @@ class FaultSpec(SpecPart):
     three usual steps, whichever is longer.
     """
 
-    max_restarts: int = Field(default=3, ge=0, le=_MOST)
-    on_nan: Literal["stop", "rollback"] = "stop"
-    hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    max_restarts: int = Field(
+        default=3, ge=0, le=_MOST, description="Failed attempts after which the job fails."
+    )
+    on_nan: Literal["stop", "rollback"] = Field(
+        default="stop",
+        description="When a loss or gradient is not finite: stop fails the job; rollback restarts from the last commit (counted).",
+    )
+    hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="Seconds without progress on any rank that count as a hang; auto: 5 s or three usual steps, whichever is longer.",
+    )
 
 
 class SecretReference(SpecPart):
-    """A secret by name: the value lies in a file on the nodes."""
+    """A secret by name: its value is in a file on the nodes."""
 
-    secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")]
+    secret: Annotated[str, StringConstraints(pattern=f"^{SECRET_NAME.pattern}$")] = Field(
+        description="The name of a file in the nodes' MESHLOOM_SECRETS_DIR."
+    )
 
 
 _Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class WandbSpec(SpecPart):
-    """Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+    """Sends the metrics to Weights & Biases too; nodes need ``meshloom[wandb]``.
 
     Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
     logs, for ``wandb sync``.
     """
 
-    project: _Word | None = None
-    entity: _Word | None = None
-    mode: Literal["online", "offline"] = "online"
-    base_url: _Word | None = None
-    api_key: SecretReference | None = None
-    tags: tuple[_Word, ...] = Field(default=(), max_length=16)
+    project: _Word | None = Field(default=None, description="The project; null: W&B's default.")
+    entity: _Word | None = Field(
+        default=None, description="The team or user; null: that of the API key."
+    )
+    mode: Literal["online", "offline"] = Field(
+        default="online",
+        description="offline: files for `wandb sync`, in the folder wandb beside the job's logs.",
+    )
+    base_url: _Word | None = Field(default=None, description="A self-hosted server.")
+    api_key: SecretReference | None = Field(default=None, description="The API key.")
+    tags: tuple[_Word, ...] = Field(default=(), max_length=16, description="Tags of the runs.")
 
 
 class MlflowSpec(SpecPart):
-    """MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+    """Sends the metrics to MLflow too; nodes need ``meshloom[mlflow]``.
 
     Each attempt is a run of the experiment, the job's name unless another is given. Without a
     ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
     read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
     """
 
-    tracking_uri: _Word | None = None
-    experiment: _Word | None = None
-    token: SecretReference | None = None
-    username: SecretReference | None = None
-    password: SecretReference | None = None
+    tracking_uri: _Word | None = Field(
+        default=None,
+        description="The tracking server; null: the folder mlruns beside the job's logs.",
+    )
+    experiment: _Word | None = Field(
+        default=None, description="The experiment's name; null: the job's name."
+    )
+    token: SecretReference | None = Field(default=None, description="The server's bearer token.")
+    username: SecretReference | None = Field(default=None, description="The server's user.")
+    password: SecretReference | None = Field(default=None, description="That user's password.")
 
 
 class MetricsSpec(SpecPart):
-    """Where the metrics go beside the API, JSON lines and TensorBoard's event files."""
+    """Where metrics are sent in addition to the API, JSON lines and TensorBoard's event files."""
 
-    wandb: WandbSpec | None = None
-    mlflow: MlflowSpec | None = None
+    wandb: WandbSpec | None = Field(default=None, description="Weights & Biases.")
+    mlflow: MlflowSpec | None = Field(default=None, description="MLflow.")

@@ -50,14 +50,16 @@ from services.contract.jobs.worlds import Share, possible_worlds
 MAX_SPEC_BYTES: Final = 65_536
 TOO_LARGE: Final = "spec_too_large"
 _WORLDS_NAMED: Final = 12
+# Made once: the queue asks for the share of each job that waits.
+_MESH_OF_ONE: Final = MeshSpec()
 
 
 class JobSpec(SpecPart):
-    """Everything that a job is, apart from what happens to it.
+    """Everything that a user decides about a job.
 
-    A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-    ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
-    not say how many it makes, is one more than there can be.
+    A job trains in Meshloom's loop, by ``model``, ``data`` and the related fields, or it runs an
+    ``entrypoint``: then the fields that only the loop reads are left out. ``train.steps``, if it is
+    not given either, is one more than there can be.
 
     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
@@ -67,41 +69,79 @@ class JobSpec(SpecPart):
 
     model_config = ConfigDict(json_schema_extra=schema_of_both)
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "job"
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+        default="job", description="Shown in lists; need not be unique."
+    )
     # Before the fields that may be left out with them: their validators look whether they are there.
     entrypoint: EntryPoint | None = Field(
-        default=None, description="a script or module to run in each rank, in the place of our loop"
+        default=None,
+        description="A script or module that each rank runs with its own training loop, as torchrun would.",
     )
     trainable: Factory | None = Field(
-        default=None, description="a subclass of meshloom.Trainable, in place of model"
+        default=None,
+        description="A subclass of meshloom.Trainable; it builds the model and computes a step.",
     )
-    model: Factory | None = Field(default=None, validate_default=True)
+    model: Factory | None = Field(
+        default=None,
+        validate_default=True,
+        description="A callable that returns the nn.Module to train; required without trainable or entrypoint.",
+    )
     data: Factory | None = Field(
-        default=None, validate_default=True, description="may be left out where trainable builds it"
+        default=None,
+        validate_default=True,
+        description="The training data; optional where trainable builds it, required with model.",
     )
     loss: Factory | None = Field(
-        default=None, description="null: the model's own, else the cross entropy of the next token"
+        default=None,
+        description="The loss; null: the model's own, else the cross entropy of the next token.",
     )
     code: CodeDigest | None = Field(
-        default=None, description="an uploaded archive, from which this job imports first"
+        default=None,
+        description="SHA-256 of an uploaded code archive; the job imports from it first. `submit --code` sets it.",
     )
-    optimizer: OptimizerSpec = OptimizerSpec(factory="adamw")
-    schedule: Factory = Factory(factory="constant")
-    train: TrainSpec
+    optimizer: OptimizerSpec = Field(
+        default=OptimizerSpec(factory="adamw"),
+        description="The optimizer: adamw, or any callable that takes parameters.",
+    )
+    schedule: Factory = Field(
+        default=Factory(factory="constant"), description="The learning rate schedule."
+    )
+    train: TrainSpec = Field(description="Steps, batch sizes, precision and evaluation.")
     evaluation: EvaluationSpec | None = Field(
-        default=None, description="metrics of validation data beside those that the loss gives"
+        default=None,
+        description="Metrics that are computed on validation data in addition to those of the loss.",
     )
-    resources: ResourceSpec = ResourceSpec()
-    mesh: MeshSpec | Literal["auto"] = "auto"
-    plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = "auto"
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    faults: FaultSpec = FaultSpec()
+    resources: ResourceSpec = Field(
+        default=ResourceSpec(),
+        description="How many ranks, on what kind of device, with how much host memory.",
+    )
+    mesh: MeshSpec | Literal["auto"] = Field(
+        default="auto", description="Sizes of the mesh axes; auto: the planner chooses them."
+    )
+    plan: Annotated[dict[str, Any], BeforeValidator(bounded)] | Literal["auto", "default"] = Field(
+        default="auto",
+        description="The sharding plan: auto: the planner chooses; default: one unit a block without profiling; or fields of a plan, of which the planner fills in the rest.",
+    )
+    checkpoint: CheckpointSpec = Field(
+        default=CheckpointSpec(), description="When to checkpoint and which checkpoints to keep."
+    )
+    faults: FaultSpec = Field(
+        default=FaultSpec(), description="How many restarts, and what counts as a hang."
+    )
     metrics: MetricsSpec | None = Field(
-        default=None, description="services that take the metrics, beside files and the API"
+        default=None,
+        description="Experiment trackers that receive the metrics in addition to the API and TensorBoard files.",
     )
-    priority: int = Field(default=0, ge=-1000, le=1000)
+    priority: int = Field(
+        default=0,
+        ge=-1000,
+        le=1000,
+        description="Jobs of higher priority are placed first and may preempt jobs of lower priority.",
+    )
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(
-        default_factory=dict, max_length=64
+        default_factory=dict,
+        max_length=64,
+        description="Your own keys and values, to filter lists by.",
     )
 
     @field_validator("model", "data")
@@ -129,8 +169,8 @@ class JobSpec(SpecPart):
             for_a_loop_alone(self)
             if self.checkpoint.keep_best is not None:
                 raise ValueError(
-                    "checkpoint.keep_best: it is decided by evaluations of our loop, and a script has "
-                    "none; leave it out"
+                    "checkpoint.keep_best: evaluations of Meshloom's loop decide it, and a script "
+                    "has none; leave it out"
                 )
         return self
 
@@ -164,7 +204,7 @@ class JobSpec(SpecPart):
     @property
     def share(self) -> Share:
         """What the number of its ranks must go into."""
-        mesh = MeshSpec() if self.mesh == "auto" else self.mesh
+        mesh = _MESH_OF_ONE if self.mesh == "auto" else self.mesh
         micro = self.train.micro_batch
         return Share(
             copy=mesh.dp_shard * mesh.tp,
@@ -217,7 +257,7 @@ class JobSpec(SpecPart):
             raise ValueError(
                 f"mesh: {self.mesh.dp_replicate} x {self.mesh.dp_shard} x {self.mesh.tp} is "
                 f"{self.mesh.size} ranks, but resources.ranks is {self.resources.ranks}; "
-                "make the product equal, or say mesh: auto"
+                "make the product equal, or use mesh: auto"
             )
         return self
 

@@ -105,7 +105,7 @@ class TraceFileView(BaseModel):
 
 
 class TraceView(BaseModel):
-    """What ranks recorded of their steps.
+    """A recording of some steps of ranks.
 
     ``folder`` is below the storage root. A trace that FAILED may have the files of some ranks; then
     ``reason`` says which of the others failed first, and why.

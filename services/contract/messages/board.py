@@ -140,7 +140,7 @@ class BoardWriter:
 
     @classmethod
     def create(cls, path: Path, fence: int) -> Self:
-        """Make (or begin anew) the board at ``path`` and map it.
+        """Make (or start over) the board at ``path`` and map it.
 
         Raises:
             OSError: There is no room for it.

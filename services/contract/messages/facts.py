@@ -41,7 +41,7 @@ class Device(Message):
 
 
 class Inventory(Message):
-    """What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time."""
+    """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time."""
 
     hostname: Name
     cpu_slots: int = Field(ge=0)

@@ -77,12 +77,13 @@ def refuse_unfit(answer: ModelProbed) -> None:
         if len(profile.get(name, ())) > most:
             raise UnfitProfileError(
                 f"the profile has {len(profile[name])} {name}, more than the {most} that a plan is "
-                "searched for; say plan: default, which needs no profile"
+                "searched for; use plan: default, which needs no profile"
             )
     for place, value in _numbers(document):
         if abs(value) > _MOST or not math.isfinite(value):
             raise UnfitProfileError(
-                f"the profile says {shortened(str(value), 80)} at {place}: that is no measure of a model"
+                f"the profile says {shortened(str(value), 80)} at {place}: that is not a "
+                "measurement of a model"
             )
     _refuse_heavy(profile)
 
@@ -95,14 +96,14 @@ def _refuse_heavy(profile: Mapping[str, Any]) -> None:
     if depth > _MOST_NAMES:
         raise UnfitProfileError(
             f"names of the profile's parameters have {depth} parts, more than the {_MOST_NAMES} that a "
-            "plan is searched for; say plan: default, which needs no profile"
+            "plan is searched for; use plan: default, which needs no profile"
         )
     for number, trace in enumerate(profile.get("traces", ())):
         grads = sum(len(each["grads"]) for each in trace["segments"])
         if grads > _GRADS_OF_EACH * len(parameters):
             raise UnfitProfileError(
                 f"the profile says at /profile/traces/{number} that {grads} gradients are made of "
-                f"{len(parameters)} parameters: that is no measure of a model"
+                f"{len(parameters)} parameters: that is not a measurement of a model"
             )
 
 

@@ -10,7 +10,7 @@ from services.contract.messages.probing import DeviceType, ProbeModel
 from services.contract.words.ids import NodeId
 
 SELF_TEST_VERSION: Final = 3
-"""Of what the self-test measures; figures of another version are measured anew."""
+"""Of what the self-test measures; figures of another version are measured again."""
 
 
 class ProbeSeat(Message):

@@ -169,7 +169,7 @@ class RankMetrics(Message):
     kind: Literal["rank_metrics"] = "rank_metrics"
     points: tuple[MetricPoint, ...] = Field(max_length=64)
     left_out: int = Field(
-        default=0, ge=0, le=_MOST, description="further names, of which nothing is told"
+        default=0, ge=0, le=_MOST, description="further names, which are not reported"
     )
 
 

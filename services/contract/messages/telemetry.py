@@ -1,4 +1,4 @@
-"""What an agent shows of its ranks: overwritten or trimmed, never decided upon."""
+"""What an agent shows of its ranks: overwritten or trimmed, never decided."""
 
 from typing import Annotated, Final, Literal
 
@@ -52,7 +52,7 @@ class RankSample(Message):
 
 
 class RankStacks(Message):
-    """The Python stacks of all threads of a rank, when it was last looked into.
+    """The Python stacks of all threads of a rank, when it was last inspected.
 
     Empty where it did not answer.
     """

@@ -26,8 +26,8 @@ def redis_address(
         return url
     parts = urlsplit(url)
     if parts.scheme != _TLS:
-        raise ValueError("MESHLOOM_REDIS_URL: files of TLS are given; begin the URL with rediss://")
+        raise ValueError("MESHLOOM_REDIS_URL: TLS files are set; the URL must begin with rediss://")
     if key is not None and cert is None:
-        raise ValueError("MESHLOOM_REDIS_KEY: a key wants its certificate, MESHLOOM_REDIS_CERT")
+        raise ValueError("MESHLOOM_REDIS_KEY: a key needs its certificate: set MESHLOOM_REDIS_CERT")
     query = "&".join(part for part in (parts.query, urlencode(given)) if part)
     return urlunsplit(parts._replace(query=query))

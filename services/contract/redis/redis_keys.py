@@ -11,7 +11,7 @@
 | ``ml:job:<id>`` | hash: ``doc``, without its ``spec``, ``plan`` and ``attempts`` once a leader wrote it, which are beside it; ``version``, ``fence``, ``state``, ``summary`` for lists, ``listed``: the indexes in which it stands | until the job is deleted |
 | ``ml:job:<id>:events`` | stream: ``m`` = JSON event | with the job, trimmed; to the newest 8, once storage has them |
 | ``ml:job:<id>:events:older`` | stream: the same, of storage | TTL 15 min, when somebody asked |
-| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided upon | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
+| ``ml:job:<id>:history`` | stream: ``m`` = JSON of what was decided | with the job, 7 days after its end (15 min, once storage has its records), trimmed |
 | ``ml:job:<id>:ranks`` | hash: rank to RankSample JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:steps`` | stream: ``m`` = StepRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
 | ``ml:job:<id>:metrics`` | stream: ``m`` = MetricRecord JSON | with the job, 7 days after its end (15 min, once storage has it), trimmed |
@@ -23,6 +23,7 @@
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:changes`` | stream: ``m`` = job id, ``v`` = its version, ``a`` = 1 while it is active | permanent, trimmed |
+| ``ml:events`` | stream: ``m`` = JSON event, ``j`` = job id, of all jobs | permanent, trimmed |
 | ``ml:jobs:deleted`` | set: ids of jobs that had an attempt and that people deleted | permanent |
 | ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
@@ -47,7 +48,9 @@
 | ``ml:code:<hex>`` | hash: ``doc``, and by its number each part of the archive | a day after its last use, while no job names it |
 | ``ml:code:<hex>:draft:<random>`` | hash: the same, as it is being written | TTL 10 min |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
-| ``ml:audit`` | stream: ``m`` = JSON entry | permanent, trimmed |
+| ``ml:audit`` | stream: ``m`` = JSON entry of what an operator asked for | permanent, trimmed |
+| ``ml:audit:others`` | stream: the same of everybody else | permanent, trimmed |
+| ``ml:audit:refused`` | stream: the same of what was refused | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 """
 
@@ -56,9 +59,10 @@ from typing import Final
 JOBS: Final = "ml:jobs"
 ACTIVE_JOBS: Final = "ml:jobs:active"
 CHANGED_JOBS: Final = "ml:jobs:changes"
+EVENT_FEED: Final = "ml:events"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
-# Another number has all indexes built anew.
+# Another number has all indexes built again.
 JOB_INDEX_FORMAT: Final = "1"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
@@ -74,11 +78,16 @@ INBOX_GROUP: Final = "agents"
 LEADER: Final = "ml:leader"
 EPOCH: Final = "ml:epoch"
 TOKENS: Final = "ml:tokens"
+# Apart, for each is trimmed: neither refusals nor what submitters do may push out what operators did. No two
+# have an id in common.
 AUDIT: Final = "ml:audit"
+AUDIT_OF_OTHERS: Final = "ml:audit:others"
+AUDIT_OF_REFUSALS: Final = "ml:audit:refused"
 WAKE: Final = "ml:wake"
 CODES: Final = "ml:codes"
 CODES_BYTES: Final = "ml:codes:bytes"
 MESSAGE_FIELD: Final = "m"
+JOB_FIELD: Final = "j"
 # With the look that the reconciler takes each second, a silent node is fenced within six seconds.
 NODE_LEASE_MS: Final = 5_000
 LEADER_LEASE_MS: Final = 4_000
@@ -99,6 +108,7 @@ LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 METRICS_KEPT: Final = 50_000
 EVENTS_KEPT: Final = 10_000
+EVENT_FEED_KEPT: Final = 20_000
 HISTORY_KEPT: Final = 20_000
 CHANGES_KEPT: Final = 10_000
 AUDIT_KEPT: Final = 50_000
@@ -139,7 +149,7 @@ def job_older_events(job_id: str) -> str:
 
 
 def job_history(job_id: str) -> str:
-    """All that was decided upon, from its creation on."""
+    """All that was decided, from its creation on."""
     return f"ml:job:{job_id}:history"
 
 

@@ -9,7 +9,7 @@ One folder a job::
 
 A new attempt links its own record first, so that a frozen process of an older attempt that wakes
 between its check and its link finds the number taken. ``link(2)`` refuses an existing name, on
-NFS too, where a repeated request may report EEXIST for its own success: hence the comparison.
+NFS too, where a repeated request may report EEXIST for its own success: so we compare.
 
 A damaged record is passed over in reading and its number stays taken: what the others say holds.
 Which fences are open is told by names too, so that damage lets no overtaken attempt commit.

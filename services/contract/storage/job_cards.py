@@ -16,7 +16,7 @@ from services.contract.jobs.specs import CarriedSpec
 from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.words.bounds import Text
-from services.contract.words.ids import CheckpointId, JobId
+from services.contract.words.ids import CheckpointId, JobId, is_job_id
 from services.contract.words.states import ExitReason, JobState
 
 _CARD: Final = "job.json"
@@ -91,9 +91,12 @@ def put_card_away(root: Path, job_id: str) -> bool:
 def jobs_in(root: Path) -> list[str]:
     """The ids of all jobs of which a storage root holds anything, oldest first.
 
+    What else lies there is passed over: a rank may have made a folder whose name is no text at all.
+
     Raises:
         OSError: The storage refuses.
     """
     if not root.is_dir():
         return []
-    return sorted(path.name for path in root.glob("job_*") if path.is_dir())
+    names = root.glob("job_*")
+    return sorted(path.name for path in names if is_job_id(path.name) and path.is_dir())

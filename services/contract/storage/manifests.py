@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
 from services.contract.words.bounds import AtMostOnePerRank, Digest, EvaluationMetrics, Name, Text
 from services.contract.words.ids import CheckpointId, JobId
@@ -41,7 +41,7 @@ class Manifest(_Record):
     loss: float | None = None
     data_digest: Digest = ""
     evaluation: EvaluationMetrics = Field(default_factory=dict)
-    shards: Annotated[tuple[ShardFile, ...], AtMostOnePerRank]
+    shards: Annotated[tuple[ShardFile, ...], FailFast(), AtMostOnePerRank]
 
     @property
     def total_bytes(self) -> int:

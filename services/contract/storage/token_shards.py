@@ -87,7 +87,7 @@ def read_index(folder: Path) -> TokenIndex:
             raise TokenShardError(f"{path} {has}; the index says {expected:,} bytes")
     if index.largest >= index.vocabulary:
         raise TokenShardError(
-            f"{folder / INDEX_NAME}: largest: {index.largest} is no token of a vocabulary of "
+            f"{folder / INDEX_NAME}: largest: {index.largest} is not a token of a vocabulary of "
             f"{index.vocabulary}"
         )
     return index

@@ -2,7 +2,7 @@
 
 redis-py waits for its writes with ``asyncio.wait_for``, which on Python 3.11 loses a cancellation
 that comes in the moment in which what it waits for is done. Loops that live on such calls ask here
-in each round; else their owner would wait for them for ever.
+in each round; else their owner would wait for them forever.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 _NEW_FILE: Final = 0o666  # less the umask
-_LONGEST_RECORD: Final = 64 << 20
+_LONGEST_RECORD: Final = 16 << 20
 _NO_PLAIN_FILE: Final = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 CHECKPOINT_DISK: Final = "the checkpoint disk"
 _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
@@ -23,8 +23,8 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
         errno.EROFS: "{disk} of {node} is read-only",
         errno.EIO: "{disk} of {node} reports input/output errors",
         errno.ESTALE: "{disk} of {node} is no longer mounted as it was",
-        errno.EMFILE: "a process on {node} has no file handle left",
-        errno.ENFILE: "{node} has no file handle left",
+        errno.EMFILE: "a process on {node} has no free file handle",
+        errno.ENFILE: "{node} has no free file handle",
         errno.ENOMEM: "{node} has no memory left",
         errno.EAGAIN: "{node} can start no more processes",
     }
@@ -85,7 +85,7 @@ def sync_folder(folder: Path) -> None:
 def open_plain(path: Path) -> int:
     """A descriptor to read the plain file at ``path``; a rank may have replaced it, or its folder.
 
-    Opening a pipe or a device in its place would wait, or read for ever; a link may lead to what
+    Opening a pipe or a device in its place would wait, or read forever; a link may lead to what
     the rank itself cannot read.
 
     Raises:
@@ -131,7 +131,7 @@ def replace_plain(path: Path, content: bytes) -> None:
         OSError: The disk refuses; what was there stays.
     """
     draft = path.with_name(f"{path.name}.draft")
-    # Made anew: somebody may have put a pipe there, or a link that leads elsewhere.
+    # Made again: somebody may have put a pipe there, or a link that leads elsewhere.
     draft.unlink(missing_ok=True)
     with draft.open("xb") as file:
         file.write(content)
@@ -142,7 +142,7 @@ def read_plain(path: Path) -> bytes:
     """What the plain file at ``path`` holds, opened by ``open_plain``.
 
     Raises:
-        OSError: There is none, something other than a plain file, or one of more than 64 MiB: no
+        OSError: There is none, something other than a plain file, or one of more than 16 MiB: no
             record of ours is so long, and a file may hold nothing of the terabytes that it has.
     """
     with open(open_plain(path), "rb") as file:

@@ -4,6 +4,7 @@ An id is ``<kind>_<ULID>``: 48 bits of milliseconds and 80 random bits in Crockf
 lower case (https://github.com/ulid/spec). The time only orders; nothing is decided by it.
 """
 
+import re
 from typing import Annotated, Final
 
 from pydantic import StringConstraints
@@ -22,6 +23,14 @@ PlanId = Annotated[str, StringConstraints(pattern=rf"^plan_{_ULID}$")]
 TraceId = Annotated[str, StringConstraints(pattern=rf"^trace_{_ULID}$")]
 ProbeId = Annotated[str, StringConstraints(pattern=r"^probe_[0-9a-f]{32}$")]
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+
+
+_IS_JOB_ID: Final = re.compile(rf"job_{_ULID}")
+
+
+def is_job_id(text: str) -> bool:
+    """Whether it has the form of a job's id."""
+    return _IS_JOB_ID.fullmatch(text) is not None
 
 
 def new_job_id(now_ms: int, randomness: bytes) -> str:

@@ -14,7 +14,7 @@ _MORE: Final = "more_faults"
 
 
 class Fault(BaseModel):
-    """One fault of a request: where (a JSON pointer, RFC 6901, into the body) and what."""
+    """One error of a request: where (a JSON pointer, RFC 6901, into the body) and what."""
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 

@@ -4,7 +4,7 @@ from enum import IntEnum, StrEnum
 
 
 class JobState(StrEnum):
-    """Where a job stands (the transitions are in ``services.controller.domain.job.job``)."""
+    """The state of a job (the transitions are in ``services.controller.domain.job.lifecycle``)."""
 
     QUEUED = "QUEUED"
     PLACING = "PLACING"
@@ -85,7 +85,7 @@ class RankPhase(IntEnum):
 
 
 class CheckpointState(StrEnum):
-    """Where a checkpoint stands; only COMMITTED ones are ever resumed from."""
+    """The state of a checkpoint; jobs resume only from COMMITTED ones."""
 
     WRITING = "WRITING"
     SEALED = "SEALED"
@@ -96,7 +96,7 @@ class CheckpointState(StrEnum):
 
 
 class TraceState(StrEnum):
-    """Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why."""
+    """The state of a trace: requested; its ranks record; all files written; or failed."""
 
     REQUESTED = "REQUESTED"
     RECORDING = "RECORDING"
@@ -105,7 +105,7 @@ class TraceState(StrEnum):
 
 
 class PlanState(StrEnum):
-    """Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be."""
+    """The state of a plan: its model is profiled; it is ready (feasible or not); or it failed."""
 
     PROBING = "PROBING"
     READY = "READY"
@@ -113,7 +113,7 @@ class PlanState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """Where a node stands: its lease is renewed, or it is over."""
+    """The state of a node: whether its lease is renewed."""
 
     READY = "READY"
     DRAINING = "DRAINING"

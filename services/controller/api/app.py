@@ -16,6 +16,7 @@ from services.controller.api.routes import (
     audit,
     checkpoints,
     code,
+    events,
     inspect,
     jobs,
     plans,
@@ -29,7 +30,7 @@ from services.controller.api.routes import (
 from services.controller.api.scopes import unscoped
 
 ROUTERS: Final = (
-    *(jobs.router, watch.router, inspect.router, queue.router),
+    *(jobs.router, watch.router, events.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
     *(tokens.router, audit.router, unreadable.router),
 )

@@ -17,7 +17,7 @@ from services.controller.ports.coordination import Ports
 
 _REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 _REFUSED: Final = range(400, 500)
-# Who is refused may try for ever: the trail is bounded and must not be flooded out by them. Those who
+# Who is refused may try forever: the trail is bounded and must not be flooded out by them. Those who
 # showed no valid token share one bucket, everybody else has their own.
 _REFUSAL_RATE: Final = Rate(per_s=1, burst=200)
 _PATH_CHARACTERS: Final = 300

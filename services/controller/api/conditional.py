@@ -67,8 +67,8 @@ def revisions_matched(if_match: str | None) -> frozenset[int] | None:
     """
     if if_match is None:
         raise PreconditionRequiredError(
-            "send the ETag that GET answered as If-Match, so that nobody's change is overwritten "
-            "unseen (or If-Match: * to change the job as it is)"
+            "send the ETag from GET as If-Match, so that no other change is overwritten (If-Match: "
+            "* changes the job in any case)"
         )
     if if_match.strip() == "*":
         return None

@@ -14,6 +14,7 @@ from services.controller.api.sse import StreamSlots
 from services.controller.api.uploads import Uploads
 from services.controller.domain.access.token import Principal
 from services.controller.ports.coordination import Ports
+from services.controller.ports.exports import ExportStore
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.plans import Drawing
 from services.controller.use_cases.submit import MOST_UNFINISHED
@@ -24,10 +25,10 @@ class Context:
     """The world, and how this process is doing.
 
     ``stopping`` is set when the process is about to end: streams end then. ``epoch`` tells the
-    epoch of this controller's reign, None while it does not lead. ``streams`` are those that may be
+    epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken.
+    ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere.
     """
 
     ports: Ports
@@ -40,6 +41,7 @@ class Context:
     trouble: Callable[[], str | None] = lambda: None
     uploads: Uploads = field(default_factory=Uploads)
     most_unfinished: int = MOST_UNFINISHED
+    exports: ExportStore | None = None
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     turns: Turns = field(default_factory=Turns)
 

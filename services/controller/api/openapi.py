@@ -11,17 +11,17 @@ _FIRST_ERROR: Final = 400
 ERROR_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": Problem, "description": words}
     for status, words in {
-        400: "The body is no JSON",
-        401: "A token is wanted",
-        403: "The token's scope is too small, or the thing is somebody else's",
+        400: "The body is not JSON",
+        401: "A token is required",
+        403: "The token's scope is too small, or the resource has another owner",
         404: "No such resource",
         409: "The job's state does not allow it",
-        410: "The stream was trimmed behind the cursor",
+        410: "Entries after the cursor were trimmed",
         413: "The body or a spec is too large",
         415: "A body that is not JSON",
-        421: "The controller does not answer under the name that was asked for",
-        422: "Every fault of the request, each with its JSON pointer",
-        429: "The token's rate is used up; `Retry-After` says for how long",
+        421: "The controller does not serve this host name",
+        422: "Every error of the request, each with its JSON pointer",
+        429: "The token's rate limit is reached; wait for `Retry-After` seconds",
         503: "Redis does not answer, another controller leads, or too many streams are open",
     }.items()
 }

@@ -120,7 +120,8 @@ def _unchangeable(fault: Fault) -> Fault:
     if fault.code != "extra_forbidden":
         return fault
     detail = (
-        "this cannot be changed of a submitted job (only priority, labels, checkpoint.keep_last, "
+        "this field of a submitted job cannot be changed (only priority, labels, "
+        "checkpoint.keep_last, "
         "checkpoint.keep_best, faults.max_restarts and resources.world can): clone the job with overrides"
     )
     return fault.model_copy(update={"detail": detail})
@@ -140,14 +141,14 @@ def _hidden_faults(body: object, found: Sequence[Fault]) -> list[Fault]:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 registered for this type
     details = {
-        HTTPStatus.NOT_FOUND: f"there is nothing at {request.url.path}",
+        HTTPStatus.NOT_FOUND: f"there is no resource at {request.url.path}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that it cannot parse
         return problem_response(
             error.status_code,
-            f"the body is not JSON that can be read here: {_unparsed(error.__cause__)}",
+            f"the body cannot be read: {_unparsed(error.__cause__)}",
             code="malformed_json",
             scope=request.scope,
         )

@@ -37,8 +37,8 @@ def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) ->
     if not any_name and _name(host) not in _LOOPBACK_NAMES | names:
         return problem_response(
             HTTPStatus.MISDIRECTED_REQUEST,
-            f"this controller does not answer as {host!r}: list its names in "
-            "MESHLOOM_ALLOWED_HOSTS, or on loopback say localhost",
+            f"this controller does not serve the host name {host!r}: list its names in "
+            "MESHLOOM_ALLOWED_HOSTS, or use localhost on loopback",
             scope=scope,
         )
     if "transfer-encoding" in headers and "content-length" in headers:
@@ -54,8 +54,8 @@ def refuse_stranger(scope: Scope, names: AbstractSet[str], *, any_name: bool) ->
     if _is_foreign(headers, host, names):
         return problem_response(
             HTTPStatus.FORBIDDEN,
-            "pages of other origins may not change anything here; if this page is served for the "
-            "controller under another name, list the name in MESHLOOM_ALLOWED_HOSTS",
+            "pages of other origins may not send changes; if this page belongs to the controller "
+            "under another name, add that name to MESHLOOM_ALLOWED_HOSTS",
             code="cross_origin",
             scope=scope,
         )

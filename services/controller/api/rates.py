@@ -6,6 +6,8 @@ from typing import Final
 from services.controller.domain.access.rate import Bucket, Rate, take
 
 _KEPT: Final = 4096
+# All are looked through at once, which takes a millisecond: not for each of many new names.
+_LOOKED_THROUGH_EVERY_MS: Final = 1_000
 
 
 def now_ms() -> int:
@@ -26,11 +28,13 @@ class Buckets:
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
         self._buckets: dict[str, Bucket] = {}
+        self._look_at_ms = 0
 
     def take(self, name: str) -> int:
         """Take one of ``name``'s: 0, or how many milliseconds to wait before the next try."""
         at_ms = now_ms()
-        if name not in self._buckets and len(self._buckets) >= _KEPT:
+        if len(self._buckets) >= _KEPT and at_ms >= self._look_at_ms:
+            self._look_at_ms = at_ms + _LOOKED_THROUGH_EVERY_MS
             self._forget_full(at_ms)
         self._buckets[name], wait_ms = take(self._buckets.get(name), self._rate, at_ms)
         return wait_ms

@@ -66,8 +66,8 @@ class _Check:
             return
         if not asks.scope.includes(self.wanted):
             raise ForbiddenError(
-                f"this takes a token of scope {self.wanted}; yours, {asks.subject}'s, "
-                f"is of scope {asks.scope}"
+                f"this needs a token of scope {self.wanted}; the token of {asks.subject} has scope "
+                f"{asks.scope}"
             )
 
 

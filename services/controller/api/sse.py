@@ -66,13 +66,13 @@ class StreamSlots:
         """
         if self.free < 1:
             raise TooManyStreamsError(
-                "as many streams are open as this controller serves (MESHLOOM_MAX_STREAMS); "
-                "come back later, or ask for pages"
+                "all streams that this controller serves are in use (MESHLOOM_MAX_STREAMS); "
+                "retry later, or read pages"
             )
         if subject is not None and self._taken[subject] >= self._share:
             raise TooManyOwnStreamsError(
                 f"{subject} has {self._share} streams open, a quarter of what this controller "
-                "serves (MESHLOOM_MAX_STREAMS); close one, or ask for pages"
+                "serves (MESHLOOM_MAX_STREAMS); close one, or read pages"
             )
         self.free -= 1
         if subject is not None:

@@ -45,7 +45,7 @@ class Uploads:
         if self._taken.total() >= _AT_ONCE or self._taken[subject] >= _OF_ONE_SUBJECT:
             raise TooManyUploadsError(
                 f"{self._taken.total()} archives are being uploaded, {self._taken[subject]} of them "
-                f"by {subject}; send it again in a moment"
+                f"by {subject}; retry in a moment"
             )
         self._taken[subject] += 1
         try:

@@ -13,6 +13,7 @@
     ├── PreconditionFailedError  412  the job is not as the client saw it
     ├── CursorExpiredError       410  the stream was trimmed behind the cursor
     ├── BodyTooLargeError        413  an archive of code is larger than may be
+    ├── RangeNotSatisfiableError 416  the range is behind the end of the file
     ├── TooManyUploadsError      503  as many archives are being sent as may
     ├── TooManyStreamsError      503  as many follow logs and events as may
     ├── TooManyOwnStreamsError   429  one subject follows as many as it may
@@ -66,7 +67,7 @@ class KeyReusedError(MeshloomError):
 
 
 class ForbiddenError(MeshloomError):
-    """Who asks is known, and may not: the scope is too small, or the thing is somebody else's."""
+    """Who asks is known, and may not: the scope is too small, or the resource has another owner."""
 
     status = 403
     code = "insufficient_scope"
@@ -105,7 +106,7 @@ def no_node(node_id: str) -> NotFoundError:
 def no_plan(plan_id: str) -> NotFoundError:
     """There is no such plan, or none any more."""
     return NotFoundError(
-        f"there is no plan {plan_id}; plans are kept for seven days, then made anew"
+        f"there is no plan {plan_id}; plans are kept for seven days, then made again"
     )
 
 
@@ -114,7 +115,7 @@ class PreconditionRequiredError(MeshloomError):
 
     status = 428
     code = "precondition_required"
-    title = "If-Match is wanted"
+    title = "If-Match is required"
 
 
 class PreconditionFailedError(MeshloomError):
@@ -147,6 +148,14 @@ class BodyTooLargeError(MeshloomError):
     status = 413
     code = "body_too_large"
     title = "Too large"
+
+
+class RangeNotSatisfiableError(MeshloomError):
+    """A range of bytes begins behind the end of the file."""
+
+    status = 416
+    code = "range_not_satisfiable"
+    title = "Range not satisfiable"
 
 
 class TooManyUploadsError(MeshloomError):

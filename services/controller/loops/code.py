@@ -13,10 +13,10 @@ _EVERY_S: Final = 600.0
 async def forget_code(
     ports: Ports, epoch: int, troubles: Troubles | None = None, every_s: float = _EVERY_S
 ) -> None:
-    """Look now and every ten minutes, for ever.
+    """Look now and every ten minutes, until cancelled.
 
     Raises:
-        DeposedError: The reign is over.
+        DeposedError: The term is over.
     """
     retry = StoreRetry("code", troubles=troubles)
 

@@ -1,4 +1,4 @@
-"""The fact consumer: heeds the agents' facts in their order, and acknowledges after the commit."""
+"""The fact consumer: handles the agents' facts in their order, and acknowledges after the commit."""
 
 import time
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ _TRIES: Final = 5
 
 
 class FactLoop:
-    """Run ``run`` as a task of a reign.
+    """Run ``run`` as a task of a term.
 
     Args:
         ports: The world.
-        epoch: The reign.
+        epoch: The term.
         troubles: As of ``StoreRetry``.
     """
 
@@ -36,10 +36,10 @@ class FactLoop:
         self._looked_back_at: float | None = None
 
     async def run(self) -> None:
-        """Heed facts for ever.
+        """Handle facts until cancelled.
 
         Raises:
-            DeposedError: The reign is over.
+            DeposedError: The term is over.
         """
         retry = StoreRetry("facts", self._look_back_soon, self._troubles)
         await retry.round(self._ports.facts.prepare)

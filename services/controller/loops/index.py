@@ -16,7 +16,7 @@ _EVERY_S: Final = 60.0
 async def index_jobs(
     ports: Ports, troubles: Troubles | None = None, every_s: float = _EVERY_S
 ) -> None:
-    """Look now and every minute, for ever. Nothing waits for it: lists are slower until it is done."""
+    """Look now and every minute, until cancelled. Nothing waits for it: lists are slower until it is done."""
     retry = StoreRetry("index", troubles=troubles)
 
     async def look() -> None:

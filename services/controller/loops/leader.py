@@ -1,4 +1,4 @@
-"""Leadership: at most one controller acts; a reign ends when its lease is not renewed in time."""
+"""Leadership: at most one controller acts; a term ends when its lease is not renewed in time."""
 
 import asyncio
 import contextlib
@@ -18,28 +18,28 @@ _LEASE_S: Final = LEADER_LEASE_MS / 1000
 _RENEW_EVERY_S: Final = _LEASE_S / 4
 _ASK_EVERY_S: Final = 0.5
 
-Reign = Callable[[int], Awaitable[None]]
+Term = Callable[[int], Awaitable[None]]
 
 
 class Leader:
-    """Takes the lead whenever it is free and reigns until it is lost. Run ``lead`` as a task.
+    """Takes the lead whenever it is free and runs a term until it is lost. Run ``lead`` as a task.
 
     Args:
         leadership: The lease.
         holder: This controller's name; another in each life.
-        reign: What a leader does, for ever, given the epoch; cancelled when the lead is lost.
+        run_term: What a leader does, given the epoch; cancelled when the lead is lost.
     """
 
-    def __init__(self, leadership: Leadership, holder: str, reign: Reign) -> None:
+    def __init__(self, leadership: Leadership, holder: str, run_term: Term) -> None:
         self._leadership = leadership
         self._holder = holder
-        self._reign = reign
+        self._run_term = run_term
         self._epoch: int | None = None
         self._trouble: str | None = None
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the present reign; None while another controller, or none, leads."""
+        """The epoch of the current term; None while another controller, or none, leads."""
         return self._epoch
 
     @property
@@ -51,13 +51,13 @@ class Leader:
         return self._trouble
 
     async def lead(self) -> None:
-        """Take the lead, reign, lose it, ask again; for ever."""
+        """Take the lead, run a term, lose it, ask again; until cancelled."""
         retry = StoreRetry("leader")
         async with self._released_at_the_end():
             while True:
-                await retry.round(self._take_and_reign)
+                await retry.round(self._take_and_run_term)
 
-    async def _take_and_reign(self) -> None:
+    async def _take_and_run_term(self) -> None:
         asked_at = time.monotonic()
         with self._noting_trouble():
             epoch = await self._leadership.take(self._holder)
@@ -66,25 +66,25 @@ class Leader:
             return
         _log.info("leading", epoch=epoch)
         self._epoch = epoch
-        reign = asyncio.ensure_future(self._reign(epoch))
+        term = asyncio.ensure_future(self._run_term(epoch))
         try:
-            await self._renew_while(reign, asked_at)
+            await self._renew_while(term, asked_at)
         finally:
             self._epoch = None
-            reign.cancel()
-            await asyncio.wait([reign])
+            term.cancel()
+            await asyncio.wait([term])
         _log.warning("no_longer_leading", epoch=epoch)
-        if not reign.cancelled() and (error := reign.exception()):
+        if not term.cancelled() and (error := term.exception()):
             if not isinstance(error, DeposedError):
-                _log.error("reign_failed", epoch=epoch, exc_info=error)
+                _log.error("term_failed", epoch=epoch, exc_info=error)
             await self._leadership.release(self._holder)
             await asyncio.sleep(_ASK_EVERY_S)
 
-    async def _renew_while(self, reign: "asyncio.Future[None]", renewed_at: float) -> None:
-        """Return once the reign ended, or its lease did, by this host's monotonic clock."""
+    async def _renew_while(self, term: "asyncio.Future[None]", renewed_at: float) -> None:
+        """Return once the term ended, or its lease did, by this host's monotonic clock."""
         while True:
-            await asyncio.wait([reign], timeout=_RENEW_EVERY_S)
-            if reign.done():
+            await asyncio.wait([term], timeout=_RENEW_EVERY_S)
+            if term.done():
                 return
             asked_at = time.monotonic()
             try:

@@ -9,10 +9,10 @@ from services.controller.use_cases.plans import Drawing
 async def plan_jobs(
     ports: Ports, epoch: int, drawing: Drawing, troubles: Troubles | None = None
 ) -> None:
-    """Plan for ever; apart from the reconciler, which must not wait until a search is done.
+    """Plan until cancelled; apart from the reconciler, which must not wait until a search is done.
 
     Raises:
-        DeposedError: The reign is over.
+        DeposedError: The term is over.
     """
     planner = Planner(ports, epoch, drawing)
     retry = StoreRetry("planning", troubles=troubles)

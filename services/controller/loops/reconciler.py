@@ -1,6 +1,7 @@
-"""The reconciler's loop: looks at everything once a second, and at once when it is woken."""
+"""The reconciler's loop: looks once a second, and when it is woken; half of the time at most."""
 
 import asyncio
+import time
 from typing import Final
 
 from services.contract.system.cancellation import end_if_told
@@ -11,15 +12,16 @@ from services.controller.ports.coordination import Ports
 from services.controller.use_cases.reconcile import Reconciler
 
 _WATCH_EVERY_S: Final = 1.0
+_LONGEST_GAP_S: Final = 0.25
 
 
 async def reconcile(
     ports: Ports, epoch: int, growth_delay: GrowthDelay, troubles: Troubles | None = None
 ) -> None:
-    """Reconcile for ever.
+    """Reconcile until cancelled.
 
     Raises:
-        ExceptionGroup: With the DeposedError that says that the reign is over.
+        ExceptionGroup: With the DeposedError that says that the term is over.
     """
     reconciler = Reconciler(ports, epoch, growth_delay)
     retry = StoreRetry("reconciler", reconciler.forget_health, troubles)
@@ -27,9 +29,15 @@ async def reconcile(
     async def listen_and_look() -> None:
         async with ports.listen() as waker:
             while True:
+                began = time.monotonic()
                 rest_s = await reconciler.look()
                 retry.succeeded()
+                ended = time.monotonic()
                 await waker.wait(rest_s)
+                # While one change follows another, requests have every other moment to themselves.
+                gap_s = min(ended - began, _LONGEST_GAP_S) - (time.monotonic() - ended)
+                if gap_s > 0:
+                    await asyncio.sleep(gap_s)
 
     async def look() -> None:
         while True:

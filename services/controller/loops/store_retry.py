@@ -19,7 +19,7 @@ from services.controller.domain.errors import StaleWriteError, StoreUnavailableE
 Troubles = MutableMapping[str, str]
 
 _log = structlog.get_logger()
-# Random, lest all loops of all controllers come back at one moment.
+# Random, so that the loops of all controllers do not come back at one moment.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=2.0)
 _STALE_WAIT: Final = wait_random(0.05, 0.15)
 

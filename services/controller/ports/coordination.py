@@ -9,16 +9,17 @@ from pydantic import ValidationError
 
 from services.controller.ports.access import AuditLog, TokenStore
 from services.controller.ports.code import CodeStore
+from services.controller.ports.event_feed import EventFeed
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
 
 
 class Leadership(Protocol):
-    """The lease that at most one controller holds, and the number of its reign."""
+    """The lease that at most one controller holds, and the number of its term."""
 
     async def take(self, holder: str) -> int | None:
-        """The epoch of a new reign; None while somebody else reigns."""
+        """The epoch of a new term; None while another controller leads."""
         ...
 
     async def renew(self, holder: str) -> bool:
@@ -60,6 +61,7 @@ class Ports:
     plans: PlanStore
     codes: CodeStore
     telemetry: Telemetry
+    events: EventFeed
     leadership: Leadership
     clock: Clock
     tokens: TokenStore

@@ -42,7 +42,7 @@ class EventRecord(Record):
 class Change:
     """A decision on a stored job, ready to be committed as a whole.
 
-    ``history`` tells what was decided upon. ``deletes``: another job that is deleted with it, as by
+    ``history`` tells what was decided. ``deletes``: another job that is deleted with it, as by
     ``JobStore.delete``; both happen, or neither.
     """
 

@@ -110,7 +110,7 @@ class Log(StrEnum):
 
 
 class Telemetry(Protocol):
-    """What ranks tell: overwritten or trimmed, never decided upon."""
+    """What ranks tell: overwritten or trimmed, never decided."""
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """The last sample of each rank, by job."""
@@ -120,6 +120,12 @@ class Telemetry(Protocol):
         self, job_ids: Sequence[str], count: int
     ) -> Mapping[str, list[StepRecord]]:
         """The last ``count`` step records of each job, oldest first."""
+        ...
+
+    async def recent_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """The same, but as they were at any time within the last second: for estimates."""
         ...
 
     async def steps(self, job_id: str) -> list[StepRecord]:

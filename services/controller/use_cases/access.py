@@ -82,8 +82,8 @@ async def check_owner(ports: Ports, job_id: str, asks: Principal, may: str = "ch
     stored = await ports.jobs.load(job_id)
     if stored.job.owner != asks.subject:
         raise ForbiddenError(
-            f"job {job_id} is {stored.job.owner}'s, not {asks.subject}'s: "
-            f"only its owner and operators may {may}",
+            f"job {job_id} is {stored.job.owner}'s, not {asks.subject}'s: only the owner and "
+            f"operators may {may}",
             code="not_the_owner",
         )
 

@@ -113,9 +113,7 @@ def _view(job: Job, checkpoint_id: str) -> CheckpointView:
 async def _reader(ports: Ports, checkpoint_id: str) -> str:
     node_id = await _find_reader(ports, await _owner(ports, checkpoint_id), checkpoint_id)
     if node_id is None:
-        raise StateConflictError(
-            "no node is ready that could read the storage; start an agent and ask again"
-        )
+        raise StateConflictError("no node is ready to read the storage; start an agent and retry")
     return node_id
 
 

@@ -37,7 +37,7 @@ from services.controller.use_cases.submit import (
     MOST_UNFINISHED,
     Drafting,
     draft_job,
-    foreseen,
+    predicted,
     refuse_too_many,
 )
 
@@ -83,7 +83,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
             [f.model_copy(update={"pointer": f"/overrides{f.pointer}"}) for f in error.faults]
         ) from error
     if cloning.dry_run:
-        return foreseen(job, outcome)
+        return predicted(job, outcome)
     await refuse_too_many(ports, job.owner, cloning.most_unfinished)
     if origin.checkpoint_id is not None:
         await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)
@@ -191,13 +191,13 @@ def _origin(source: Job, wanted: CloneRequest, spec: JobSpec) -> Origin:
     known = by_word[asked] if asked in by_word else source.checkpoints.get(asked)
     if known is None or known.state != CheckpointState.COMMITTED:
         missing = {
-            "latest": "it has none yet",
-            "best": "it has none yet of whose step there is an evaluation",
+            "latest": "there is none yet",
+            "best": "there is none yet with an evaluation at its step",
         }
-        what = missing.get(asked, f"{asked} is none")
+        what = missing.get(asked, f"{asked} is not one")
         raise _refusal(
             "/from_checkpoint",
-            f"only a committed checkpoint of {source.id} can be begun with, and {what}; "
+            f"only a committed checkpoint of {source.id} can be cloned, and {what}; "
             f"GET /v1/jobs/{source.id}/checkpoints lists them",
             "unknown_checkpoint",
         )
@@ -205,7 +205,7 @@ def _origin(source: Job, wanted: CloneRequest, spec: JobSpec) -> Origin:
         raise _refusal(
             "/overrides/train/steps",
             f"checkpoint {known.id} is of step {known.step} and train.steps is "
-            f"{spec.train.steps}: nothing is left to do; override train.steps by more",
+            f"{spec.train.steps}: nothing is left to do; override train.steps with more",
             "nothing_left",
         )
     return Origin(job_id=source.id, checkpoint_id=known.id, step=known.step, held=True)

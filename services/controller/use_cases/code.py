@@ -56,7 +56,8 @@ async def keep_code(
         found = await asyncio.to_thread(digest_of, came.body)
         if found != came.digest:
             raise _refusal(
-                f"these {len(came.body)} bytes are {found}, not {came.digest}; send the archive "
+                f"these {len(came.body)} bytes have the digest {found}, not {came.digest}; send "
+                "the archive "
                 "under its own digest",
                 "digest_mismatch",
             )
@@ -80,9 +81,9 @@ async def keep_code(
         whose = "all" if kept == "full" else f"{came.subject}'s"
         room = limits.store_bytes if kept == "full" else limits.share_bytes
         raise StateConflictError(
-            f"there is no room for this archive: {whose} uploaded code may take {room >> 20} MiB "
-            "(MESHLOOM_MAX_CODE_STORE_MIB); delete jobs that have ended, and ask again a day later, "
-            "or have it raised",
+            f"the code store is full: {whose} uploaded code may take {room >> 20} MiB "
+            "(MESHLOOM_MAX_CODE_STORE_MIB); delete ended jobs and retry a day later, or raise the "
+            "limit",
             code="code_store_full",
         )
     _log.info("code_kept", digest=code.digest, bytes=code.bytes, files=code.files, kept=kept)
@@ -106,7 +107,7 @@ async def code_faults(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> list
     if spec.code is None or not allowed.take_uploads or await ports.codes.use(spec.code):
         return []
     detail = (
-        f"code: {spec.code} is not here: upload it (`meshloom submit FILE --code DIR`, or PUT "
+        f"code: {spec.code} is not uploaded: upload it (`meshloom submit FILE --code DIR`, or PUT "
         "/v1/code/{digest}); an archive that no job names is kept for a day"
     )
     return [Fault(pointer="/code", detail=detail, code="code_unknown")]

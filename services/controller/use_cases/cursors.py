@@ -78,7 +78,7 @@ def _invalid(cursor: str) -> InvalidRequestError:
         [
             Fault(
                 pointer="",
-                detail=f"cursor: {cursor!r} is not one that this API gave out for this list",
+                detail=f"cursor: {cursor!r} was not issued by this API for this list",
                 code="invalid_cursor",
             )
         ]

@@ -60,10 +60,10 @@ class ReceivedFact:
 
 
 async def apply_facts(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
-    """Act upon facts in their order; those of one job are committed together.
+    """Act on facts in their order; those of one job are committed together.
 
     So a job with many facts costs the others one commit a batch. Facts are delivered at least once:
-    acting upon one again changes nothing.
+    acting on one again changes nothing.
 
     Raises:
         DeposedError: ``epoch`` is over; the facts are the next leader's.
@@ -223,7 +223,7 @@ async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None
             await ports.nodes.put(node, epoch, known.get(node.id))
             _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
         if node.fact_id == told.entry.id:
-            await _lose_gangs(ports, node, f"the agent of {node.id} was started anew", epoch)
+            await _lose_gangs(ports, node, f"the agent of {node.id} was restarted", epoch)
             await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
     elif isinstance(fact, NodeLeft) and fact.node_id in known:
         node = nodes.leave(known[fact.node_id], fact, told.entry.id)

@@ -42,7 +42,7 @@ async def get_rank(ports: Ports, job_id: str, rank: int) -> RankView:
 
 
 async def get_diagnosis(ports: Ports, job_id: str) -> DiagnosisView:
-    """What ails the newest attempt that was looked into or failed, or what ended it.
+    """What is wrong with the newest attempt that was diagnosed or failed, or what ended it.
 
     Raises:
         NotFoundError: There is no such job, or no attempt of it failed or was looked into.
@@ -53,8 +53,8 @@ async def get_diagnosis(ports: Ports, job_id: str) -> DiagnosisView:
             stacks = await ports.telemetry.stacks(job_id)
             return diagnosis_view(job_id, attempt.fence, attempt.diagnosis, stacks)
     raise NotFoundError(
-        f"no attempt of {job_id} has failed or was looked into; "
-        f"POST /v1/jobs/{job_id}/diagnose looks into running ranks"
+        f"no attempt of {job_id} has failed or was inspected; POST /v1/jobs/{job_id}/diagnose "
+        "inspects running ranks"
     )
 
 

@@ -110,7 +110,7 @@ async def purge_job(ports: Ports, job_id: str, actor: Actor) -> JobView | None:
     if not living:
         refuse_unless_ended(job)
         raise StateConflictError(
-            "no node lives whose agent could remove the checkpoints; try again when one is back, "
+            "no live agent can remove the checkpoints; retry when a node is back, "
             "or delete the job without purge_checkpoints"
         )
     chosen = job.head_node if job.head_node in living else living[0]

@@ -79,7 +79,7 @@ async def get_some_metrics(
     unknown = sorted(asked - _FIGURES - set(names.kept))
     if unknown:
         known = ", ".join([*sorted(_FIGURES), *names.kept])
-        detail = f"name: no metric is called {', '.join(unknown)}; {known} are"
+        detail = f"name: unknown metric {', '.join(unknown)}; known: {known}"
         raise InvalidRequestError([Fault(pointer="", detail=detail, code="unknown_metric")])
     rows: dict[tuple[int, int], dict[str, int | float | None]] = {}
     total = 0

@@ -52,11 +52,11 @@ _REST_WHILE_PROBING_S: Final = 0.1
 
 
 class Planner:
-    """Has the open layouts of jobs chosen, in the name of one reign.
+    """Has the open layouts of jobs chosen, in the name of one term.
 
     Args:
         ports: The world.
-        epoch: The reign.
+        epoch: The term.
         drawing: How plans are made.
     """
 
@@ -70,7 +70,7 @@ class Planner:
         """Do all that is due; returns the seconds after which to look again at the latest.
 
         Raises:
-            DeposedError: The reign is over.
+            DeposedError: The term is over.
         """
         active = [stored.job for stored in await self._ports.jobs.active()]
         waiting = [job for job in active if awaits_plan(job)]
@@ -143,7 +143,7 @@ class Planner:
         wanted = Wanted(job.spec, fresh=job.planning is not None and job.planning.again)
         try:
             return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
-        except RecordUnreadableError:  # what is known of the model; the node can tell it anew
+        except RecordUnreadableError:  # what is known of the model; the node can tell it again
             wanted = Wanted(job.spec, fresh=True)
             return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
 

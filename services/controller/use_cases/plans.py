@@ -94,7 +94,7 @@ class Drawing:
 
 
 class Wanted(NamedTuple):
-    """A spec and how its plan was asked for. ``fresh``: its model is profiled anew."""
+    """A spec and how its plan was asked for. ``fresh``: its model is profiled again."""
 
     spec: JobSpec
     fresh: bool = False
@@ -128,8 +128,8 @@ async def begin_plan(
     chosen = _least_busy(usages, device_type)
     if chosen is None:
         raise StateConflictError(
-            f"no node with {_DEVICES[device_type]} is ready that could profile the model; "
-            "start an agent (meshloom nodes lists them) and ask again",
+            f"no node with {_DEVICES[device_type]} is ready to profile the model; start an agent "
+            "(meshloom nodes lists them) and retry",
             code="no_node_to_probe",
         )
     node = chosen.node
@@ -192,7 +192,7 @@ async def submittable(ports: Ports, plan_id: str, drawing: Drawing) -> Submittab
         raise _refusal(str(error), "plan_unknown") from error
     if plan.state is PlanState.PROBING:
         raise StateConflictError(
-            f"{plan_id} is not made yet: {plan.reason}; ask again in a moment",
+            f"{plan_id} is not ready yet: {plan.reason}; retry in a moment",
             code="plan_probing",
         )
     if plan.failure is not None:

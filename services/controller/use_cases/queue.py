@@ -27,7 +27,7 @@ async def get_queue(ports: Ports) -> QueueView:
 
 
 async def get_capacity(ports: Ports) -> CapacityView:
-    """What is taken and what is free, node by node."""
+    """Used and free slots, node by node."""
     jobs = [stored.job for stored in await ports.jobs.active()]
     usages = await _usages(ports, jobs)
     nodes = tuple(_capacity(usage) for usage in usages)
@@ -76,7 +76,7 @@ async def forget_node(ports: Ports, node_id: str) -> None:
     attempts = [(s.job.id, s.job.attempt) for s in await ports.jobs.active()]
     busy = sorted(name for name, attempt in attempts if attempt and node_id in attempt.live_nodes)
     if busy:
-        raise StateConflictError(f"ranks of {', '.join(busy)} may live on {node_id}")
+        raise StateConflictError(f"ranks of {', '.join(busy)} may still run on {node_id}")
     if node.state != NodeState.LOST:
         raise StateConflictError(
             f"{node_id} is {node.shown_state}: drain it, and stop its agent before it is deleted"
@@ -84,7 +84,7 @@ async def forget_node(ports: Ports, node_id: str) -> None:
     try:
         await ports.nodes.forget(node, None)
     except StaleWriteError as error:
-        raise StateConflictError(f"the agent of {node_id} lives: stop it first") from error
+        raise StateConflictError(f"the agent of {node_id} is alive: stop it first") from error
 
 
 async def _usages(ports: Ports, jobs: list[Job]) -> tuple[NodeUsage, ...]:

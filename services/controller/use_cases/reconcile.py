@@ -108,11 +108,11 @@ class _Scheduled:
 
 
 class Reconciler:
-    """The reconciler of one reign.
+    """The reconciler of one term.
 
     Args:
         ports: The world.
-        epoch: The reign in whose name it acts.
+        epoch: The term in whose name it acts.
         growth_delay: What elastic jobs wait for before they grow.
     """
 
@@ -136,7 +136,7 @@ class Reconciler:
         """Do all that is due; returns the seconds after which to look again at the latest.
 
         Raises:
-            DeposedError: The reign is over.
+            DeposedError: The term is over.
         """
         now_ms = await self._ports.clock.now_ms()
         healthy_ms = self._answered(now_ms).healthy_ms
@@ -172,7 +172,7 @@ class Reconciler:
             if judged[node.id] != node:
                 try:
                     await self._ports.nodes.put(judged[node.id], self._epoch, node)
-                except StaleWriteError:  # it has joined or left: judged anew at the next look
+                except StaleWriteError:  # it has joined or left: judged again at the next look
                     judged[node.id] = node
                 else:
                     _log.warning("node_judged", node_id=node.id, state=judged[node.id].state)
@@ -322,8 +322,8 @@ def _placed(job: Job, placed: Placed) -> GangPlaced | PlacementDelayed:
 
 def _preempted(job: Job, victim: Job) -> MoveAsked:
     words = (
-        f"makes room for {job.id} of priority {job.spec.priority} (its own is "
-        f"{victim.spec.priority}): a checkpoint first, then it waits for room"
+        f"preempted by {job.id} of priority {job.spec.priority} (its own is "
+        f"{victim.spec.priority}): a checkpoint first, then it waits for slots"
     )
     return MoveAsked("preempted", job.id, words, PREEMPTION_GRACE_S)
 
@@ -343,7 +343,7 @@ def _losses(job: Job, known: dict[str, Node]) -> Iterator[tuple[str, str]]:
             elif lives or is_waited_for:
                 yield node_id, f"{node_id} is lost: its lease ran out while Redis was healthy"
         elif lives and node.incarnation != incarnation:
-            yield node_id, f"the agent of {node_id} was started anew"
+            yield node_id, f"the agent of {node_id} was restarted"
 
 
 def _has_left(job: Job, node: Node | None) -> bool:

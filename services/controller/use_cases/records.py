@@ -50,11 +50,11 @@ async def _bring(ports: Ports, job: Job) -> str | None:
     """Why nothing was brought back; None where all was."""
     nodes = await living_nodes(ports)
     if not nodes:
-        return "no node lives whose agent could read them: try again when one is back"
+        return "no live agent can read them: retry when a node is back"
     chosen = job.head_node if job.head_node in nodes else nodes[0]
     if await _brought_back(ports, job, chosen):
         return None
-    return f"the agent of {chosen} has not brought them back yet: ask again"
+    return f"the agent of {chosen} has not brought them back yet: retry"
 
 
 async def _brought_back(ports: Ports, job: Job, node_id: str) -> bool:

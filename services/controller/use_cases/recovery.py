@@ -18,7 +18,7 @@ _log = structlog.get_logger()
 
 
 async def recover_job(ports: Ports, fact: JobFound, now_ms: int, epoch: int) -> None:
-    """Make the job anew if it is unknown, then take in what storage tells of it.
+    """Make the job again if it is unknown, then take in what storage tells of it.
 
     Its ranks, where they still train, are adopted; those of a job that people deleted are stopped.
     What a clone among them begins with is held for it again.

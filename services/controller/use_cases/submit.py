@@ -75,7 +75,7 @@ async def submit(
         drafting = replace(drafting, estimate=estimate)
     job, outcome = await draft_job(ports, spec, drafting)
     if submission.dry_run:
-        return foreseen(job, outcome)
+        return predicted(job, outcome)
     await refuse_too_many(ports, job.owner, submission.most_unfinished)
     stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
     return job_view(stored.job, (), {})
@@ -94,8 +94,8 @@ async def refuse_too_many(ports: Ports, owner: str, most: int) -> None:
     if active < most and active + len(await ports.jobs.summaries(paused, None, most)) < most:
         return
     raise StateConflictError(
-        f"{owner} has {most} jobs that have not ended, as many as one may have: cancel some, or wait until "
-        "some end; MESHLOOM_MAX_UNFINISHED_JOBS of the controller sets the bound",
+        f"{owner} has {most} jobs that have not ended, the most allowed: cancel some, or wait "
+        "until some end (MESHLOOM_MAX_UNFINISHED_JOBS of the controller)",
         code="too_many_jobs",
     )
 
@@ -106,7 +106,7 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
     Raises:
         InvalidRequestError: It can never run; all faults at once.
     """
-    outcome = await _foresee(ports, spec, drafting.allowed)
+    outcome = await _predict(ports, spec, drafting.allowed)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
@@ -122,14 +122,14 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
     return job, outcome
 
 
-def foreseen(job: Job, outcome: Placed | NotNow) -> JobView:
+def predicted(job: Job, outcome: Placed | NotNow) -> JobView:
     """The job with the plan that would be run now, unless that is still to be made."""
     if job.planning is None and isinstance(outcome, Placed):
         job = job.model_copy(update={"plan": default_plan.gang(job.spec, outcome)})
     return job_view(job, (), {})
 
 
-async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed | NotNow:
+async def _predict(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
     faults = against_the_rules(spec, allowed) + unsupported(spec)
     faults += await code_faults(ports, spec, allowed)
@@ -151,4 +151,4 @@ async def _foresee(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed 
 def _reason(outcome: Placed | NotNow) -> str:
     if isinstance(outcome, NotNow):
         return outcome.reason
-    return f"queued; there is room on {', '.join(outcome.incarnations)}"
+    return f"queued; there are free slots on {', '.join(outcome.incarnations)}"

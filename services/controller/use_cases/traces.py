@@ -56,7 +56,7 @@ def _find(job: Job, trace_id: str) -> TraceView:
     for trace in job.traces:
         if trace.id == trace_id:
             return _view(job, trace)
-    raise NotFoundError(f"job {job.id} has no trace {trace_id}; its newest ones are kept")
+    raise NotFoundError(f"job {job.id} has no trace {trace_id}; only the newest ones are kept")
 
 
 def _view(job: Job, trace: Trace) -> TraceView:

@@ -1,7 +1,7 @@
 """Why jobs wait for slots, worked out when somebody asks.
 
 It follows from who runs and who goes first, so each end of a job changes it for all that wait: a
-record that kept it would be written anew each time.
+record that kept it would be rewritten each time.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
 def reason_of(turn: Turn) -> str:
     """Why the job still waits, in a sentence."""
     if isinstance(turn.outcome, Placed):
-        return f"there is room on {', '.join(turn.outcome.incarnations)}: it is placed next"
+        return f"there are free slots on {', '.join(turn.outcome.incarnations)}: it is placed next"
     return turn.outcome.reason
 
 

@@ -44,42 +44,77 @@ def _node_id_of_this_host() -> str:
 
 
 class AgentSettings(BaseSettings):
-    """The agent's settings; each is an environment variable ``MESHLOOM_<NAME>``.
-
-    ``home`` holds the node's files (logs of ranks, records of attempts). ``checkpoint_root`` is
-    the storage of all jobs' checkpoints, shared by all nodes. ``cpu_slots`` is how many CPU ranks
-    the node takes at a time. ``user_path`` (separated like PATH) is where user models are found.
-    ``address`` is where other nodes reach this one; by default the one from which it reaches Redis.
-    ``redis_ca``, ``redis_cert`` and ``redis_key`` are files for a ``redis_url`` of ``rediss://``.
-    ``factory_prefixes`` (by commas) are the entry points that jobs may name; unset, all that can be
-    imported. ``uploaded_code`` says whether jobs may run uploaded code; unset, where all may be named.
-    ``secrets_dir`` holds a file for each secret that specs may refer to. ``data_roots``
-    (like PATH; the user path by default) are where built-in data sources read. ``rank_env`` (by
-    commas) names variables that ranks get beside those that computing needs. ``template_linger_s`` is
-    how long the process that has imported torch waits for the next agent, should this one be killed.
-    ``rank_user`` is the system user of ranks and probes; for that the agent must run as root.
-    """
+    """Each is the environment variable ``MESHLOOM_<NAME>``; docs/configuration.md lists them."""
 
     model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
 
-    redis_url: str
-    redis_ca: Path | None = None
-    redis_cert: Path | None = None
-    redis_key: Path | None = None
-    node_id: NodeId = Field(default_factory=_node_id_of_this_host)
-    home: Path = Path(".meshloom")
-    checkpoint_root: Path = Path()
-    cpu_slots: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=0)
-    address: str | None = None
-    user_path: Annotated[tuple[Path, ...], NoDecode] = (Path(),)
-    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = None
-    uploaded_code: bool | None = None
-    secrets_dir: Path | None = None
-    data_roots: Annotated[tuple[Path, ...], NoDecode] = ()
-    rank_env: Annotated[frozenset[str], NoDecode] = frozenset()
-    rank_user: str | None = None
-    template_linger_s: float = Field(default=20.0, ge=0, le=3600)
-    trainer: str = "services.worker.rank.loop.trainer:train"
+    redis_url: str = Field(description="The Redis server; `rediss://` for TLS.")
+    redis_ca: Path | None = Field(
+        default=None,
+        description="File with the certificates of the authorities that sign Redis's; unset: the system's.",
+    )
+    redis_cert: Path | None = Field(
+        default=None, description="File with the client certificate for Redis."
+    )
+    redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    node_id: NodeId = Field(
+        default_factory=_node_id_of_this_host,
+        description="The node's name; unset: made of the host's name.",
+    )
+    home: Path = Field(
+        default=Path(".meshloom"),
+        description="Folder of the node's files: logs of ranks, records of attempts.",
+    )
+    checkpoint_root: Path = Field(
+        default=Path(),
+        description="Folder of all jobs' checkpoints, which all nodes share; unset: `checkpoints` in the home folder.",
+    )
+    cpu_slots: int = Field(
+        default_factory=lambda: max(2, os.cpu_count() or 1),
+        ge=0,
+        description="CPU ranks that the node runs at a time; unset: its cores, at least 2.",
+    )
+    address: str | None = Field(
+        default=None,
+        description="Where other nodes reach this one, for gangs over several nodes; unset: the address from which it reaches Redis.",
+    )
+    user_path: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(Path(),),
+        description="Folders, separated by `:`, from which jobs import code; unset: the current one.",
+    )
+    factory_prefixes: Annotated[tuple[str, ...] | None, NoDecode] = Field(
+        default=None,
+        description="Entry points that jobs may name beside the built-ins, separated by commas; unset: all that can be imported.",
+    )
+    uploaded_code: bool | None = Field(
+        default=None,
+        description="Whether jobs may run uploaded code; unset: where all entry points are allowed.",
+    )
+    secrets_dir: Path | None = Field(
+        default=None, description="Folder with a file for each secret that specs may name."
+    )
+    data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description="Folders, separated by `:`, from which built-in data sources read; unset: the user path.",
+    )
+    rank_env: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        description="Further environment variables that ranks get, separated by commas.",
+    )
+    rank_user: str | None = Field(
+        default=None,
+        description="The system user of ranks, for an agent that runs as root; unset: the agent's.",
+    )
+    template_linger_s: float = Field(
+        default=20.0,
+        ge=0,
+        le=3600,
+        description="Seconds for which the process that has imported torch waits for the next agent after a crash.",
+    )
+    trainer: str = Field(
+        default="services.worker.rank.loop.trainer:train",
+        description="The function that each rank runs, as module:callable.",
+    )
 
     @field_validator("home")
     @classmethod

@@ -55,7 +55,7 @@ from services.worker.agent.telemetry.gang_telemetry import Records
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
-_BOARDS: Final = "the shared memory, where boards lie,"
+_BOARDS: Final = "the shared memory, which has the boards,"
 _log = structlog.get_logger()
 GangKey = tuple[str, int]
 
@@ -255,9 +255,7 @@ class Supervisor:
             return
         except Exception as error:  # noqa: BLE001 whoever waits for an answer gets one
             _log.exception("launch_failed", job=command.job_id, fence=command.fence)
-            self._tell(
-                self._refuse(key, f"its agent failed at it: {type(error).__name__}: {error}")
-            )
+            self._tell(self._refuse(key, f"its agent failed: {type(error).__name__}: {error}"))
             return
         if command.store is None:  # its ranks begin the attempt: one node is enough
             self._begin(self._put_together(*key))
@@ -309,7 +307,7 @@ class Supervisor:
                     fence=command.fence,
                     node_id=self._node_id,
                     trace_id=command.trace_id,
-                    reason="no rank of this attempt lives here any more",
+                    reason="no rank of this attempt runs on this node",
                 )
             )
 

@@ -194,7 +194,7 @@ def _arguments(
     except KeyError as error:
         raise FactoryError(f"{field}.args: the secret {error.args[0]} was not granted") from None
     if _ROOTS in given:
-        raise FactoryError(f"{field}.args.{_ROOTS}: this is the node's to say; leave it out")
+        raise FactoryError(f"{field}.args.{_ROOTS}: the node sets this; leave it out")
     try:
         signature = inspect.signature(make)
     except ValueError:  # written in C: it checks its arguments itself

@@ -188,7 +188,7 @@ def _hangs_up(_: RankSeat, pipe: PipeEnd) -> None:
 
 
 def _writes_past_its_agent(seat: RankSeat, _: PipeEnd) -> None:
-    """Whenever its agent begins its log anew, a pipe is in the way of what is kept."""
+    """Whenever its agent starts its log over, a pipe is in the way of what is kept."""
     kept = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log.1"
 
     def stand_in_the_way() -> None:
@@ -205,7 +205,7 @@ def _writes_past_its_agent(seat: RankSeat, _: PipeEnd) -> None:
 
 def _calls_itself_what_is_no_text(seat: RankSeat, pipe: PipeEnd) -> None:
     _libc.prctl(_PR_SET_NAME, b"\xff) Z \xfe", 0, 0, 0)
-    _says(b"no message\n")(seat, pipe)
+    _says(b"not a message\n")(seat, pipe)
 
 
 def _is_traced(options: int) -> _Deed:
@@ -242,7 +242,7 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "unit": _board(unit=-7),
     "board cut": _resized(0),
     "board grown": _resized(1 << 20),
-    "no message": _says(b"Traceback (most recent call last):\n"),
+    "not a message": _says(b"Traceback (most recent call last):\n"),
     "long line": _says(b"x" * (60 << 20) + b"\n"),
     "endless line": _says(b"x" * 4096, times=None),
     "flood": _says(_EVALUATED % 3 * 200, times=None),

@@ -51,7 +51,7 @@ class Small(nn.Module):
 
 
 def hangs(child_to: str) -> nn.Module:
-    """Waits for ever, and so does a process of another session."""
+    """Waits forever, and so does a process of another session."""
     child = subprocess.Popen(
         [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
     )

@@ -33,38 +33,38 @@ _PTRACE_TRACEME: Final = 0
 
 def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int | None) -> None:
     """Run the steps of the spec; what else happens is in ``spec.model.args``."""
-    wishes: dict[str, Any] = seat.spec.model.args if seat.spec.model else {}
-    if wishes.get("environment_to"):
-        Path(wishes["environment_to"]).write_text(json.dumps(dict(os.environ)))  # noqa: TID251 what a rank sees
+    options: dict[str, Any] = seat.spec.model.args if seat.spec.model else {}
+    if options.get("environment_to"):
+        Path(options["environment_to"]).write_text(json.dumps(dict(os.environ)))  # noqa: TID251 what a rank sees
     pipe.send(RankReady(units=("blocks.0", ""), groups=("dp",), parameters=1, data_digest="d"))
-    if wishes.get("child"):
+    if options.get("child"):
         child = subprocess.Popen(
             [sys.executable, "-c", "import signal; signal.pause()"],
-            start_new_session=wishes["child"] == "of its own session",
+            start_new_session=options["child"] == "of its own session",
         )
         sys.stdout.write(f"child {child.pid}\n")
-    for number in range(wishes.get("lines", 0)):
+    for number in range(options.get("lines", 0)):
         sys.stdout.write(f"line {number}\n")
     steps = seat.spec.train.steps
     drained = False
     for step in range(1, steps + 1):
-        _misbehave(wishes, seat.rank, step)
-        if wishes.get("misdeed") and (seat.rank, step) == (1, 3):
-            MISDEEDS[wishes["misdeed"]](seat, pipe._end)
-        threading.Event().wait(wishes.get("pause_s", 0.0))
+        _misbehave(options, seat.rank, step)
+        if options.get("misdeed") and (seat.rank, step) == (1, 3):
+            MISDEEDS[options["misdeed"]](seat, pipe._end)
+        threading.Event().wait(options.get("pause_s", 0.0))
         board.finish_step(
             BoardStep(
-                step, float(wishes.get("loss", 1 / step)), 0.1 * step, 1e-3 / 3, 1000.0, 0.01
+                step, float(options.get("loss", 1 / step)), 0.1 * step, 1e-3 / 3, 1000.0, 0.01
             ),
             memory_bytes=4096,
             peak_bytes=1024,
             now_ns=time.monotonic_ns(),
         )
-        if wishes.get("evaluates") and seat.rank == 0:
+        if options.get("evaluates") and seat.rank == 0:
             pipe.send(RankEvaluated(step=step, loss=1 / step, tokens=10))
         orders = pipe.poll_orders()
         if step == steps or any(order.checkpoint for order in orders):
-            _checkpoint(seat, pipe, step, wishes.get("digest_of"))
+            _checkpoint(seat, pipe, step, options.get("digest_of"))
         if any(order.stop for order in orders):
             drained = True
             break
@@ -74,10 +74,10 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
     pipe.send(RankFinished(step=board.snapshot.step, drained=drained))
 
 
-def _misbehave(wishes: dict[str, Any], rank: int, step: int) -> None:
-    if step != wishes.get("at_step", 3) or rank != wishes.get("bad_rank", 1):
+def _misbehave(options: dict[str, Any], rank: int, step: int) -> None:
+    if step != options.get("at_step", 3) or rank != options.get("bad_rank", 1):
         return
-    match wishes.get("then"):
+    match options.get("then"):
         case "raise":
             raise ValueError("the model has a fault")
         case "lose_peer":

@@ -16,7 +16,7 @@ from torch.profiler import profile
 
 from services.worker.rank.models.decoder import Decoder
 
-_FOR_EVER_S = 1 << 30
+_FOREVER_S = 1 << 30
 _LONGER_THAN_A_HANG_S = 9.0
 _ROOM_BYTES = 64 << 20
 
@@ -66,7 +66,7 @@ def _run_out_of_memory() -> None:
 
 
 def _hold_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(_FOR_EVER_S)  # unlike CDLL, it keeps the lock while C runs
+    ctypes.PyDLL(None).sleep(_FOREVER_S)  # unlike CDLL, it keeps the lock while C runs
 
 
 def _take_long_over_traces() -> None:

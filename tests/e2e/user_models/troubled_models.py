@@ -89,7 +89,7 @@ class RunsOutOfMemory(Calm):
 
 
 class HoldsTheLock(Calm):
-    """C code that waits for ever and keeps the interpreter's lock: a mutex taken twice."""
+    """C code that waits forever and keeps the interpreter's lock: a mutex taken twice."""
 
     def trouble(self) -> None:
         threads = ctypes.PyDLL(None)

@@ -20,7 +20,7 @@ PARAM_TOLERANCE = 1e-6
 def check_cell(ctx: RankContext, cell: Cell, steps: int) -> None:
     """Bit for bit the reference's training, the same in every run, and that of one process.
 
-    Sums of three or more depend on their order, hence on the place in the buffer: there ours
+    Sums of three or more depend on their order, and so on the place in the buffer: there ours
     equals the reference when it packs as the reference does, and by default equals itself.
     """
     default = train(ctx, cell, OURS, steps)

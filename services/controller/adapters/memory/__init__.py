@@ -10,6 +10,7 @@ from services.controller.adapters.memory.coordination import (
     MemoryLeadership,
     listening,
 )
+from services.controller.adapters.memory.event_feed import MemoryEventFeed
 from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
 from services.controller.adapters.memory.plans import MemoryPlans
@@ -26,6 +27,7 @@ def memory_ports(server: MemoryServer) -> Ports:
         plans=MemoryPlans(server),
         codes=MemoryCode(server),
         telemetry=MemoryTelemetry(server),
+        events=MemoryEventFeed(server),
         leadership=MemoryLeadership(server),
         clock=MemoryClock(server),
         tokens=MemoryTokens(server),

@@ -8,6 +8,7 @@ from services.controller.domain.decisions.history import HistoryEntry, creation
 from services.controller.domain.errors import KeyReusedError, NotFoundError, StaleWriteError
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.job import Job
+from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import (
     Actor,
     Among,
@@ -154,3 +155,5 @@ class MemoryJobs:
             self._server.logs[job.id, log] += [
                 self._server.entry(record.model_dump_json()) for record in records
             ]
+        for entry in map(self._server.entry, (record.model_dump_json() for record in events)):
+            self._server.feed.append(FeedEntry(entry.id, entry.body, job.id))

@@ -49,7 +49,7 @@ class MemoryNodes:
         self._server.refuse_deposed(epoch)
         known = self._server.nodes.get(node.id)
         if known is None or known.fact_id != node.fact_id or node.id in self._server.leases:
-            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent is alive")
         del self._server.nodes[node.id]
         self._server.drains.pop(node.id, None)
         self._server.inboxes.pop(node.id, None)
@@ -122,6 +122,12 @@ class MemoryTelemetry:
     ) -> Mapping[str, list[StepRecord]]:
         """See ``Telemetry.last_steps``."""
         return {name: self._server.steps.get(name, [])[-count:] for name in job_ids}
+
+    async def recent_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """See ``Telemetry.recent_steps``."""
+        return await self.last_steps(job_ids, count)
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""

@@ -15,6 +15,7 @@ from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import Pace
 from services.controller.domain.plans.plan import Plan
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
+from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
 
@@ -39,6 +40,7 @@ class MemoryServer:
     drains: dict[str, Drain] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    feed: list[FeedEntry] = field(default_factory=list)
     facts: list[Entry] = field(default_factory=list)
     delivered: dict[str, Entry] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)

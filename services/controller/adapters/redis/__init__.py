@@ -10,6 +10,7 @@ from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, connected
 from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
+from services.controller.adapters.redis.event_feed import RedisEventFeed
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
@@ -33,6 +34,7 @@ async def redis_ports(
             plans=RedisPlans(clients),
             codes=RedisCode(clients),
             telemetry=RedisTelemetry(clients, recalled_s),
+            events=RedisEventFeed(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),
             tokens=RedisTokens(clients),

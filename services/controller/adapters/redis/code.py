@@ -85,9 +85,9 @@ class RedisCode:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._keep = clients.writes.register_script(_KEEP)
-        self._use = clients.writes.register_script(_USE)
-        self._forget = clients.writes.register_script(_FORGET)
+        self._keep = clients.script(_KEEP)
+        self._use = clients.script(_USE)
+        self._forget = clients.script(_FORGET)
 
     async def keep(self, code: UploadedCode, body: bytes, limits: CodeLimits) -> Kept:
         """See ``CodeStore.keep``. It is written under another name, and renamed once it is whole."""

@@ -16,10 +16,12 @@ from pydantic import ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.controller.adapters.redis.scripts import checked
 from services.controller.domain.errors import StoreUnavailableError
 
 MAX_BLOCK_S: Final = 20.0
@@ -36,8 +38,8 @@ _READ_BACKOFF_S: Final = 0.05
 _MEMORY: Final = "raise its maxmemory, or delete jobs that have ended"
 _REPLICA: Final = "it is a replica: point MESHLOOM_REDIS_URL at the primary, or make it one"
 _ACL: Final = "its ACL does not let this user do that: see `python -m services.controller.acl`"
-_TYPE: Final = "a key is not of the type that it should be: give it another name, or delete it"
-_WAIT: Final = "it is busy: it answers again by itself"
+_TYPE: Final = "a key has the wrong type: rename it, or delete it"
+_WAIT: Final = "it is busy and will answer again"
 _REFUSALS: Final[Mapping[type[ResponseError], str]] = {
     OutOfMemoryError: _MEMORY,
     NoPermissionError: _ACL,
@@ -166,6 +168,10 @@ class RedisClients:
     streams: Redis
     unreadable: Unreadable = field(default_factory=Unreadable)
 
+    def script(self, text: str) -> AsyncScript:
+        """A script that writes all that it is to write, or nothing."""
+        return self.writes.register_script(checked(text))
+
     @contextlib.contextmanager
     def answering(self, *names: str) -> Iterator[None]:
         """As ``answering``, for keys without which nothing can be told: one of another type is named.
@@ -206,7 +212,7 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
             socket_timeout=patience_s,
             socket_connect_timeout=_ANSWER_S,
             decode_responses=True,
-            # Agents may write any bytes. Raised while reading, their fault would end every reign.
+            # Agents may write any bytes. Raised while reading, their fault would end every term.
             encoding_errors="replace",
         )
         return Redis.from_pool(pool)

@@ -17,9 +17,9 @@ class RedisLeadership:
     """The port ``Leadership``."""
 
     def __init__(self, clients: RedisClients) -> None:
-        self._take = clients.writes.register_script(scripts.TAKE_LEAD)
-        self._renew = clients.writes.register_script(scripts.RENEW_LEAD)
-        self._release = clients.writes.register_script(scripts.RELEASE_LEAD)
+        self._take = clients.script(scripts.TAKE_LEAD)
+        self._renew = clients.script(scripts.RENEW_LEAD)
+        self._release = clients.script(scripts.RELEASE_LEAD)
 
     async def take(self, holder: str) -> int | None:
         """See ``Leadership.take``."""

@@ -58,7 +58,7 @@ class JobIndex:
         self._clients = clients
         self._read = read
         self._load = load
-        self._put = clients.writes.register_script(scripts.LIST_JOB)
+        self._put = clients.script(scripts.LIST_JOB)
         # By how much the indexes differed when they were built last, for records that nobody can list.
         self._surplus = 0
 
@@ -191,7 +191,7 @@ class JobIndex:
     async def _cards(self, names: Sequence[str]) -> Mapping[str, int | None]:
         """How many stand in each index; None where that has another type."""
         with answering():
-            # As of one moment: what does not add up has all records read anew.
+            # As of one moment: what does not add up has all records read again.
             async with self._clients.reads.pipeline(transaction=True) as pipe:
                 for name in names:
                     pipe.zcard(name)

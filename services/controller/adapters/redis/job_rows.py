@@ -80,6 +80,7 @@ def keys_of_commit(job_id: str) -> list[str]:
         keys.job_metrics(job_id),
         keys.job_records(job_id),
         keys.CHANGED_JOBS,
+        keys.EVENT_FEED,
     ]
 
 
@@ -118,7 +119,7 @@ def read_row(row: Row) -> Stored:
         key = keys.job(row.job_id) if row.doc is None else keys.job_checkpoints(row.job_id)
         raise RecordUnreadableError(unreadable(row.job_id, f"{key} has another type"))
     if row.doc.startswith(SPLIT_MARK) and (len(row.parts) < len(PARTS) or None in row.parts):
-        raise RecordUnreadableError(unreadable(row.job_id, "parts of it are gone"))
+        raise RecordUnreadableError(unreadable(row.job_id, "parts of it are missing"))
     try:
         version = _VERSION.validate_python(row.version)
         checkpoints = {

@@ -79,11 +79,11 @@ class RedisJobs:
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
         )
         self._telemetry_kept_s = telemetry_kept_s
-        self._commit = clients.writes.register_script(scripts.COMMIT)
-        self._create = clients.writes.register_script(scripts.CREATE)
-        self._restore = clients.writes.register_script(scripts.RESTORE)
-        self._delete = clients.writes.register_script(scripts.DELETE)
-        self._send = clients.writes.register_script(scripts.SEND)
+        self._commit = clients.script(scripts.COMMIT)
+        self._create = clients.script(scripts.CREATE)
+        self._restore = clients.script(scripts.RESTORE)
+        self._delete = clients.script(scripts.DELETE)
+        self._send = clients.script(scripts.SEND)
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
@@ -99,6 +99,7 @@ class RedisJobs:
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
                     keys.job_records(job.id),
+                    keys.EVENT_FEED,
                 ],
                 args=[
                     job.id,
@@ -136,6 +137,7 @@ class RedisJobs:
                     keys.DELETED_JOBS,
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
+                    keys.EVENT_FEED,
                 ],
                 args=[
                     epoch,

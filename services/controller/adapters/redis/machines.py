@@ -51,10 +51,10 @@ class RedisNodes:
         self._clients = clients
         self._known: dict[str, tuple[_NodeTexts, Node]] = {}
         self._leases = clients.reads.register_script(scripts.LEASES)
-        self._put = clients.writes.register_script(scripts.PUT_NODE)
-        self._forget = clients.writes.register_script(scripts.FORGET_NODE)
-        self._drain = clients.writes.register_script(scripts.DRAIN_NODE)
-        self._measure = clients.writes.register_script(scripts.MEASURED_NODE)
+        self._put = clients.script(scripts.PUT_NODE)
+        self._forget = clients.script(scripts.FORGET_NODE)
+        self._drain = clients.script(scripts.DRAIN_NODE)
+        self._measure = clients.script(scripts.MEASURED_NODE)
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
@@ -134,7 +134,7 @@ class RedisNodes:
         if status == "deposed":
             raise DeposedError("another controller leads now")
         if status == "stale":
-            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent lives")
+            raise StaleWriteError(f"node {node.id} changed meanwhile, or its agent is alive")
 
     async def drain(self, node_id: str, drain: Drain | None) -> None:
         """See ``NodeStore.drain``."""
@@ -186,7 +186,7 @@ class RedisFacts:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._take = clients.writes.register_script(scripts.TAKE_FACTS)
+        self._take = clients.script(scripts.TAKE_FACTS)
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""

@@ -37,9 +37,9 @@ class RedisPlans:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._keep = clients.writes.register_script(scripts.KEEP_PLAN)
-        self._conclude = clients.writes.register_script(scripts.CONCLUDE_PLAN)
-        self._keep_answer = clients.writes.register_script(scripts.KEEP_ANSWER)
+        self._keep = clients.script(scripts.KEEP_PLAN)
+        self._conclude = clients.script(scripts.CONCLUDE_PLAN)
+        self._keep_answer = clients.script(scripts.KEEP_ANSWER)
 
     async def keep(
         self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
@@ -177,7 +177,7 @@ class RedisPlans:
         except ValidationError as error:
             raise RecordUnreadableError(
                 f"the answer to {probe_id} cannot be read by this version of the controller; "
-                "ask anew with POST /v1/plans?fresh=true"
+                "ask again with POST /v1/plans?fresh=true"
             ) from error
 
     async def keep_pace(self, probe_id: str, pace: Pace) -> None:

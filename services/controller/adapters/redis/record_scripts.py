@@ -108,7 +108,7 @@ local rows = ARGV[5] ~= '' and redis.pcall('XRANGE', KEYS[5], '-', '+') or {}
 local first = #rows - tonumber(ARGV[6]) + 1
 while not rows.err and first > 1 and later(rows[first][1], ARGV[5]) do first = first - 1 end
 if not rows.err and first > 1 then
-  -- Written anew: a stream that is cut keeps the memory of what is gone.
+  -- Rewritten: a stream that is cut keeps the memory of what is gone.
   -- Those from before an earlier closing are in storage alone.
   if redis.call('HEXISTS', KEYS[2], 'events') == 1 then
     redis.call('DEL', KEYS[5], KEYS[6])

@@ -1,6 +1,32 @@
 """The Lua scripts: each is one decision's whole write, so that a crash leaves no half of it."""
 
+import re
 from typing import Final
+
+from services.contract.redis import redis_keys as keys
+
+_COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
+# Asked about a command without its arguments, Redis 7.0 reads beyond them, and may crash.
+_CHECK_RIGHTS: Final = """
+local asked = {XGROUP = {'CREATE', KEYS[1], 'x', '$'}, PUBLISH = {'%(channel)s', ''}, TIME = {}}
+for _, name in ipairs({%(names)s}) do
+  local with = asked[name] or {KEYS[1], KEYS[1], KEYS[1]}
+  if redis.acl_check_cmd and not redis.acl_check_cmd(name, unpack(with)) then
+    return redis.error_reply('NOPERM this user may not run ' .. name)
+  end
+end
+"""
+
+
+def checked(script: str) -> str:
+    """The script, which does nothing unless its user may run all commands that it may come to.
+
+    Redis takes nothing back of a script that it stops half-way. What else it refuses (no memory, a
+    replica, a disk) it refuses at a script's first write.
+    """
+    names = ", ".join(f"'{name}'" for name in sorted(set(_COMMAND.findall(script))))
+    return _CHECK_RIGHTS % {"names": names, "channel": keys.WAKE} + script
+
 
 _REFUSE_DEPOSED: Final = """
 local function deposed(key, epoch)
@@ -38,6 +64,13 @@ local function tell_change(key, kept, id, version, active)
 end
 """
 
+# Dashboards and webhooks read it. Of another type it costs them their events, and no write.
+_TELL_EVENT: Final = f"""
+local function tell_event(feed, field, event, id)
+  redis.pcall('XADD', feed, 'MAXLEN', '~', {keys.EVENT_FEED_KEPT}, '*', field, event, '{keys.JOB_FIELD}', id)
+end
+"""
+
 # The indexes in which a job stands are named in its record: whoever writes it takes it out of those. One of
 # another type costs its list, and no write.
 _RELIST: Final = """
@@ -54,13 +87,19 @@ local function relist(job, id, created, listed)
 end
 """
 
-# The inbox is its agent's: one that it gave another type costs that agent its commands, and nobody else.
+# The inbox is its agent's: one that it gave another type, or the last id, costs that agent its commands,
+# and nobody else. What Redis refuses to all is no doing of the agent's.
 TO_INBOX: Final = """
-local function to_inbox(key, field, command) redis.pcall('XADD', key, '*', field, command) end
+local function to_inbox(key, field, command)
+  local told = redis.pcall('XADD', key, '*', field, command)
+  if type(told) ~= 'table' then return end
+  local is_spoilt = string.find(told.err, '^WRONGTYPE') or string.find(told.err, '^ERR The stream')
+  if not is_spoilt then redis.call('XADD', key, '*', field, command) end
+end
 """
 
 # Storage tells of jobs that Redis does not know, which may have been lost, or deleted. One that never had
-# an attempt left nothing there; to remember it for ever, too, would let its owner fill the memory.
+# an attempt left nothing there; to remember it forever, too, would let its owner fill the memory.
 _REMEMBER_DELETED: Final = """
 local function remember_deleted(key, job, id)
   if redis.pcall('HGET', job, 'fence') ~= '0' then redis.call('SADD', key, id) end
@@ -83,10 +122,11 @@ COMMIT: Final = (
     + TO_INBOX
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + LIVE_AT_MOST
     + """
 -- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
--- these are whole, changes, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- these are whole, changes, events of all jobs, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -119,6 +159,7 @@ relist(KEYS[1], id, created, listed)
 if active == '1' then redis.call('SADD', KEYS[2], id) else redis.call('SREM', KEYS[2], id) end
 for _, event in ipairs(take_list()) do
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', kept, '*', field, event)
+  tell_event(KEYS[14], field, event, id)
 end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
@@ -156,8 +197,10 @@ CREATE: Final = (
     + _FIND_MISTYPED
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
+-- events of all jobs
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
@@ -172,7 +215,10 @@ redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', s
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
-for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[4], '*', field, event) end
+for _, event in ipairs(take_list()) do
+  redis.call('XADD', KEYS[4], '*', field, event)
+  tell_event(KEYS[9], field, event, id)
+end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
 redis.call('SET', KEYS[8], '1')
 tell_change(KEYS[7], take(), id, 1, 1)
@@ -187,8 +233,10 @@ RESTORE: Final = (
     + _FIND_MISTYPED
     + _RELIST
     + _TELL_CHANGE
+    + _TELL_EVENT
     + """
--- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history, changes
+-- KEYS: job, all jobs, active jobs, epoch, events, checkpoints, deleted jobs, history, changes,
+-- events of all jobs
 local epoch, id, wake, field, doc = take(), take(), take(), take(), take()
 local fence, state, active, created = take(), take(), take(), take()
 local summary, listed = take(), take()
@@ -201,7 +249,10 @@ redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', fence, 'state',
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
 if active == '1' then redis.call('SADD', KEYS[3], id) end
-for _, event in ipairs(take_list()) do redis.call('XADD', KEYS[5], '*', field, event) end
+for _, event in ipairs(take_list()) do
+  redis.call('XADD', KEYS[5], '*', field, event)
+  tell_event(KEYS[10], field, event, id)
+end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[6], puts[i], puts[i + 1]) end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[8], '*', field, told) end
@@ -411,10 +462,12 @@ TAKE_FACTS: Final = """
 local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 for i = 2, #KEYS do
   while left > 0 and room > 0 do
-    local fact = redis.call('LPOP', KEYS[i])
+    -- Taken once it is kept: a stream to which nothing can be added must cost no fact.
+    local fact = redis.call('LINDEX', KEYS[i], 0)
     if not fact then break end
     if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
     redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    redis.call('LPOP', KEYS[i])
     left, room = left - 1, room - #fact
   end
 end
@@ -432,7 +485,7 @@ return redis.call('INCR', KEYS[2])
 RENEW_LEAD: Final = """
 -- KEYS: leader; ARGV: holder, lease in ms
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
--- A write, as all decisions are: a Redis that refuses those ends the reign, and so says why.
+-- A write, as all decisions are: a Redis that refuses those ends the term, and so says why.
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """

@@ -2,8 +2,9 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -28,7 +29,9 @@ _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
 _LONGEST_SAMPLES: Final = 64 << 20
-# An agent has so long to bring back what storage has; then somebody may ask anew.
+# Estimates of the queue are made at each change: so long they do with the steps that were read.
+_RECENT_S: Final = 1.0
+# An agent has so long to bring back what storage has; then somebody may ask again.
 _ASKED_S: Final = 60
 # Where records are brought back to, and where they belong.
 _RECORDS: Final = (
@@ -37,6 +40,11 @@ _RECORDS: Final = (
     (keys.recalled_logs, keys.job_logs),
 )
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
+
+
+class _Recent(NamedTuple):
+    read_s: float
+    steps: list[StepRecord]
 
 
 class RedisTelemetry:
@@ -50,9 +58,10 @@ class RedisTelemetry:
     def __init__(self, clients: RedisClients, recalled_s: int = keys.RECALLED_S) -> None:
         self._clients = clients
         self._recalled_s = recalled_s
-        self._ask_back = clients.writes.register_script(record_scripts.ASK_BACK)
-        self._put_together = clients.writes.register_script(record_scripts.PUT_TOGETHER)
-        self._closed = clients.writes.register_script(record_scripts.RECORDS_CLOSED)
+        self._recent: dict[tuple[str, int], _Recent] = {}
+        self._ask_back = clients.script(record_scripts.ASK_BACK)
+        self._put_together = clients.script(record_scripts.PUT_TOGETHER)
+        self._closed = clients.script(record_scripts.RECORDS_CLOSED)
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """See ``Telemetry.samples``."""
@@ -99,6 +108,23 @@ class RedisTelemetry:
     ) -> Mapping[str, list[StepRecord]]:
         """See ``Telemetry.last_steps``."""
         return await self._last(StepRecord, keys.job_steps, job_ids, count)
+
+    async def recent_steps(
+        self, job_ids: Sequence[str], count: int
+    ) -> Mapping[str, list[StepRecord]]:
+        """See ``Telemetry.recent_steps``."""
+        now = time.monotonic()
+        known = {
+            (name, kept): entry
+            for (name, kept), entry in self._recent.items()
+            if entry.read_s > now - _RECENT_S
+        }
+        missing = [name for name in job_ids if (name, count) not in known]
+        if missing:
+            read = await self.last_steps(missing, count)
+            known |= {(name, count): _Recent(now, read[name]) for name in missing}
+        self._recent = known
+        return {name: known[name, count].steps for name in job_ids}
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""

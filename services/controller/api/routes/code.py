@@ -24,7 +24,7 @@ Digest = Annotated[CodeDigest, Path(description="`sha256:` and the digest of the
     "/{digest}",
     status_code=HTTPStatus.CREATED,
     response_model=CodeView,
-    responses={200: {"model": CodeView, "description": "It was there before"}},
+    responses={200: {"model": CodeView, "description": "It was already uploaded"}},
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -38,11 +38,12 @@ async def put_code(
 ) -> Response:
     """Upload a gzipped tar of plain files, to be named by specs as `code`.
 
-    It is judged before it is kept, and kept while a job names it and for a day after its last use.
+    It is checked before it is stored, and kept while a job names it and for a day after its last
+    use.
     """
     if not context.entry_points.take_uploads:
         raise ForbiddenError(
-            "uploaded code is not taken here (MESHLOOM_UPLOADED_CODE of the controller and the "
+            "uploaded code is disabled (MESHLOOM_UPLOADED_CODE of the controller and the "
             "agents): name what the nodes have",
             code="code_not_allowed",
         )
@@ -62,5 +63,5 @@ async def put_code(
 
 @router.get("/{digest}", response_model=CodeView, dependencies=[SUBMITS])
 async def get_code(digest: Digest, request: Request, ports: WithPorts) -> Response:
-    """What is known of an archive. Its content is for the nodes alone."""
+    """The facts about an archive. Only nodes read its content."""
     return answer(request, await use_cases.get_code(ports, digest))

@@ -47,14 +47,17 @@ async def get_rank(job_id: str, rank: int, request: Request, ports: WithPorts) -
     dependencies=[OWNS_JOB],
 )
 async def diagnose(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
-    """Look into the running ranks; they go on. `GET …/diagnosis` tells, a second or two later."""
+    """Inspect the running ranks, which continue.
+
+    `GET …/diagnosis` has the result a second or two later.
+    """
     view = await change_course(ports, job_id, DiagnosisAsked(), actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
 @router.get("/jobs/{job_id}/diagnosis", response_model=DiagnosisView, dependencies=[READS])
 async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """The verdict on the newest attempt that failed or was looked into, and its ranks' stacks."""
+    """The verdict on the newest attempt that failed or was inspected, and its ranks' stacks."""
     return answer(request, await use_cases.get_diagnosis(ports, job_id))
 
 
@@ -71,7 +74,8 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
         list[Annotated[str, Query(max_length=_NAMES_CHARACTERS)]] | None,
         Query(
             max_length=_MOST_NAMES,
-            description="these metrics alone, also the user's: `loss,grad_norm`, or one each time",
+            description="only these metrics, also the user's: `loss,grad_norm`, or one for each "
+            "`name`",
         ),
     ] = None,
     from_step: Annotated[int, Query(ge=0)] = 0,
@@ -80,7 +84,7 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
 ) -> Response:
     """Loss, throughput and the user's metrics by step, thinned out to `max_points`.
 
-    A job has at most 64 metrics of the user's; `names` lists them, `names_left_out` counts the rest.
+    A job has at most 64 user metrics; `names` lists them, `names_left_out` counts the rest.
     """
     wanted = of_metrics.StepRange(from_step, to_step, max_points)
     async with context.turns.of(asks.subject):
@@ -93,7 +97,7 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])
 async def list_nodes(request: Request, ports: WithPorts) -> Response:
-    """All nodes that ever joined, their leases, and what runs there."""
+    """All known nodes, their leases, and the ranks that they run."""
     return answer(request, await use_cases.list_nodes(ports))
 
 

@@ -51,7 +51,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=255,
         pattern=r"^[\x21-\x7e]+$",
-        description="The same key with the same body again, by the same subject, gets the same answer",
+        description="A repeated request of the same subject, with the same key and body, gets the "
+        "same answer",
     ),
 ]
 
@@ -60,7 +61,7 @@ IdempotencyKey = Annotated[
     "",
     status_code=HTTPStatus.CREATED,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was stored"}},
     dependencies=[SUBMITS],
 )
 async def submit(
@@ -71,9 +72,9 @@ async def submit(
     idempotency_key: IdempotencyKey = None,
     dry_run: bool = False,  # noqa: FBT001, FBT002 a query parameter
 ) -> Response:
-    """Submit a job, by a spec or by the plan that was made for one.
+    """Submit a job by a spec, or by a plan.
 
-    What can never run is refused, with every fault at once. A job by a plan runs that very plan.
+    A job that can never run is refused, with all errors. A job by a plan runs exactly that plan.
     """
     refuse_unspeakable(wanted)
     claim = None
@@ -105,16 +106,22 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
     q: Annotated[str | None, Query(max_length=200, description="text in id or name")] = None,
     sort: Annotated[
-        JobOrder, Query(description="by what, then by id; `-` begins with the highest")
+        JobOrder, Query(description="sort field, then id; `-` sorts in descending order")
     ] = NEWEST_FIRST,
     fields: Annotated[
         str | None,
-        Query(max_length=1000, description="a job's fields, by commas: these and `id` alone"),
+        Query(
+            max_length=1000,
+            description="comma-separated fields of a job; only these and `id` are returned",
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: str | None = None,
 ) -> Response:
-    """Jobs, newest first or as ``sort`` says. Of those of more than 64 ranks the measured peak is left out."""
+    """Jobs, newest first or as ``sort`` says.
+
+    Jobs of more than 64 ranks are listed without the measured peak.
+    """
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
     async with context.turns.of(asks.subject):
@@ -129,7 +136,7 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])
 async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """One job: where it stands and why, how far it is."""
+    """One job: its state and the reason for it, and its progress."""
     return answer(request, await use_cases.get_job(ports, job_id))
 
 
@@ -138,7 +145,7 @@ async def get_job(job_id: str, request: Request, ports: WithPorts) -> Response:
     response_model=JobView,
     responses={
         412: {"model": Problem, "description": "The job was changed since it was read"},
-        428: {"model": Problem, "description": "If-Match is wanted"},
+        428: {"model": Problem, "description": "If-Match is required"},
     },
     dependencies=[OWNS_JOB],
 )
@@ -149,12 +156,12 @@ async def patch_job(
     ports: WithPorts,
     actor: WithActor,
     if_match: Annotated[
-        str | None, Header(max_length=1000, description="The ETag that GET answered, or `*`")
+        str | None, Header(max_length=1000, description="The ETag from GET, or `*`")
     ] = None,
 ) -> Response:
     """Change priority, labels, retention or restart budget (a JSON merge patch).
 
-    Only people's changes make an ETag stale here, not a job's progress.
+    Only edits of a job make its ETag stale, not its progress.
     """
     refuse_unspeakable(patch)
     event = PatchAsked(patch, revisions_matched(if_match))
@@ -165,7 +172,7 @@ async def patch_job(
     "/{job_id}/clone",
     status_code=HTTPStatus.ACCEPTED,
     response_model=JobView,
-    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was kept"}},
+    responses={200: {"model": JobView, "description": "With `dry_run`: nothing was stored"}},
     dependencies=[SUBMITS],
 )
 async def clone(  # noqa: PLR0913 one parameter a part of the request
@@ -181,11 +188,12 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
 ) -> Response:
     """Queue another job of the same spec, with overrides, from a checkpoint or from the start.
 
-    Its checkpoint is kept for the clone, so `from_checkpoint` takes the job's owner or an operator.
+    Its checkpoint is kept for the clone, so only the job's owner or an operator may use
+    `from_checkpoint`.
     """
     body = wanted or CloneRequest()
     if body.from_checkpoint is not None:
-        may = "have its checkpoint kept for a clone; without from_checkpoint anybody may clone it"
+        may = "clone it from a checkpoint; without from_checkpoint any submitter may clone it"
         await check_owner(context.ports, job_id, asks, may)
     refuse_unspeakable(body)
     claim = None
@@ -213,7 +221,7 @@ async def delete_job(
     actor: WithActor,
     *,
     purge_checkpoints: Annotated[
-        bool, Query(description="Remove its checkpoints, too; it is forgotten when they are gone")
+        bool, Query(description="Remove its checkpoints too; the job is deleted after them")
     ] = False,
 ) -> Response:
     """Delete a finished job. Its checkpoints stay in storage unless they are purged."""
@@ -239,7 +247,7 @@ async def pause(
     actor: WithActor,
     stop: StopRequest | None = None,
 ) -> Response:
-    """Stop after a checkpoint, as asked; `resume` goes on."""
+    """Stop after a checkpoint, as requested; `resume` continues."""
     event = PauseAsked(stop or StopRequest())
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -258,7 +266,7 @@ async def resume(
     actor: WithActor,
     source: ResumeRequest | None = None,
 ) -> Response:
-    """Go on, from a named checkpoint or from the latest committed one."""
+    """Continue from a named checkpoint, or from the latest committed one."""
     event = ResumeAsked((source or ResumeRequest()).from_checkpoint)
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -277,7 +285,7 @@ async def cancel(
     actor: WithActor,
     stop: StopRequest | None = None,
 ) -> Response:
-    """Stop for good, after a checkpoint as asked."""
+    """Stop permanently, after a checkpoint as requested."""
     event = CancelAsked(stop or StopRequest())
     view = await use_cases.change_course(ports, job_id, event, actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
@@ -290,14 +298,14 @@ async def cancel(
     dependencies=[OWNS_JOB],
 )
 async def kill(job_id: str, request: Request, ports: WithPorts, actor: WithActor) -> Response:
-    """Stop for good, at once, without a checkpoint."""
+    """Stop permanently, at once, without a checkpoint."""
     view = await use_cases.change_course(ports, job_id, KillAsked(), actor)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
 
 @router.get("/{job_id}/attempts", response_model=AttemptList, dependencies=[READS])
 async def list_attempts(job_id: str, request: Request, ports: WithPorts) -> Response:
-    """A job's tries, oldest first, and how each ended."""
+    """A job's attempts, oldest first, and how each ended."""
     return answer(request, await use_cases.list_attempts(ports, job_id))
 
 

@@ -23,7 +23,7 @@ _ASK_AGAIN_AFTER_S: Final = 1
     "",
     status_code=HTTPStatus.CREATED,
     response_model=PlanView,
-    responses={202: {"model": PlanView, "description": "The model is still profiled: ask again"}},
+    responses={202: {"model": PlanView, "description": "The model is still being profiled: retry"}},
     dependencies=[SUBMITS],
 )
 async def make_plan(
@@ -32,11 +32,11 @@ async def make_plan(
     context: WithContext,
     actor: WithActor,
     *,
-    fresh: Annotated[bool, Query(description="Profile the model anew")] = False,
+    fresh: Annotated[bool, Query(description="Profile the model again")] = False,
 ) -> Response:
     """Plan a job: mesh, units, memory, traffic, time, and why other layouts lost.
 
-    Allocates nothing. `POST /v1/jobs` with the plan's id runs that very plan.
+    Allocates nothing. `POST /v1/jobs` with the plan's id runs exactly that plan.
     """
     refuse_unspeakable(spec)
     view = await use_cases.make_plan(

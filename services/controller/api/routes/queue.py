@@ -16,13 +16,13 @@ router = APIRouter(prefix="/v1", tags=["queue"])
 
 @router.get("/queue", response_model=QueueView, dependencies=[READS])
 async def get_queue(request: Request, ports: WithPorts) -> Response:
-    """Who waits for seats, in which order, why, and behind whom."""
+    """The jobs that wait for slots, in order, and why each waits."""
     return answer(request, await use_cases.get_queue(ports))
 
 
 @router.get("/capacity", response_model=CapacityView, dependencies=[READS])
 async def get_capacity(request: Request, ports: WithPorts) -> Response:
-    """What is taken and what is free, node by node."""
+    """Used and free slots, node by node."""
     return answer(request, await use_cases.get_capacity(ports))
 
 
@@ -35,7 +35,7 @@ async def get_capacity(request: Request, ports: WithPorts) -> Response:
 async def drain_node(
     node_id: str, request: Request, ports: WithPorts, how: DrainRequest | None = None
 ) -> Response:
-    """Place no more gangs there; those that run there take a checkpoint and move."""
+    """Place no more gangs on this node; its running gangs take a checkpoint and migrate."""
     view = await use_cases.drain_node(ports, node_id, (how or DrainRequest()).grace_s)
     return answer(request, view, status=HTTPStatus.ACCEPTED)
 
@@ -47,7 +47,7 @@ async def drain_node(
     dependencies=[OPERATES_NODE],
 )
 async def forget_node(node_id: str, ports: WithPorts) -> Response:
-    """Delete the record of a lost node on which no rank lives; its agent may join again."""
+    """Delete the record of a lost node that runs no rank; its agent may join again."""
     await use_cases.forget_node(ports, node_id)
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
@@ -59,6 +59,6 @@ async def forget_node(node_id: str, ports: WithPorts) -> Response:
     dependencies=[OPERATES_NODE],
 )
 async def undrain_node(node_id: str, request: Request, ports: WithPorts) -> Response:
-    """Place gangs there again."""
+    """Place gangs on this node again."""
     view = await use_cases.undrain_node(ports, node_id)
     return answer(request, view, status=HTTPStatus.ACCEPTED)

@@ -25,13 +25,13 @@ def _version() -> str:
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Health:
-    """The process lives."""
+    """The process is alive."""
     return Health(status="ok")
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(context: WithContext) -> Response:
-    """The controller can serve: Redis answers, and does all that its loops ask for."""
+    """The controller can serve: Redis answers, and accepts the commands of all loops."""
     epoch = context.epoch()
     role = "standby" if epoch is None else f"leading, epoch {epoch}"
     trouble = context.trouble()
@@ -65,5 +65,5 @@ async def metrics(context: WithContext) -> Response:
 
 @router.get("/version", response_model=Version)
 async def version(request: Request) -> Response:
-    """Which build answers."""
+    """The version of the controller that answers."""
     return answer(request, Version(version=_version()))

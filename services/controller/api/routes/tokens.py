@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/tokens", tags=["access"])
 async def create_token(
     wanted: TokenRequest, request: Request, ports: WithPorts, actor: WithActor
 ) -> Response:
-    """Make a token. The answer shows it; nothing else ever will."""
+    """Create a token. Only this answer shows it."""
     made = await use_cases.create_token(ports, wanted, actor)
     headers = {"Location": f"/v1/tokens/{made.id}", "Cache-Control": "no-store"}
     return answer(request, made, status=HTTPStatus.CREATED, headers=headers)
@@ -36,5 +36,5 @@ async def list_tokens(request: Request, ports: WithPorts) -> Response:
 
 @router.delete("/{token_id}", status_code=HTTPStatus.NO_CONTENT, dependencies=[OPERATES])
 async def revoke_token(token_id: str, ports: WithPorts) -> None:
-    """Revoke a token: from now on it opens nothing."""
+    """Revoke a token. Requests with it get 401 from now on."""
     await use_cases.revoke_token(ports, token_id)

@@ -26,10 +26,10 @@ async def record_trace(
     actor: WithActor,
     wanted: TraceRequest | None = None,
 ) -> Response:
-    """Have ranks of a running job record their next whole steps by PyTorch's profiler.
+    """Record the next whole steps of some ranks of a running job with PyTorch's profiler.
 
-    One trace at a time; the eight newest of a job are kept. What comes of it is the `state` of the
-    trace that `Location` names, and its `files`, which Perfetto opens.
+    One trace at a time; the eight newest of a job are kept. The result is the `state` of the trace
+    that `Location` names, and its `files`, which Perfetto opens.
     """
     view = await use_cases.ask_for_trace(ports, job_id, wanted or TraceRequest(), actor)
     location = {"Location": f"/v1/jobs/{view.job_id}/traces/{view.id}"}

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1/unreadable", tags=["system"])
 async def unreadable(
     request: Request, ports: WithPorts, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> Response:
-    """Records that this controller has met and cannot read. Each is left out, and costs nothing else."""
+    """Records that this controller found and cannot read. Each is left out of answers."""
     names = ports.unreadable()
     told = UnreadableList(items=tuple(names[:limit]), left_out=max(len(names) - limit, 0))
     return answer(request, told)

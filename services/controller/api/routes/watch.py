@@ -20,11 +20,11 @@ from services.controller.use_cases.cursors import to_entry_id
 router = APIRouter(prefix="/v1/jobs", tags=["watch"])
 
 Accept = Annotated[str, Header()]
-LastEventId = Annotated[str | None, Header(description="Goes on behind this entry")]
+LastEventId = Annotated[str | None, Header(description="Continues after this entry")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Cursor = Annotated[str | None, Query(description="`next_cursor`, or the id of an entry")]
 
-_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "A page, or with `Accept: text/event-stream` a stream",
         "content": {sse.MEDIA_TYPE: {"schema": {"type": "string"}}},
@@ -32,7 +32,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-@router.get("/{job_id}/events", response_model=EventPage, responses=_STREAM, dependencies=[READS])
+@router.get("/{job_id}/events", response_model=EventPage, responses=STREAM, dependencies=[READS])
 async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,
@@ -44,17 +44,19 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What happened to a job, oldest first; as a stream, until the job has ended."""
+    """The events of a job, oldest first; as a stream, until the job has ended."""
     after = to_entry_id(last_event_id or cursor)
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True)
-        return await sse.stream(entries, context.stopping, context.streams, _viewer(context, asks))
+        return await sse.stream(
+            entries, context.stopping, context.streams, viewer_of(context, asks)
+        )
     page = await use_cases.page_of_events(context.ports, job_id, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-@router.get("/{job_id}/logs", response_model=LogPage, responses=_STREAM, dependencies=[READS])
+@router.get("/{job_id}/logs", response_model=LogPage, responses=STREAM, dependencies=[READS])
 async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by its own parameter
     job_id: str,
     request: Request,
@@ -63,7 +65,9 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     *,
     rank: Annotated[int | None, Query(ge=0)] = None,
     stream: Literal["stdout", "stderr"] | None = None,
-    level: Annotated[use_cases.Level | None, Query(description="this one and worse")] = None,
+    level: Annotated[
+        use_cases.Level | None, Query(description="this level and more severe ones")
+    ] = None,
     text: Annotated[str | None, Query(max_length=200, description="text in the line")] = None,
     since: Annotated[
         AwareDatetime | None, Query(description="lines of this time and later")
@@ -75,7 +79,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     accept: Accept = "",
     last_event_id: LastEventId = None,
 ) -> Response:
-    """What a job's ranks wrote, oldest first."""
+    """The output of a job's ranks, oldest first."""
     after = to_entry_id(last_event_id or cursor)
     wanted = use_cases.LineFilter(
         rank=rank, stream=stream, level=level, text=text, since=since, until=until
@@ -83,13 +87,14 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
-        return await sse.stream(lines, context.stopping, context.streams, _viewer(context, asks))
+        return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
     async with context.turns.of(asks.subject):
         page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
-def _viewer(context: Context, asks: Principal) -> sse.Viewer:
+def viewer_of(context: Context, asks: Principal) -> sse.Viewer:
+    """Who follows a stream, and whose share of the open streams it takes."""
     # Without tokens everybody is the same subject.
     subject = None if asks.token_id is None else asks.subject
     return sse.Viewer(subject, functools.partial(refused_since, context.ports, asks))

@@ -1,4 +1,4 @@
-"""A token bucket: so many at once, so many a second for ever."""
+"""A token bucket: so many at once, so many a second forever."""
 
 import math
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from services.controller.domain.job.job import Job, Stop
 _MOVES: Final = {
     "preempted": (ExitReason.PREEMPTED, "made room for"),
     "node_drained": (ExitReason.NODE_DRAINED, "left"),
-    "resized": (ExitReason.RESIZED, "ended to go on with"),
+    "resized": (ExitReason.RESIZED, "ended to continue with"),
 }
 
 
@@ -49,7 +49,7 @@ def settle(draft: Draft) -> None:
 
 
 def succeed_late(draft: Draft, linked: Checkpoint) -> None:
-    """A job whose last checkpoint proves to be committed after its attempt was given up is done.
+    """A job whose last checkpoint proves to be committed after its attempt was abandoned is done.
 
     Even one that has failed: all that it lacked was the word of this commit.
     """
@@ -114,8 +114,7 @@ def _stand(draft: Draft) -> None:
     saved = draft.job.resume_point.step
     _end_attempt(draft, ExitReason.PAUSED)
     reason = (
-        "it had been asked to stop; who asked was lost with Redis; "
-        f"what is saved ends at step {saved}"
+        f"a stop had been requested, and Redis lost by whom; what is saved ends at step {saved}"
     )
     draft.transition(JobState.PAUSED, reason)
 
@@ -132,10 +131,10 @@ def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     asked, verb = _MOVES[stop.cause or "node_drained"]
     _end_attempt(draft, why if why == ExitReason.NODE_LOST else asked)
     saved = draft.job.resume_point.step
-    reason = f"{verb} {stop.by}; it goes on from step {saved}, and this restart is not counted"
+    reason = f"{verb} {stop.by}; it continues from step {saved}, and this restart is not counted"
     draft.transition(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
     if is_preempted:
-        waits = f"preempted by {stop.by}; it waits for room and goes on from step {saved}"
+        waits = f"preempted by {stop.by}; it waits for free slots and continues from step {saved}"
         draft.transition(JobState.QUEUED, waits)
 
 
@@ -148,8 +147,8 @@ def _give_up_pause(draft: Draft, attempt: Attempt, why: str, saved: int) -> None
         return
     _end_attempt(draft, ExitReason.CHECKPOINT_FAILED)
     reason = (
-        f"the pause was given up: it required a checkpoint, which failed ({why}); "
-        f"the job goes on from step {saved}"
+        f"the pause was cancelled: it required a checkpoint, which failed ({why}); "
+        f"the job continues from step {saved}"
     )
     draft.transition(JobState.RESTARTING, reason, not_before_ms=draft.now_ms)
 
@@ -192,8 +191,8 @@ def _uncounted(job: Job, attempt: Attempt, failure: Failure | None) -> str:
     if attempt.corrupt_source is None or latest is None:
         return retry.describe(failure)
     return (
-        f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source}): "
-        f"going on from step {latest.step} instead"
+        f"checkpoint {attempt.resumed_from} is corrupt ({attempt.corrupt_source}): resuming from "
+        f"step {latest.step} instead"
     )
 
 
@@ -217,8 +216,8 @@ def _how_it_succeeded(job: Job) -> str:
     words = f"{script.what} ended with exit code 0 on all ranks"
     if all(attempt.first_step is None for attempt in job.attempts):
         return (
-            f"{words} without a report: nothing is known of its steps. A line "
-            "meshloom.session.report(step, loss=...) in it gives curves, an ETA and hang detection"
+            f"{words} without a report, so its steps are unknown. Call "
+            "meshloom.session.report(step, loss=...) in it for curves, an ETA and hang detection"
         )
     latest = job.latest_checkpoint
     saved = "no checkpoint" if latest is None else f"a checkpoint of step {latest.step}"

@@ -46,7 +46,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
     if job.state not in WAITING_STATES or job.planning is not None:
         return
     if job.has_lost_its_checkpoints:
-        draft.transition(JobState.PAUSED, "every checkpoint to go on from is corrupt", stop=None)
+        draft.transition(JobState.PAUSED, "every checkpoint to resume from is corrupt", stop=None)
         return
     fence = job.fence + 1
     source = job.resume_point
@@ -267,7 +267,7 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
 
 def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:
     """Note it; a decision sets the moments of its job back by itself."""
-    words = f"the clock of Redis was set back by {event.by_ms / 1000:.0f} s: what waits goes on"
+    words = f"the clock of Redis was set back by {event.by_ms / 1000:.0f} s: waiting jobs continue"
     draft.note("clock.set_back", words)
 
 
@@ -288,7 +288,7 @@ def _give_up_waiting(draft: Draft, attempt: Attempt) -> None:
         silent = tuple(node for node in asked if node not in attempt.launched)
     if attempt.is_over and job.head_node is not None:
         silent = (job.head_node,)
-    why = f"{', '.join(silent)} did not answer for {waited_s} s, although the lease lives"
+    why = f"{', '.join(silent)} did not answer for {waited_s} s, although the lease is valid"
     draft.change_attempt(resent=0)
     if silent:
         _kill(draft, attempt.live_nodes)

@@ -69,10 +69,10 @@ def on_missed(event: PlanMissed, draft: Draft) -> None:
 
 
 def on_refused(event: PlanRefused, draft: Draft) -> None:
-    """It cannot run as it is asked for; resumed, it is planned anew."""
+    """It cannot run as it is asked for; resumed, it is planned again."""
     if not _is_awaited(draft.job, event.plan_id):
         return
-    words = f"{event.reason}; {event.advice}; or say plan: default to run it in spite of this"
+    words = f"{event.reason}; {event.advice}; or use plan: default to run it anyway"
     draft.transition(
         JobState.FAILED,
         words,
@@ -99,7 +99,7 @@ def on_faulted(event: SpecFaulted, draft: Draft) -> None:
 
 
 def _run_unplanned(draft: Draft, plan_id: str, why: str) -> None:
-    words = f"{why}; the job runs by the default layout"
+    words = f"{why}; the job runs with the default layout"
     draft.change(planning=None, reason=words)
     draft.note("job.unplanned", words, plan_id=plan_id)
 

@@ -23,6 +23,7 @@ from services.controller.domain.job.attempt import Attempt
 from services.controller.domain.job.checkpoint import LINKED_STATES, Checkpoint
 from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.job import Job
+from services.controller.domain.record import is_ahead
 
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
@@ -66,7 +67,7 @@ def on_waits(fact: CheckpointWaits, draft: Draft) -> None:
     """
     known = _open(draft, fact.checkpoint_id)
     if known is not None and known.state == CheckpointState.WRITING:
-        _wait(draft, known, fact.condition, "the ranks wait and write")
+        _wait(draft, known, fact.condition, "the ranks wait, and write")
 
 
 def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
@@ -102,7 +103,7 @@ def on_lost(fact: CheckpointLost, draft: Draft) -> None:
     if known is None:
         return
     if fact.condition is not None and _is_worth_waiting(draft, known):
-        _wait(draft, known, fact.condition, "its agent waits and commits")
+        _wait(draft, known, fact.condition, "its agent waits, and commits")
         return
     aborted = checkpoints.abort(known, fact.reason)
     if aborted != known:
@@ -135,7 +136,12 @@ def on_verified(fact: CheckpointVerified, draft: Draft) -> None:
     known = draft.job.checkpoints.get(fact.checkpoint_id)
     if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
         return
-    if known.verified_ms is not None and known.verified_ms >= draft.now_ms:
+    verified_ms = known.verified_ms
+    if (
+        verified_ms is not None
+        and draft.now_ms <= verified_ms
+        and not is_ahead(verified_ms, draft.now_ms)
+    ):
         return
     _put(draft, checkpoints.verified(known, draft.now_ms))
     draft.note(
@@ -197,8 +203,8 @@ def on_damaged(fact: ChainDamaged, draft: Draft) -> None:
     for record in new:
         draft.note(
             "checkpoint.chain_damaged",
-            f"record {record.name} of the commit chain cannot be read: {record.reason}; the "
-            "others hold, and its number stays taken",
+            f"record {record.name} of the commit chain cannot be read: {record.reason}; the others "
+            "are valid, and its number is not used again",
             number=record.number,
             file=f"chain/{record.name}",
         )
@@ -245,14 +251,14 @@ def _give_up_oldest(draft: Draft) -> None:
     """Ranks write one at a time: of those that are begun and never voted for, few are kept."""
     writing = [c for c in draft.job.checkpoints.values() if c.state == CheckpointState.WRITING]
     for old in sorted(writing, key=lambda c: c.step)[:-_WRITING_KEPT]:
-        _put(draft, checkpoints.abort(old, "many later ones were begun before its last vote"))
+        _put(draft, checkpoints.abort(old, "many later ones were started before its last vote"))
         _forget_aborted(draft)
 
 
 def _wait(draft: Draft, checkpoint: Checkpoint, condition: str, who: str) -> None:
     if draft.job.attempts[-1].condition is not None:
         return
-    words = f"{condition}: {who} the checkpoint of step {checkpoint.step} when that has passed"
+    words = f"{condition}: {who} the checkpoint of step {checkpoint.step} when that is over"
     draft.change_attempt(condition=condition)
     draft.change(reason=words)
     draft.note("checkpoint.waits", words, checkpoint=checkpoint.id, step=checkpoint.step)

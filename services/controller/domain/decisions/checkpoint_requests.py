@@ -72,7 +72,7 @@ def on_export(event: ExportAsked, draft: Draft) -> None:
     draft.send(command, [event.node_id])
     draft.note(
         "checkpoint.exporting",
-        f"checkpoint of step {known.step}: {event.node_id} puts its model together",
+        f"checkpoint of step {known.step}: {event.node_id} exports its model",
         checkpoint=known.id,
         step=known.step,
         node_id=event.node_id,
@@ -120,7 +120,7 @@ def on_removal(event: RemovalAsked, draft: Draft) -> None:
         return
     _refuse_removal(job, known)
     if event.node_id is None:
-        raise StateConflictError("no node is ready that could delete its files; try again later")
+        raise StateConflictError("no node is ready to delete its files; retry later")
     if known.state != CheckpointState.DELETING:
         _put(draft, known.model_copy(update={"state": CheckpointState.DELETING}))
         draft.note(
@@ -143,11 +143,11 @@ def _refuse_removal(job: Job, known: Checkpoint) -> None:
     elif known.pinned:
         why = "it is pinned; unpin it first"
     elif job.holds.get(known.id):
-        why = f"job {job.holds[known.id][0]} begins with it"
+        why = f"job {job.holds[known.id][0]} starts from it"
     elif attempt is not None and attempt.loads(known.id):
         why = f"attempt {attempt.fence} is loading it"
     if why is None and not job.is_terminal and latest is not None and latest.id == known.id:
-        why = f"the job is {job.state} and would go on from it"
+        why = f"the job is {job.state} and would resume from it"
     if why is None and not job.is_terminal and verified is not None and verified.id == known.id:
         why = f"the job is {job.state} and it is the last verified one"
     if why is not None:

@@ -57,35 +57,40 @@ _ENDS_AS_ASKED: Final = frozenset(
 )
 
 _ADVICE: Final = {
-    FailureClass.CRASH: "Read the rank's log and stacks: native code crashed, or the process left "
-    "by itself. If it happens again, run the same step with one rank under a debugger.",
+    FailureClass.CRASH: "Read the rank's log and stacks: native code crashed, or the process "
+    "exited. If it happens again, run the same step with one rank under a "
+    "debugger.",
     FailureClass.OUT_OF_MEMORY: "Lower train.micro_batch or the sequence length, shard over more "
     "ranks, or give the node more memory.",
-    FailureClass.FROZEN: "Somebody or something stopped the process (SIGSTOP, a debugger, a "
-    "frozen control group): let it go on, or look at what runs on that node.",
-    FailureClass.GIL_HELD: "An extension in C does not return and never releases the interpreter's "
-    "lock: look at the innermost frame, and have that call release the lock or time out.",
+    FailureClass.FROZEN: "The process was stopped (SIGSTOP, a debugger, a frozen control group): "
+    "continue it, or check what else runs on that node.",
+    FailureClass.GIL_HELD: "A C extension does not return and does not release the interpreter's "
+    "lock (GIL): see the innermost frame, and make that call release the "
+    "lock or time out.",
     FailureClass.COLLECTIVE_MISMATCH: "Run every unit on every rank, in one order: a branch that "
     "only some ranks take must not skip a unit or a collective.",
-    FailureClass.DATA_STALL: "The data source does not return on that rank: look at the storage or "
-    "service that it reads from, and give its reads a time-out.",
-    FailureClass.NAN: "Lower the learning rate, clip gradients, compute in fp32 or bf16, or look "
-    "at the data of this step. faults.on_nan: rollback tries once more from the last checkpoint.",
-    FailureClass.NODE_LOST: "The node or its agent is gone: look at the machine. The job goes on "
-    "from its last committed checkpoint on nodes that live.",
-    FailureClass.KILLED_BY_OPERATOR: "The process was ended by a signal from outside, with no sign "
-    "that memory had run out: somebody, or something that watches the node, did it.",
-    FailureClass.USER_ERROR: "The exception is the job's own: its traceback says where.",
-    FailureClass.HANG: "The named rank does not return from the frame shown. A code that may take "
-    "this long needs a larger faults.hang_timeout_s.",
-    FailureClass.LAUNCH_FAILED: "The node could not start the ranks: its agent's log says more.",
-    FailureClass.CHECKPOINT_FAILED: "Look at the storage of checkpoints: is it full, is it there?",
+    FailureClass.DATA_STALL: "The data source does not return on that rank: check the storage or "
+    "service that it reads from, and give its reads a timeout.",
+    FailureClass.NAN: "Lower the learning rate, clip gradients, compute in fp32 or bf16, or check "
+    "the data of this step. faults.on_nan: rollback retries once from the last "
+    "checkpoint.",
+    FailureClass.NODE_LOST: "The node or its agent is lost: check the machine. The job continues "
+    "from its last committed checkpoint on other nodes.",
+    FailureClass.KILLED_BY_OPERATOR: "A signal from outside ended the process, and nothing shows "
+    "that memory ran out: a person, or a program that watches the "
+    "node, sent it.",
+    FailureClass.USER_ERROR: "The job's code raised the exception: see the last frame of yours in "
+    "the traceback.",
+    FailureClass.HANG: "The rank does not return from the frame shown. If the code may take this "
+    "long, raise faults.hang_timeout_s.",
+    FailureClass.LAUNCH_FAILED: "The node could not start the ranks: see the log of its agent.",
+    FailureClass.CHECKPOINT_FAILED: "Check the storage of checkpoints: is it full, is it mounted?",
     FailureClass.NONE: "Nothing needs to be done.",
 }
 
 _PREVENTED: Final = (
-    "{what}: make room there, or mend what the node lacks; the job goes on by itself when that is "
-    "done, at no cost to its restart budget."
+    "{what}: free space there, or repair the node; the job then continues by itself, and no "
+    "restart is counted."
 )
 
 
@@ -110,7 +115,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
     if attempt.lost is not None:
         evidence.append(attempt.lost)
     if attempt.oom_kills:
-        evidence.append(f"the kernel killed {attempt.oom_kills} process(es) for want of memory")
+        evidence.append(f"the kernel killed {attempt.oom_kills} process(es): out of memory")
     evidence += [
         f"rank {entry.exit.rank}: {entry.exit.error}"
         for entry in sorted(attempt.exits, key=lambda e: e.exit.order)
@@ -196,7 +201,7 @@ def _of_standstill(
     holders = [r for r in ranks if _holds_the_lock(r)]
     if holders:
         one = holders[0]
-        what = f"rank {one.rank} holds the interpreter's lock{_at(one)}"
+        what = f"rank {one.rank} holds the interpreter's lock (GIL){_at(one)}"
         return FailureClass.GIL_HELD, one.rank, what
     # A rank that did not answer waits for nothing that could be seen.
     own = [r for r in ranks if not _waits_in_a_collective(r)]
@@ -212,7 +217,8 @@ def _of_standstill(
     if is_whole and len(ranks) > 1:
         what = "every rank waits in a collective, and not in the same one"
         return FailureClass.COLLECTIVE_MISMATCH, late[0] if late else None, what
-    return FailureClass.HANG, None, "all ranks that were seen wait in collectives, for one unseen"
+    what = "all inspected ranks wait in collectives, for a rank that was not inspected"
+    return FailureClass.HANG, None, what
 
 
 def _stopped(ranks: Sequence[RankFinding]) -> list[RankFinding]:

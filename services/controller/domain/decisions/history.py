@@ -1,4 +1,4 @@
-"""A job's history: all that ever happened to it, from which its record can be decided anew.
+"""A job's history: all that ever happened to it, from which its record can be decided again.
 
 The first entry is the job as it was created. Each that follows is an event (a request, a finding of
 the reconciler, an agent's fact) and its moment; those that changed nothing may be missing.
@@ -66,7 +66,7 @@ def replay(entries: Iterable[HistoryEntry]) -> Job:
             job = Job.model_validate(told.body)
             continue
         if job is None or told.kind not in _ADAPTERS:
-            raise HistoryError(f"a history cannot go on with {told.kind} here")
+            raise HistoryError(f"a history cannot continue with {told.kind} here")
         event = _ADAPTERS[told.kind].validate_python(told.body)
         job = decide(job, event, told.now_ms).job
     if job is None:

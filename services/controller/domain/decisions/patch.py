@@ -21,7 +21,7 @@ from services.controller.domain.plans import default_plan
 _FIXED: Final = Fault(
     pointer="/resources/world",
     detail="resources.world: the job has a fixed number of ranks; clone it with "
-    "resources: {ranks: null, world: {min: …, max: …}} to have an elastic one",
+    "resources: {ranks: null, world: {min: …, max: …}} for an elastic job",
     code="not_elastic",
 )
 
@@ -70,7 +70,7 @@ def _unknown_metric(job: Job, after: JobSpec) -> list[Fault]:
     had = f"they gave {', '.join(sorted(given))}" if given else "there was none"
     detail = (
         f"checkpoint.keep_best.metric: no evaluation of the job has had {wanted.metric} so far ({had}); "
-        "name one that there is, or clone the job"
+        "name another, or clone the job"
     )
     return [Fault(pointer="/checkpoint/keep_best/metric", detail=detail, code="unknown_metric")]
 

@@ -24,15 +24,15 @@ def on_purge(event: PurgeAsked, draft: Draft) -> None:
     if job.holds:
         holders = ", ".join(sorted({name for names in job.holds.values() for name in names}))
         raise StateConflictError(
-            f"clones that have no checkpoint of their own yet begin with those of this job: "
+            f"clones without a checkpoint of their own start from those of this job: "
             f"{holders}; delete them first, or wait for their first checkpoint"
         )
     pinned = sorted(c.id for c in job.checkpoints.values() if c.pinned)
     if pinned:
-        raise StateConflictError(f"{', '.join(pinned)}: pinned; unpin first what is to be removed")
+        raise StateConflictError(f"{', '.join(pinned)}: pinned; unpin them first")
     draft.send(PurgeJob(job_id=job.id, fence=job.fence), [event.node_id])
     if job.purge_node != event.node_id:
-        words = f"its checkpoints are being removed by {event.node_id}; then it is forgotten"
+        words = f"its checkpoints are being removed by {event.node_id}; then the job is deleted"
         draft.change(purge_node=event.node_id, reason=words)
         draft.note("job.purging", words)
 
@@ -67,5 +67,5 @@ def refuse_unless_ended(job: Job) -> None:
     """Raise StateConflictError unless the job has ended."""
     if not job.is_terminal:
         raise StateConflictError(
-            f"the job is {job.state}: only jobs that have ended are deleted; cancel it first"
+            f"the job is {job.state}: only ended jobs can be deleted; cancel it first"
         )

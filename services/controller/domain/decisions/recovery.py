@@ -1,4 +1,4 @@
-"""Jobs that storage told of after Redis had lost them: made anew, and their ranks adopted."""
+"""Jobs that storage told of after Redis had lost them: made again, and their ranks adopted."""
 
 from typing import Final
 
@@ -19,10 +19,10 @@ ADOPTED_WITHIN_MS: Final = 20_000
 """For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
 then; ranks of a node that is cut off are fenced by the next attempt."""
 _DAMAGED: Final = (
-    "records of its commit chain cannot be read, and without them it would begin anew: restore them, "
+    "records of its commit chain cannot be read, and without them it would start over: restore them, "
     "or resume it to do so"
 )
-_PINNED = "pinned, for pins and holds were lost with Redis: unpin those that retention may give up"
+_PINNED = "pinned, because Redis lost pins and holds: unpin those that retention may delete"
 
 
 def found_again(fact: JobFound, now_ms: int) -> Decision:
@@ -72,7 +72,7 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         }
     words = f"{reason}; all are {_PINNED}" if count else reason
     if indexed.base_checkpoint is not None:
-        words += f"; it had left later ones behind to go on from {indexed.base_checkpoint}"
+        words += f"; it had discarded later ones to resume from {indexed.base_checkpoint}"
     note = Note("job.found_again", words, {"fence": fact.fence, "node_id": fact.node_id})
     return Decision(indexed.model_copy(update=changes), notes=(note,))
 
@@ -100,7 +100,7 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
 def awaits_adoption(job: Job, fence: int) -> bool:
     """Whether ranks of this attempt, should any live, are to become the job's again.
 
-    It was made anew from storage, and nobody has resumed it since. Its fence may be behind: who
+    It was made again from storage, and nobody has resumed it since. Its fence may be behind: who
     told of it first may not have seen yet that the attempt was opened.
     """
     is_idle = job.state in {JobState.PAUSED, JobState.QUEUED} and not job.attempts

@@ -84,7 +84,7 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         _refuse_resume(job, event)
         return
     if job.purge_node is not None:
-        raise StateConflictError("the job's checkpoints are being removed: it cannot go on")
+        raise StateConflictError("the job's checkpoints are being removed: it cannot continue")
     if event.from_checkpoint is not None:
         if not _can_begin_with(job, event.from_checkpoint):
             raise InvalidRequestError(
@@ -100,8 +100,8 @@ def on_resume(event: ResumeAsked, draft: Draft) -> None:
         draft.change(base_checkpoint=event.from_checkpoint, base_fence=job.fence)
     if draft.job.has_lost_its_checkpoints:
         raise StateConflictError(
-            "every checkpoint to go on from is corrupt: restore the files and verify one, name "
-            "another, or delete the corrupt ones to begin anew"
+            "every checkpoint to resume from is corrupt: restore the files and verify one, name "
+            "another, or delete the corrupt ones to start over"
         )
     draft.transition(
         JobState.QUEUED,
@@ -126,11 +126,13 @@ def on_checkpoint(_event: CheckpointAsked, draft: Draft) -> None:
     """
     job, attempt = draft.job, draft.job.attempt
     if job.state != JobState.RUNNING or attempt is None or attempt.is_over:
-        raise StateConflictError(f"the job is {job.state}: only a running one takes a checkpoint")
+        raise StateConflictError(
+            f"the job is {job.state}: only a running job can take a checkpoint"
+        )
     # One node is enough, and two might make the ranks agree twice.
     if job.head_node is not None:
         draft.send(TakeCheckpoint(job_id=job.id, fence=attempt.fence), [job.head_node])
-    draft.note("checkpoint.asked", "a checkpoint at the next agreed step was asked for")
+    draft.note("checkpoint.asked", "a checkpoint at the next agreed step was requested")
 
 
 def on_diagnosis(_event: DiagnosisAsked, draft: Draft) -> None:
@@ -142,12 +144,12 @@ def on_diagnosis(_event: DiagnosisAsked, draft: Draft) -> None:
     job, attempt = draft.job, draft.job.attempt
     if attempt is None or attempt.is_over:
         raise StateConflictError(
-            f"the job is {job.state} and no rank of it lives; how the last attempt ended is at "
-            f"GET /v1/jobs/{job.id}/diagnosis"
+            f"the job is {job.state} and none of its ranks is running; for how the last attempt "
+            f"ended, see GET /v1/jobs/{job.id}/diagnosis"
         )
     draft.change_attempt(looks=())
     draft.send(DiagnoseGang(job_id=job.id, fence=attempt.fence), attempt.live_nodes)
-    draft.note("diagnosis.asked", "the agents were asked to look into the ranks")
+    draft.note("diagnosis.asked", "the agents were asked to inspect the ranks")
 
 
 def _stop(draft: Draft, kind: Literal["pause", "cancel", "kill"], request: StopRequest) -> None:
@@ -177,7 +179,7 @@ def _stop(draft: Draft, kind: Literal["pause", "cancel", "kill"], request: StopR
 
 def _stop_for_good_is_done(job: Job) -> bool:
     if job.state in {JobState.SUCCEEDED, JobState.FAILED}:
-        raise StateConflictError(f"the job is {job.state}: there is nothing left to stop")
+        raise StateConflictError(f"the job is {job.state}: there is nothing to stop")
     return job.state == JobState.CANCELLED
 
 

@@ -2,8 +2,8 @@
 
 A signal, a lost rank, a lost node, a refused launch: the world's fault, and worth another try
 within the budget; an agent that was stopped in an orderly way costs none of it, nor does a state of
-the node that may pass, such as a full disk: for that the job waits. An exception
-before the attempt finished any step, or the same end again at the same step (an exception, an exit
+the node that may pass, such as a full disk: for that the job waits. An exception before the
+attempt's first step was done, or the same failure again at the same step (an exception, an exit
 code, a crash, want of memory): the job's own fault, and another try would only repeat it. A loss
 that is no number: what the spec says.
 """
@@ -38,8 +38,8 @@ _REPEATABLE: Final = frozenset(
 )
 _FROM_OUTSIDE: Final = frozenset({FailureClass.KILLED_BY_OPERATOR, FailureClass.NODE_LOST})
 _NOTHING_LEFT: Final = (
-    "{what}, and no other committed checkpoint is left to go on from: restore its files and "
-    "verify it, or delete the corrupt ones to begin anew"
+    "{what}, and there is no other committed checkpoint to resume from: restore its files and "
+    "verify it, or delete the corrupt ones to start over"
 )
 _TRACEBACK_KEPT: Final = 16_000
 _LINE_KEPT: Final = 300
@@ -125,7 +125,7 @@ def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> 
     """Why another try would only repeat it; None where it might not."""
     is_before_any = attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step
     if why == ExitReason.USER_ERROR and is_before_any:
-        return ", before the attempt finished any step"
+        return ", before the first step of the attempt was done"
     if why in _REPEATABLE and _same_as_before(job, attempt, failure):
         return ", the second time at this step"
     if why == ExitReason.NON_FINITE_LOSS:
@@ -133,8 +133,8 @@ def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> 
             return "; faults.on_nan is stop"
         if _is_nan_again(job, attempt, failure):
             return (
-                ", the second time at this step on the same data: lower the learning rate, or look "
-                "at the data of this step"
+                ", the second time at this step on the same data: lower the learning rate, or "
+                "check the data of this step"
             )
     return None
 

@@ -133,14 +133,14 @@ def _refuse_unless_trained(job: Job) -> int:
     attempt = job.attempt
     if job.state != JobState.RUNNING or attempt is None or attempt.is_over:
         first = "resume it first, and " if job.state in RESUMABLE_STATES else ""
-        then = "" if job.state == JobState.SUCCEEDED else f"; {first}ask again when it is RUNNING"
+        then = "" if job.state == JobState.SUCCEEDED else f"; {first}retry when it is RUNNING"
         raise StateConflictError(
-            f"the job is {job.state}: only steps that are made are recorded{then}"
+            f"the job is {job.state}: only steps of a running job are recorded{then}"
         )
     if job.stop is not None:
         raise StateConflictError(
-            "the ranks of the job are being stopped, so that it goes on elsewhere or later; ask again "
-            "when it is RUNNING with its next attempt"
+            "the ranks of the job are being stopped, so that it continues elsewhere or later; "
+            "retry when it is RUNNING with its next attempt"
         )
     under_way = _open(job)
     if under_way is not None:

@@ -15,7 +15,7 @@ ATTEMPTS_KEPT: Final = 20
 
 
 class Failure(Record):
-    """What ended an attempt: the first rank to fail, and its own words."""
+    """What ended an attempt: the first rank to fail, and its error."""
 
     rank: int | None = None
     node_id: NodeId | None = None
@@ -30,7 +30,7 @@ class Failure(Record):
 
 
 class Diagnosis(Record):
-    """What ails an attempt, or ended it. ``live``: made of running ranks, because somebody asked.
+    """What is wrong with an attempt, or what ended it. ``live``: made of running ranks, because somebody asked.
 
     ``rank`` is the first one in trouble, None where no single rank is.
     """

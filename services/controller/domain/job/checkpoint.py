@@ -2,7 +2,7 @@
 
 A committed one that is not what was committed is CORRUPT until it is verified again.
 
-The truth about commits is the chain in storage; this record is an index of it. Hence a link that
+The truth about commits is the chain in storage; this record is an index of it. So a link that
 an agent reports wins over everything that was thought before, whatever its fence.
 """
 

@@ -57,7 +57,7 @@ class KillAsked:
 
 @dataclass(frozen=True)
 class ResumeAsked:
-    """Go on, from a named checkpoint or from the latest committed one."""
+    """Continue from a named checkpoint, or from the latest committed one."""
 
     from_checkpoint: str | None = None
 
@@ -163,7 +163,7 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class PlanMissed:
-    """Its plan failed, and this is why. ``unanswered``: asked afresh, the answer may be another."""
+    """Its plan failed, and this is why. ``unanswered``: asked again, the answer may be another."""
 
     plan_id: str
     reason: str

@@ -9,7 +9,7 @@ from services.controller.domain.job.lifecycle import EDGES
 _HEAD: Final = """\
 # A job's life
 
-Written by `python -m tests.docs.test_lifecycle_page` from
+Written by `python -m tests.docs.generated_pages` from
 `services/controller/domain/job/lifecycle.py`; a test compares the two. Every transition is one Lua script:
 it compares the job's version, its fence and the leader's epoch, and writes the job, its
 checkpoints, its events and the commands to agents, or nothing
@@ -21,21 +21,20 @@ _TAIL: Final = """\
 
 - **Fences only grow.** Each attempt has the next number; a command, fact, vote or commit of a lower
   one is void.
-- **At most one attempt lives**, and its slots are taken until its last rank has ended or its node is
-  lost for certain.
-- **A stop only gets more severe**: {severity}. A `move` (a migration) is the controller's own request: a gang that makes
-  room for a job of higher priority, leaves a node that is drained, or is elastic and to have another
-  size ([elastic.md](elastic.md)), takes a checkpoint, ends within its grace and goes on elsewhere or
-  later, at no cost to the restart budget. The state stays as it is until the ranks have ended; the
-  reason says what goes on.
-- **Ended is ended** ({terminal}), but for the transitions above: {resumable} go on when somebody resumes
-  them, and a job that was given up for want of its last commit succeeds when that commit is told.
-- **A committed checkpoint vanishes only by retention or deletion.** The newest one, the one that an
-  attempt was resumed from while there is no newer, and those that clones begin with stay.
-- **Told twice, done once.** Facts come at least once; applying one again changes nothing.
+- **At most one attempt is running**, and its slots are taken until its last rank has ended or its node
+  is certainly lost.
+- **A stop only gets more severe**: {severity}. A `move` (a migration) is requested by the controller: a gang
+  that is preempted, whose node is drained, or that changes its size ([elastic.md](elastic.md)), takes a
+  checkpoint, ends within its grace period and continues elsewhere or later, and no restart is counted.
+  The state does not change until the ranks have ended; the reason says what happens.
+- **Ended jobs** ({terminal}) change state only by the transitions above: {resumable} continue when a
+  user resumes them, and a job that failed without its last commit succeeds when that commit is reported.
+- **Only retention or deletion removes a committed checkpoint.** The newest one, the one from which an
+  attempt resumed while there is no newer one, and those from which clones start are kept.
+- **Facts are idempotent.** They arrive at least once; applying one again changes nothing.
 
-`tests/controller/test_lifecycle_properties.py` plays any sequence of requests, facts, repetitions,
-losses and looks of the reconciler against these.
+`tests/controller/test_lifecycle_properties.py` tests these against random sequences of requests, facts,
+repetitions, losses and looks of the reconciler.
 """
 
 

@@ -12,17 +12,17 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
     faults: list[Fault] = []
     if spec.code is not None and not allowed.take_uploads:
         detail = (
-            "code: uploaded code is not taken here, for the entry points that jobs may name are "
-            "restricted (MESHLOOM_FACTORY_PREFIXES); MESHLOOM_UPLOADED_CODE=true of the controller "
-            "and the agents takes it"
+            "code: uploaded code is disabled, because entry points are restricted "
+            "(MESHLOOM_FACTORY_PREFIXES); set MESHLOOM_UPLOADED_CODE=true on the controller and "
+            "the agents to allow it"
         )
         faults.append(Fault(pointer="/code", detail=detail, code="code_not_allowed"))
     for field, used in factories_of(spec):
         place = f"/{field.replace('.', '/')}"
         if not allowed.allows_of(spec, used.factory):
-            listed = ", ".join(allowed.prefixes or ()) or "nothing but built-ins"
+            listed = ", ".join(allowed.prefixes or ()) or "only built-ins"
             detail = (
-                f"{field}.factory: {used.factory} is not allowed here; allowed is {listed} "
+                f"{field}.factory: {used.factory} is not allowed here; allowed: {listed} "
                 "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
             )
             pointer = f"{place}/factory"
@@ -41,7 +41,7 @@ def _not_allowed(entrypoint: EntryPoint, allowed: EntryPoints) -> Fault:
     where = "script" if entrypoint.script is not None else "module"
     listed = ", ".join(allowed.prefixes or ()) or "no script"
     detail = (
-        f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed is {listed} "
+        f"entrypoint.{where}: {entrypoint.what} is not allowed here; allowed: {listed} "
         "(MESHLOOM_FACTORY_PREFIXES of the controller and the agents)"
     )
     return Fault(pointer=f"/entrypoint/{where}", detail=detail, code="script_not_allowed")

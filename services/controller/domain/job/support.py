@@ -15,7 +15,7 @@ def unsupported(spec: JobSpec) -> list[Fault]:
         return []
     faults = [fault for name, used in factories_of(spec) for fault in _unknown(name, used)]
     if spec.optimizer.factory == "muon" and spec.mesh != "auto" and spec.mesh.tp > 1:
-        why = "muon needs whole matrices, which tensor parallelism splits; take tp 1, or adamw"
+        why = "muon needs whole matrices, but tensor parallelism splits them; use tp 1, or adamw"
         faults.append(_not_yet("/mesh/tp", why))
     return faults
 

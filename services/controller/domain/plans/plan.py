@@ -19,18 +19,18 @@ from services.controller.domain.scheduling.node import Node
 
 _ADVICE: Final = {
     "timed_out": "the model is too large to be followed in that time: raise MESHLOOM_PROBE_TIMEOUT_S "
-    "of the controller, or say plan: default, which needs no look at the model",
-    "out_of_memory": "following the model took too much memory: ask for a node with more, or say "
-    "plan: default, which needs no look at the model",
-    "crashed": "run the model's factory by itself on that node and see why its process dies; the "
-    "agent's log tells more",
-    "refused": "see the reason: the node does not build such a model",
-    "raised": "the model may train all the same: a job of it runs by the default layout; write out "
-    "mesh and train.micro_batch to choose another",
-    "wrong_spec": "correct the spec, or the code that it names: a job of it would fail in the same way",
+    "of the controller, or use plan: default, which needs no profile",
+    "out_of_memory": "following the model took too much memory: use a node with more, or use "
+    "plan: default, which needs no profile",
+    "crashed": "run the model's factory alone on that node to see why its process dies; see also "
+    "the agent's log",
+    "refused": "see the reason: the node cannot build this model",
+    "raised": "the model may still train: a job runs with the default layout; set mesh and "
+    "train.micro_batch to choose another",
+    "wrong_spec": "correct the spec, or the code that it names: the job would fail in the same way",
     "search_failed": "this is a defect of Meshloom: report it with the controller's log; a plan that "
     "is written out, or plan: default, needs no search",
-    "no_answer": "see whether the node's agent is alive (meshloom nodes), then ask again",
+    "no_answer": "check whether the node's agent is alive (meshloom nodes), then retry",
 }
 
 

@@ -138,7 +138,7 @@ def work_out(study: Study) -> PlanOutcome:
     if not found.feasible:
         return found
     share = breakdown.size(study.room.memory_bytes)
-    words = f"more than the share of its slot, {share}: jobs beside it on the node may lack that"
+    words = f"more than the share of its slot, {share}: other jobs on the node may lack that memory"
     return found.model_copy(update={"reasons": (*found.reasons, words)})
 
 
@@ -239,7 +239,7 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
         feasible=answer.feasible and not never,
         reasons=(*never, *least, *(answer.reasons or _why(answer, room)), *_compiled(best)),
         advice=(
-            *("join nodes that have the seats, or ask for fewer ranks" for _ in never),
+            *("add nodes with more slots, or use fewer ranks" for _ in never),
             *(each.text for each in answer.advice),
         ),
         device_type=room.device_type,
@@ -310,8 +310,8 @@ def _alternative(other: Alternative) -> PlanAlternative:
 def _compiled(candidate: Candidate | None) -> Iterator[str]:
     if candidate is not None and any(unit.compile for unit in candidate.plan.units):
         yield (
-            "units are compiled (plan.units[].compile): what that takes or saves of memory and time is "
-            "not followed; the figures are those of units that are not compiled"
+            "units are compiled (plan.units[].compile): its effect on memory and time is not "
+            "estimated; the figures are those of units that are not compiled"
         )
 
 

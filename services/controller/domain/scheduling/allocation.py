@@ -102,11 +102,10 @@ class Allocation:
 
     def _occupant(self, job: Job, room: NodeSet, device: DeviceType) -> Occupant:
         # Not those on nodes where the job has ended: they are free already.
-        nodes = {usage.node.id for usage in room.usages if job.id in usage.jobs}
         on_device = {
             node: taken.cpu_slots if device == "cpu" else len(taken.accelerators)
             for node, taken in self._taken(job).items()
-            if node in nodes
+            if (usage := room.by_node.get(node)) is not None and job.id in usage.jobs
         }
         remaining = self.remaining_ms.get(job.id)
         end_ms = None if remaining is None else self.now_ms + remaining

@@ -38,7 +38,7 @@ class GrowthDelay:
 
     Attributes:
         stable_ms: So long there must have been room all the while; twice as long after each restart
-            that counted, up to 16 times, lest a node that comes and goes uses the budget up.
+            that counted, up to 16 times, so that a node that comes and goes does not use the budget up.
         commit_ms: So long, from then on, the next commit is waited for.
     """
 
@@ -69,7 +69,8 @@ def gang_request_of(job: Job, ranks: int | None = None) -> GangRequest:
     It rather does without the nodes that its last attempt lost.
     """
     lost = job.attempts[-1].lost_nodes if job.attempts else ()
-    return replace(GangRequest.of(job.spec, ranks), last_resort=lost)
+    gang = GangRequest.of(job.spec, ranks)
+    return replace(gang, last_resort=lost) if lost else gang
 
 
 def place_most(spec: JobSpec, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
@@ -129,9 +130,10 @@ def growth(
     now, then = len(job.plan.ranks) if job.plan else 0, len(option.placed.ranks)
     settled_ms = since_ms + growth_delay.stable_ms_of(job)
     if now < job.spec.worlds[0]:
-        why = f"its bounds want {job.spec.worlds[0]} or more"
+        why = f"its bounds require {job.spec.worlds[0]} or more"
     elif now_ms >= settled_ms and _may_end(job, settled_ms, now_ms, growth_delay):
-        why = f"for {(now_ms - since_ms) / 1000:.0f} s there has been room that nobody waits for"
+        seconds = (now_ms - since_ms) / 1000
+        why = f"for {seconds:.0f} s there have been free slots that no job waits for"
     else:
         return None
     where = ", ".join(node.id for node in option.placed.nodes)

@@ -109,7 +109,7 @@ def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
 
 
 def is_new_word(known: Node | None, fact: NodeJoined, fact_id: str) -> bool:
-    """Whether the agent that was there says anew what it runs; a fact may be written twice."""
+    """Whether the agent that was there says again what it runs; a fact may be written twice."""
     if known is None or known.incarnation != fact.incarnation:
         return False
     return fact.number > known.joins and _is_newer(fact_id, known.fact_id)

@@ -9,6 +9,7 @@ Three outcomes: there is room; there is none now, and why; there can never be an
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal
 
 from services.contract.jobs.plans import RankPlacement, Taken, taken_by
@@ -92,6 +93,11 @@ class NodeSet:
     def name(self) -> str:
         """Its nodes."""
         return ", ".join(usage.node.id for usage in self.usages)
+
+    @cached_property
+    def by_node(self) -> Mapping[NodeId, NodeUsage]:
+        """The same by the node's id."""
+        return {usage.node.id: usage for usage in self.usages}
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -270,7 +276,7 @@ def _take(usage: NodeUsage, taken: Taken, job_id: str) -> NodeUsage:
 def _why_never(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> str:
     total = NodeSet(tuple(usages)).capacity(device, gang.together)
     if device == "cuda" and total == 0:
-        return f"{gang.ranks} CUDA ranks are asked for, but no known node has a GPU"
+        return f"{gang.ranks} CUDA ranks are requested, but no known node has a GPU"
     parted = f" in groups of {gang.together} on one node" if gang.together > 1 else ""
     return (
         f"{gang.ranks} ranks need {gang.ranks} {_WORDS[device]}{parted}, but all known nodes "

@@ -190,7 +190,7 @@ class _QueuePass:
             start_ms = self.allocation.now_ms + int(PREEMPTION_GRACE_S * 1000)
             self.heads[device] = QueueHead(job, nodes, start_ms)
             names = ", ".join(v.id for v in victims)
-            reason = f"waiting until {names}, of lower priority, made room on {nodes}"
+            reason = f"waiting until {names}, of lower priority, free slots on {nodes}"
             return Turn(job, Preempt(nodes, victims, reason))
         starts = [
             (at, room.name) for room in able if (at := self._start(room, device, gang)) is not None

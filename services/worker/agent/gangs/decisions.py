@@ -138,7 +138,7 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
         case RankReady():
             return _ready(_with(state, replace(rank, ready=message)))
         case RankMetrics():
-            return state, ()  # telemetry takes them: nothing is decided upon them
+            return state, ()  # telemetry takes them: nothing is decided them
         case RankTraced() | RankTraceFailed():
             state = _without_trace(state, rank.rank)
         case RankFinished():

@@ -101,18 +101,19 @@ def _explanation(
             return f"killed: {state.stopped or 'another rank of the gang failed'}"
         case _ if rank.signal == signal.SIGKILL and oom_kills:
             return (
-                "ended by SIGKILL: the kernel killed it, for the node had no memory left; lower "
+                "ended by SIGKILL: the kernel killed it, because the node was out of memory; lower "
                 "train.micro_batch, shard over more ranks, or limit jobs by resources.memory_gib"
             )
         case _ if lacked_memory:
             return (
-                "ended by SIGABRT: it was refused memory, and code that is not Python aborted; lower "
+                "ended by SIGABRT: the system refused memory, and native code aborted; lower "
                 "train.micro_batch, shard over more ranks, or raise resources.memory_gib"
             )
         case _ if rank.signal is not None:
             return f"ended by {_signal_name(rank.signal)}"
         case _:
-            return f"left with exit code {rank.exit_code} before it had finished"
+            early = " before it had finished" if rank.exit_code == 0 else ""
+            return f"exited with code {rank.exit_code}{early}"
 
 
 def _signal_name(number: int) -> str:

@@ -93,11 +93,11 @@ def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None
         case RankTraced(trace_id=named) | RankTraceFailed(trace_id=named):
             if attempt.tracing.get(rank) == named:
                 return None
-            return f"spoke of trace {named}, which it was not told to record ({message.kind})"
+            return f"reported trace {named}, which it was not asked to record ({message.kind})"
         case _:
             return None
     if not is_own:
-        return f"spoke of checkpoint {named}, which is not its attempt's ({message.kind})"
+        return f"reported checkpoint {named}, which is not its attempt's ({message.kind})"
     if isinstance(message, RankVote) and message.shard.rank != rank:
         return f"voted for rank {message.shard.rank}"
     return None

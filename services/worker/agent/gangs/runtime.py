@@ -162,7 +162,7 @@ class GangRuntime:
             self.happen(Condemned("a newer attempt of the job is open"))
 
     def happen(self, event: Event) -> None:
-        """Decide upon an event and perform the effects."""
+        """Decide about an event and perform the effects."""
         self._state, effects = decide(self._state, event, time.monotonic())
         for effect in effects:
             match effect:
@@ -312,7 +312,7 @@ class GangRuntime:
         except Exception as error:  # noqa: BLE001 whatever it is, other gangs go on
             if self._state.stopped is None:
                 _log.exception("gang_fault", job=self.job_id, fence=self.fence)
-            self.happen(Condemned(f"its agent failed at it: {type(error).__name__}: {error}"))
+            self.happen(Condemned(f"its agent failed: {type(error).__name__}: {error}"))
 
     def _watch(self) -> None:
         for rank, step in self._telemetry.watch(self._ready()).items():

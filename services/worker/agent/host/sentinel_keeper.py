@@ -19,7 +19,7 @@ _log = structlog.get_logger()
 
 
 class SentinelKeeper:
-    """The sentinel of one life of an agent, started anew where somebody kills it.
+    """The sentinel of one life of an agent, restarted where somebody kills it.
 
     Args:
         environment: What it may know; without any mark.

@@ -1,6 +1,6 @@
 """Has models profiled on this node, and tells why where there is no profile.
 
-Every question is answered anew: what the user wrote may have changed since, and code that was not
+Every question is answered again: what the user wrote may have changed since, and code that was not
 uploaded has no digest. Whoever asks keeps the answers.
 """
 
@@ -74,7 +74,7 @@ class Prober:
 
     async def _ask_with_code(self, command: ProbeModel, secrets: Mapping[str, str]) -> ModelProbed:
         try:
-            async with self._codes.lent(command.spec.code) as folder:
+            async with self._codes.kept(command.spec.code) as folder:
                 return await self._ask(command, secrets, folder)
         except (NoCodeError, OSError) as error:
             return self._failed(command, ProbeFailure(code="refused", reason=str(error)))

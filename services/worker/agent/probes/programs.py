@@ -70,7 +70,7 @@ class ProgramEnd:
         if self.code is None:
             return "it timed out"
         if self.code >= 0:
-            return f"its process left with code {self.code}"
+            return f"its process exited with code {self.code}"
         with contextlib.suppress(ValueError):
             return f"its process was ended by {signal.Signals(-self.code).name}"
         return f"its process was ended by signal {-self.code}"

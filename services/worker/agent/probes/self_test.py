@@ -24,7 +24,7 @@ from services.worker.agent.probes.programs import ProgramCall, ProgramEnd, Progr
 _TIMEOUT_S: Final = 120.0
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _MEANWHILE: Final = (
-    "ranks were started on this node meanwhile, and go first; ask again when they have ended"
+    "ranks started on this node meanwhile, and have priority; retry when they have ended"
 )
 _log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class SelfTest:
         folder: Where the figures are kept.
         node_id: Whose they are.
         incarnation: The life of the agent that tells them.
-        inventory: What the node has; other hardware or versions are measured anew.
+        inventory: What the node has; other hardware or versions are measured again.
         runner: Runs the program that measures.
         settled: Returns once the agent's own start takes no processor any more.
     """
@@ -101,12 +101,12 @@ class SelfTest:
         inventory = self._inventory
         seats = inventory.cpu_slots if device_type == "cpu" else len(inventory.accelerators)
         if not seats:
-            raise NotMeasuredError(f"this node seats no ranks on {device_type}")
+            raise NotMeasuredError(f"this node runs no ranks on {device_type}")
         await self._settled()
         if ranks_are_here():
             raise NotMeasuredError(
-                "ranks run on this node, and measuring would disturb them; ask again when they "
-                "have ended"
+                "ranks run on this node, and measuring would disturb them; retry when they have "
+                "ended"
             )
         seat = SelfTestSeat(device_type=device_type, seats=seats, processors=inventory.cpu_count)
         call = ProgramCall(

@@ -42,7 +42,7 @@ class Admission:
         names: set[str] = set()
         if spec.code is not None and not self.factories.take_uploads:
             raise NotAdmittedError(
-                "code: uploaded code is not taken by this node (MESHLOOM_UPLOADED_CODE)"
+                "code: uploaded code is disabled on this node (MESHLOOM_UPLOADED_CODE)"
             )
         for field, used in factories_of(spec):
             if not self.factories.allows_of(spec, used.factory):
@@ -63,7 +63,7 @@ class Admission:
     def _secret(self, name: str) -> str:
         if self.secrets is None:
             raise NotAdmittedError(
-                f"the job wants the secret {name}: set MESHLOOM_SECRETS_DIR on this node"
+                f"the job needs the secret {name}: set MESHLOOM_SECRETS_DIR on this node"
             )
         try:
             # Names have neither dots nor slashes, so that none leads out of the folder.
@@ -71,12 +71,12 @@ class Admission:
                 value = file.read(_MAX_SECRET_BYTES + 1).decode().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise NotAdmittedError(
-                f"the job wants the secret {name}, and this node has no readable file of that name "
+                f"the job needs the secret {name}, and this node has no readable file of that name "
                 f"in MESHLOOM_SECRETS_DIR ({type(error).__name__})"
             ) from error
         if not MIN_SECRET_CHARACTERS <= len(value) <= _MAX_SECRET_BYTES:
             raise NotAdmittedError(
-                f"the secret {name} has to have from {MIN_SECRET_CHARACTERS} to "
+                f"the secret {name} must have from {MIN_SECRET_CHARACTERS} to "
                 f"{_MAX_SECRET_BYTES} characters"
             )
         return value

@@ -69,28 +69,28 @@ class CodeCache:
         self._folder = folder
         self._storage_root = storage_root
         self._ranks_are = ranks_are
-        self._lent: Counter[str] = Counter()
+        self._in_use: Counter[str] = Counter()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @contextlib.asynccontextmanager
-    async def lent(self, digest: str | None) -> AsyncIterator[Path | None]:
+    async def kept(self, digest: str | None) -> AsyncIterator[Path | None]:
         """The folder of an archive, which stays until the block ends; None of none.
 
         Raises:
-            NoCodeError: See ``lend``.
-            OSError: See ``lend``.
+            NoCodeError: See ``acquire``.
+            OSError: See ``acquire``.
         """
         if digest is None:
             yield None
             return
-        folder = await self.lend(digest)
+        folder = await self.acquire(digest)
         try:
             yield folder
         finally:
-            self.give_back(digest)
+            self.release(digest)
 
-    async def lend(self, digest: str, job_id: str | None = None) -> Path:
-        """The folder of an archive, which stays until it is given back.
+    async def acquire(self, digest: str, job_id: str | None = None) -> Path:
+        """The folder of an archive, which stays until it is released.
 
         With ``job_id`` the job's folder in the storage gets a copy, and is where the archive comes
         from if Redis has it no longer.
@@ -100,25 +100,25 @@ class CodeCache:
             OSError: A disk refuses.
         """
         name = hex_of(digest)
-        self._lent[name] += 1
+        self._in_use[name] += 1
         try:
             async with self._locks[name]:
                 body = await self._archive(digest, job_id)
                 await asyncio.to_thread(self._make_whole, name, body)
                 if job_id is not None:
                     await asyncio.to_thread(_keep_copy, self._storage_root / job_id, body)
-            await asyncio.to_thread(self._remove_least_used, frozenset(self._lent))
+            await asyncio.to_thread(self._remove_least_used, frozenset(self._in_use))
         except BaseException as error:
-            self.give_back(digest)
+            self.release(digest)
             if isinstance(error, CodeArchiveError):
                 raise NoCodeError(f"the uploaded code {digest} is refused: {error}") from error
             raise
         return self._folder / name
 
-    def give_back(self, digest: str) -> None:
-        """One who was lent it has ended."""
-        self._lent[hex_of(digest)] -= 1
-        self._lent += Counter()
+    def release(self, digest: str) -> None:
+        """A user of the folder has ended; the folder may be removed."""
+        self._in_use[hex_of(digest)] -= 1
+        self._in_use += Counter()
 
     async def _archive(self, digest: str, job_id: str | None) -> bytes:
         place = self._folder / f"{hex_of(digest)}{_ARCHIVE}"
@@ -129,7 +129,7 @@ class CodeCache:
             copy = self._storage_root / job_id / _OF_A_JOB
             body = await asyncio.to_thread(_read, copy, digest)
         if body is None:
-            where = "" if job_id is None else f" nor whole in {self._storage_root / job_id}"
+            where = "" if job_id is None else f" nor complete in {self._storage_root / job_id}"
             raise NoCodeError(
                 f"the uploaded code {digest} is neither in Redis{where}: upload the same files again "
                 "(meshloom submit FILE --code DIR --dry-run)"

@@ -77,7 +77,7 @@ class Launcher:
     def give_code_back(self, digest: str | None) -> None:
         """A gang whose ranks imported from it has ended."""
         if digest is not None:
-            self._codes.give_back(digest)
+            self._codes.release(digest)
 
     async def launch(self, command: LaunchGang, folder: AttemptFolder) -> Crew:
         """Fork all ranks that the plan places here, or none.
@@ -101,7 +101,7 @@ class Launcher:
 
     async def _code_of(self, command: LaunchGang) -> Path | None:
         digest = command.spec.code
-        return None if digest is None else await self._codes.lend(digest, command.job_id)
+        return None if digest is None else await self._codes.acquire(digest, command.job_id)
 
     async def _launch(
         self,
@@ -141,7 +141,7 @@ class Launcher:
         if not here:
             raise LaunchError(f"the plan places no rank on node {self._node_id}")
         if command.store is None and all(p.rank != 0 for p in here):
-            raise LaunchError(f"node {self._node_id} was not told where rank 0 listens")
+            raise LaunchError(f"node {self._node_id} did not receive the address of rank 0")
         return here
 
     def _listen(self, command: LaunchGang) -> socket.socket:

@@ -145,7 +145,7 @@ class RankLink:
         try:
             message = RANK_MESSAGE.validate_json(self._mask.line(line))
         except ValidationError as error:
-            self._fault(f"wrote a line to its pipe that is no message: {_first_fault(error)}")
+            self._fault(f"wrote a line to its pipe that is not a message: {_first_fault(error)}")
             return
         self._on_message(message)
 

@@ -211,7 +211,7 @@ class TemplateLink:
                     case WarmRefused(reason=reason):
                         reject(self._forks.popleft(), WarmGoneError(reason))
                     case _:
-                        raise AssertionError(f"a template says no {message.kind}")
+                        raise AssertionError(f"a template does not send {message.kind}")
         except (EOFError, ValidationError):  # it is gone, or it is no template of ours
             self.give_up()
 

@@ -176,7 +176,7 @@ class WarmLink:
             case RankReaped():
                 self._on_rank(message)
             case _:
-                raise AssertionError(f"a warm process says no {message.kind}")
+                raise AssertionError(f"a warm process does not send {message.kind}")
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())

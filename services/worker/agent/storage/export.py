@@ -4,7 +4,8 @@
 so that what it copies does not hold up the agent. It needs neither torch nor the job's code: shard
 files say which box of which tensor each of their arrays is. They are verified before they are read.
 
-It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, and beside it the files that the
+It writes ``<root>/<job>/exports/<checkpoint>/model.safetensors``, ``export.json`` with the digests of all
+files, and beside them the files that the
 model brought, such as ``config.json``: of a model of ``transformers`` that makes a folder which
 ``from_pretrained`` loads. A model that is larger than one file
 should be gets several and ``model.safetensors.index.json``, as readers of the format expect. Averages of
@@ -30,6 +31,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.system.durable import make_folders, open_plain, sync_folder
 from services.contract.system.own_process import set_up_process
@@ -41,11 +43,13 @@ _AVERAGES: Final = "ema"
 _FILE: Final = "file."
 # A rank named it: nothing that leads elsewhere, or takes the place of what is written here.
 _PLAIN_NAME: Final = re.compile(
-    r"(?!model|ema[.-])[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
+    r"(?!model|ema[.-]|export\.json$)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
 )
 _MOST_FILES: Final = 32
 _MOST_HEADER: Final = 100_000_000
 _MOST_RUNS: Final = 1 << 28
+_MOST_DIMS: Final = 64  # as PyTorch has
+_LONGEST_REASON: Final = 2_000
 _ITEM_BYTES: Final = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -125,6 +129,7 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
             kinds, beside = _contents(chain.shard_folder(checkpoint_id), manifest, stack)
             written = [_write(partial, kind, kinds[kind], file_bytes) for kind in kinds]
             names = (*itertools.chain(*written), *_write_beside(partial, beside))
+        _write_manifest(partial, names)
         sync_folder(partial)
         remove_what_can_be(folder)
         partial.replace(folder)
@@ -224,7 +229,8 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
     """
     numbers = [*whole.shape, *piece.offsets, *piece.shape]
     lies_within = (
-        all(type(number) is int for number in numbers)
+        len(whole.shape) <= _MOST_DIMS
+        and all(type(number) is int for number in numbers)
         and len(whole.shape) == len(piece.shape) == len(piece.offsets)
         and all(
             0 <= offset <= extent - size <= extent
@@ -233,7 +239,9 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
     )
     item_bytes = _ITEM_BYTES.get(whole.dtype)
     if not lies_within or item_bytes is None:
-        raise IncompleteError(f"{where} is no box of a tensor of {whole.dtype} {whole.shape}")
+        raise IncompleteError(
+            f"{where} is not a box of a tensor of {whole.dtype} {whole.shape[:_MOST_DIMS]}"
+        )
     if len(piece.content) != math.prod(piece.shape) * item_bytes:
         raise IncompleteError(f"{where} has {len(piece.content)} bytes for a box {piece.shape}")
     if math.prod(piece.shape[: _split_axis(whole.shape, piece.shape)]) > _MOST_RUNS:
@@ -250,10 +258,25 @@ def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, 
     return names
 
 
+def _write_manifest(folder: Path, names: Iterable[str]) -> None:
+    """Name size and digest of each file, for whoever downloads them."""
+    files = tuple(_described(folder / name) for name in names)
+    with (folder / EXPORT_MANIFEST).open("xb") as file:
+        file.write(ExportManifest(files=files).model_dump_json(indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _described(path: Path) -> ExportedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return ExportedFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
+
+
 def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
     name = f"shards/{folder.name}/{shard.name}"
     try:
-        # Not by its name alone: a rank may have put a pipe there, which is waited for for ever.
+        # Not by its name alone: a rank may have put a pipe there, which is waited for forever.
         file = stack.enter_context(os.fdopen(open_plain(folder / shard.name), "rb"))
     except FileNotFoundError:
         raise DifferentError(name, "the file is missing") from None
@@ -349,6 +372,11 @@ def _put(descriptor: int, content: memoryview, place: int) -> None:
         content, place = content[written:], place + written
 
 
+def _reason(error: Exception) -> str:
+    # It may quote what a rank wrote, and the agent reads it whole.
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+
+
 def main() -> None:
     """Export as the command line says; code 0 with the files, else 1."""
     set_up_process()
@@ -364,7 +392,12 @@ def main() -> None:
         name, reason = error.args
         outcome = ExportOutcome(reason=reason, corrupt_file=name)
     except (ChainError, IncompleteError, OSError, ValueError, KeyError) as error:
-        outcome = ExportOutcome(reason=f"{type(error).__name__}: {error}")
+        outcome = ExportOutcome(reason=_reason(error))
+    # A header may have any form: lists for objects, a hundred thousand levels.
+    except (TypeError, AttributeError, RecursionError) as error:
+        outcome = ExportOutcome(
+            reason=f"a shard's header is not what a rank writes: {_reason(error)}"
+        )
     sys.stdout.write(outcome.model_dump_json() + "\n")
     sys.stdout.flush()
     # Maps of shards are still exported as views: the process ends without unwinding them.

@@ -53,7 +53,7 @@ class Exporter:
             outcome = ExportOutcome.model_validate_json(said)
         except ValidationError:
             last = complaints.decode(errors="replace").strip().splitlines()[-1:]
-            why = f"its process left with code {process.returncode}: {''.join(last)}"
+            why = f"its process exited with code {process.returncode}: {''.join(last)}"
             outcome = ExportOutcome(reason=why)
         return self._facts(command, outcome)
 

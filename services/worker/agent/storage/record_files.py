@@ -35,16 +35,21 @@ from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import append_plain, open_plain, sync_folder
 
 PART_BYTES: Final = 64 << 20
-"""A file that is longer is begun anew; what it held until then is kept beside it, once."""
+"""A file that is longer is started over; what it held until then is kept beside it, once."""
 CLOSED_BYTES: Final = 64 << 20
 """So much is closed of a kind, before it is compressed: the newest entries."""
 PARTS_READ: Final = 256
 _CLOSED: Final = ".jsonl.gz"
 _OLD: Final = ".old"
 _PART: Final = re.compile(r"(?:steps|metrics|logs)\.([0-9]{4,10})\.[a-z0-9.-]{1,90}\.jsonl")
-_LINE: Final = re.compile(r'\{"id":"([0-9]{1,14})-([0-9]{1,9})",')
+# No later than the year 2286: behind the last id of all nothing more can be added. Against no clock, for
+# what was told before one was set back is a record, too.
+_LINE: Final = re.compile(r'\{"id":"([0-9]{1,13})-([0-9]{1,9})",')
 _LONGEST_LINE: Final = 1 << 18
 _MOST_READ: Final = 2 * PART_BYTES
+# So much counts each line that is read: a MiB of compressed empty lines would take a minute. Every second line of
+# ours is a record, so a file of ours is read whole.
+_SHORTEST_LINE: Final = 64
 _log = structlog.get_logger()
 
 
@@ -321,7 +326,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _of_stream(file: BinaryIO | gzip.GzipFile) -> Iterator[str]:
     left = _MOST_READ
     while left > 0 and (line := file.readline(_LONGEST_LINE)):
-        left -= len(line)
+        left -= max(len(line), _SHORTEST_LINE)
         yield line.decode(errors="replace").removesuffix("\n")
 
 

@@ -6,7 +6,6 @@ together: an agent may remove nothing of a job in Redis.
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -33,8 +32,6 @@ from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OL
 
 _AT_ONCE: Final = 1_000
 _PAUSE_S: Final = 1.0
-# An id far ahead would have all that Redis appends later numbered behind it.
-_AHEAD_MS: Final = 86_400_000
 _DONE: Final = """
 if redis.call('HGET', KEYS[1], 'asked') == ARGV[1] then
   redis.call('HSET', KEYS[1], 'done', ARGV[1])
@@ -119,9 +116,8 @@ class RecordKeeper:
             _log.warning("records_not_recalled", job=job_id, why=str(error))
 
     async def _bring_back(self, key: str, entries: Entries) -> None:
-        latest_ms = time.time_ns() // 1_000_000 + _AHEAD_MS
-        fit = ((name, body) for name, body in entries.items() if name.time_ms < latest_ms)
-        while batch := tuple(itertools.islice(fit, _AT_ONCE)):
+        left = iter(entries.items())
+        while batch := tuple(itertools.islice(left, _AT_ONCE)):
             async with self._redis.pipeline(transaction=False) as pipe:
                 for name, body in batch:
                     told: Any = {redis_keys.MESSAGE_FIELD: body}

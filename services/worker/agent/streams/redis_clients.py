@@ -25,7 +25,7 @@ REDIS_AWAY: Final = (RedisError, ConnectionError)
 RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
 """What to do where a server's rules for agents are older than what they do."""
 _ANSWER_WITHIN_S: Final = 2.0
-# Random, lest a thousand agents come back at the moment in which Redis does.
+# Random, so that a thousand agents do not come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
 
 

@@ -75,6 +75,14 @@ return {'kept', holder and 1 or 0, fenced, unknown, ids}
 # Apart from the beat: a server whose rules for agents are older than these streams refuses this
 # script alone, and the node keeps its lease. One that is repeated is shown once.
 _METRICS: Final = """
+-- A stream to which nothing can be added costs itself alone; a Redis that takes nothing is asked again later.
+local function add(key, record)
+  local id = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[1], '*', ARGV[2], record)
+  if type(id) == 'string' or string.find(id.err, '^WRONGTYPE') or string.find(id.err, '^ERR') then
+    return id
+  end
+  return redis.call('XADD', key, 'MAXLEN', '~', ARGV[1], '*', ARGV[2], record)
+end
 local at, ids = 3, {}
 for key = 2, #KEYS, 2 do
   local given = {}
@@ -83,7 +91,7 @@ for key = 2, #KEYS, 2 do
   local allowed = current and tonumber(current) <= fence
   if allowed and redis.call('SISMEMBER', KEYS[1], job) == 0 then
     for record = at + 3, at + 2 + count do
-      local id = redis.pcall('XADD', KEYS[key + 1], 'MAXLEN', '~', ARGV[1], '*', ARGV[2], ARGV[record])
+      local id = add(KEYS[key + 1], ARGV[record])
       table.insert(given, type(id) == 'string' and id or '')
     end
   end
@@ -101,7 +109,7 @@ return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
 class BeatAnswer:
     """What Redis said. ``taken_by``: another incarnation holds the lease and nothing was written.
 
-    ``lapsed``: the lease had run out and was taken anew. ``fenced``: gangs of void attempts, or of
+    ``lapsed``: the lease had run out and was taken again. ``fenced``: gangs of void attempts, or of
     jobs that were deleted. ``unknown``: gangs of jobs that Redis does not know and that nobody
     deleted: it has lost them. Nothing was written of either. ``ids``: by gang and kind of records, the id that
     each of them was given, separated by blanks; "" where none was written.

@@ -2,7 +2,7 @@
 
 The file is the buffer: what is not asked for stays there and is read later. Only when it runs
 far ahead is the middle passed over, with a line that says so. A file that has grown to
-``FILE_BYTES`` is begun anew, with such a line, and its last part is kept beside it.
+``FILE_BYTES`` is started over, with such a line, and its last part is kept beside it.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class LogTail:
         return lines + self._lines(chunk, limit - len(lines), last=last)
 
     def cut_back(self) -> None:
-        """Begin the file anew if it is too long; to be called often, whoever reads or not.
+        """Start the file over if it is too long; to be called often, whoever reads or not.
 
         The rank goes on to append to the same file. What it writes while this is done, within
         some milliseconds, may be lost; what was not read yet, up to ``BACKLOG_BYTES``, is not.
@@ -137,7 +137,7 @@ class LogTail:
             return True
 
     def end(self) -> None:
-        """Read nothing that is written from now on: what a rank left behind may write for ever."""
+        """Read nothing that is written from now on: what a rank left behind may write forever."""
         self._end = 0
         with contextlib.suppress(OSError):
             self._end = self._path.stat().st_size

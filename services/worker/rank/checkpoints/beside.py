@@ -81,20 +81,20 @@ def _written(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"tensor": name}
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
-            raise UnsavableStateError(f"state_dict: {path} has keys that are no strings")
+            raise UnsavableStateError(f"state_dict: {path} has keys that are not strings")
         if not all(map(comes_back, value)):
-            raise UnsavableStateError(f"state_dict: {path!r} has keys that are no Unicode")
+            raise UnsavableStateError(f"state_dict: {path!r} has keys that are not valid Unicode")
         return {"dict": {n: _written(each, f"{path}.{n}", tensors) for n, each in value.items()}}
     if isinstance(value, list | tuple):
         return [_written(each, f"{path}.{place}", tensors) for place, each in enumerate(value)]
     if isinstance(value, str) and not comes_back(value):
-        raise UnsavableStateError(f"state_dict: {path!r} is a text that is no Unicode")
+        raise UnsavableStateError(f"state_dict: {path!r} is a text that is not valid Unicode")
     try:
         json.dumps(value)
     except TypeError as error:
         raise UnsavableStateError(
-            f"state_dict: {path} is a {type(value).__name__}; a checkpoint holds tensors, and what "
-            "JSON has words for"
+            f"state_dict: {path} is a {type(value).__name__}; a checkpoint holds tensors and JSON "
+            "values"
         ) from error
     return value
 

@@ -17,7 +17,7 @@ from services.worker.rank.data.source import DataMismatchError
 def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], None]) -> int:
     """Fills the parts from the seat's checkpoint, at any world size, and returns its step.
 
-    Without one it returns 0 and the run begins anew. One that is not what was committed is told
+    Without one it returns 0 and the run starts over. One that is not what was committed is told
     to the agent before the error is raised, so that the next attempt takes an older one.
 
     Raises:

@@ -195,7 +195,7 @@ def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
     _load_optimizers(parts, shards)
     if parts.ema is not None:
         # A clone may begin to average with weights that were trained without.
-        parts.ema.begin_anew()
+        parts.ema.start_over()
         if any(shard.fqn.startswith(EMA) for shard in shards):
             fill_from_shards(parts.ema.tensors, shards)
     if parts.beside is not None and (saved := abouts[0][1].get("beside")):

@@ -61,7 +61,7 @@ def explain(error: Exception, batch: Batch, model: nn.Module, feed: Feed, step: 
     if isinstance(error, RuntimeError) and re.search(r"\bd?type\b", str(error)):
         raise UnfitBatchError(
             f"data: the model does not take the batch of step {step}, {shapes}: {error}; have the data "
-            "set give the dtypes that the model computes with, as float32 for pictures"
+            "set give the dtypes that the model computes with, such as float32 for images"
         ) from error
     error.add_note(f"data: this rank's batch of step {step} is {shapes}")
 
@@ -101,7 +101,7 @@ def beyond_embedding(batch: Batch, model: nn.Module) -> Doubt | None:
         return None
     return Doubt(
         int(beyond.int().argmax()),
-        f"data: token {int(tokens.max())} has no place in the model's embedding of {embedded} tokens "
+        f"data: token {int(tokens.max())} is outside the model's embedding of {embedded} tokens "
         "(first in {sample}); model.args must give the model as many tokens as the data's tokenizer has",
     )
 

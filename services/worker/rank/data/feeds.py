@@ -36,8 +36,8 @@ _PAIR: Final = 2
 _PREFETCH: Final = 2
 _NOT_USED: Final = (
     "data.factory: the DataLoader's {chooser} is not used: each epoch has every sample of its data set "
-    "once, in an order that follows from seed and epoch. For a part of them give a "
-    "torch.utils.data.Subset, for odds a meshloom.Mixture, for any other order an IterableDataset"
+    "once, in an order that follows from seed and epoch. Use a torch.utils.data.Subset for a part "
+    "of them, a meshloom.Mixture for weights, an IterableDataset for any other order"
 )
 
 
@@ -88,8 +88,9 @@ def _source(made: object) -> object:
     if isinstance(made, tuple):
         kinds = ", ".join(type(each).__name__ for each in made)
         raise DataError(
-            f"data.factory made a tuple of {kinds or 'nothing'}, which is no pair of data sets (train, "
-            "validation); columns of samples make one by torch.utils.data.TensorDataset(x, y)"
+            f"data.factory made a tuple of {kinds or 'nothing'}, which is not a pair of data sets "
+            "(train, validation); to train on columns of samples, use "
+            "torch.utils.data.TensorDataset(x, y)"
         )
     return _single(made)
 
@@ -257,7 +258,7 @@ def _digest(source: MapSource, dataset: Any) -> str:  # noqa: ANN401 (as a user 
 def _filled(dataset: Any, purpose: str) -> Any:  # noqa: ANN401 (as a user wrote it)
     if len(dataset) == 0:
         raise DataError(
-            f"data.factory: the data set {purpose} is empty; it needs a sample at least"
+            f"data.factory: the data set {purpose} is empty; it needs at least one sample"
         )
     return dataset
 

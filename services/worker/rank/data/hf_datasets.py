@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from meshloom import MapSource
+from meshloom.data import MapSource
 from services.contract.storage.token_shards import end_token
 from services.worker.rank.data import digests
 from services.worker.rank.data.roots import inside
@@ -128,7 +128,7 @@ def _loaded(name: str, files: str | Sequence[str], data_roots: Sequence[Path] | 
     kinds = {_KINDS.get(path.suffix) for path in found}
     if missing or len(kinds) != 1 or None in kinds:
         what = (
-            f"{missing[0]} is not there"
+            f"{missing[0]} does not exist"
             if missing
             else f"{', '.join(map(str, found)) or 'nothing'}"
         )
@@ -216,7 +216,8 @@ def _encoder(folder: str) -> tuple[_Encode, int | None, int]:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
-            f"data.args.tokenizer: {file} is not there; save_pretrained of a fast tokenizer writes it"
+            f"data.args.tokenizer: {file} does not exist; save_pretrained of a fast tokenizer "
+            "writes it"
         )
     found = _library("tokenizers").Tokenizer.from_file(str(file))
     ending = end_token(file.parent)

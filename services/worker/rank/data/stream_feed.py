@@ -200,8 +200,8 @@ class Walk:
             self._begin(self._epoch + 1)
             if not self._has_more():
                 raise DataError(
-                    f"data.factory: the {type(self._source.dataset).__name__} gives no sample when it "
-                    f"is begun for epoch {self._epoch}; it must be iterable again and again"
+                    f"data.factory: the {type(self._source.dataset).__name__} gives no sample in "
+                    f"epoch {self._epoch}; it must be iterable more than once"
                 )
         return self._pending[-1]
 
@@ -291,10 +291,10 @@ class StreamFeed:
     @property
     def description(self) -> str:
         """That it is a stream, and how a resumed run finds its place in it."""
-        finds = "asks it for its place" if self._walk.keeps_state else "walks through it anew"
+        finds = "restores its position" if self._walk.keeps_state else "reads it again"
         return (
-            "a stream that every rank reads, each for its own places; a run that goes on from a "
-            f"checkpoint {finds}, and sees the same samples if it gives the same again"
+            "a stream that every rank reads and filters; a run that resumes from a checkpoint "
+            f"{finds}, and gets the same samples if the stream repeats them"
         )
 
     @property
@@ -306,7 +306,7 @@ class StreamFeed:
         """The samples at this rank's places of the stream.
 
         Raises:
-            DataError: The stream is empty when it is begun anew.
+            DataError: The stream is empty when it is started over.
             BatchShapeError: Samples do not collate.
         """
         if step != self._step + 1:
@@ -365,7 +365,7 @@ def _stateful(source: IterableSource) -> _Stateful | None:
     inner = getattr(made, "dataset", None)
     if source.workers or not _has_state(made):
         return None
-    # Such a loader counts batches that it skips twice; walking through its data anew is right.
+    # Such a loader counts batches that it skips twice; walking through its data again is right.
     if isinstance(inner, IterableDataset) and not _has_state(inner):
         return None
     return cast("_Stateful", made)

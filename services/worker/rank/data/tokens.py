@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from meshloom import MapSource
+from meshloom.data import MapSource
 from services.contract.storage.token_shards import (
     TOKEN_BYTES,
     TokenIndex,

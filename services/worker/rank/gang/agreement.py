@@ -35,15 +35,15 @@ class Proposal:
     """An agreement in flight.
 
     Args:
-        wishes: The reduction of three integers: checkpoint, stop, trace.
+        requests: The reduction of three integers: checkpoint, stop, trace.
     """
 
-    def __init__(self, wishes: PendingReduction) -> None:
-        self._wishes = wishes
+    def __init__(self, requests: PendingReduction) -> None:
+        self._requests = requests
 
     def outcome(self) -> Agreed:
-        """Waits for all ranks' wishes."""
-        checkpoint, stop, trace = self._wishes.wait().tolist()
+        """Waits for all ranks' requests."""
+        checkpoint, stop, trace = self._requests.wait().tolist()
         return Agreed(checkpoint=bool(checkpoint), stop=bool(stop), trace=bool(trace))
 
 
@@ -56,8 +56,8 @@ def propose(orders: Sequence[RankOrder], control: ControlChannel, *, trace: bool
         trace: Whether this rank begins or ends to record at the step's end.
     """
     checkpoint, stop = (any(o.checkpoint for o in orders), any(o.stop for o in orders))
-    wishes = torch.tensor([checkpoint, stop, trace], dtype=torch.int32)
-    return Proposal(control.all_reduce(wishes, dist.ReduceOp.MAX))
+    requests = torch.tensor([checkpoint, stop, trace], dtype=torch.int32)
+    return Proposal(control.all_reduce(requests, dist.ReduceOp.MAX))
 
 
 def first_told(gang: Gang, found: str | None) -> str | None:

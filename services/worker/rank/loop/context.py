@@ -139,7 +139,7 @@ class LoopContext:
         if not trainable.steps_itself:
             raise TrainableError(
                 f"{type(trainable).__name__}.train_batch called context.{called}, but the loop does "
-                "that itself, unless the class says steps_itself = True"
+                "that itself, unless the class sets steps_itself = True"
             )
 
 

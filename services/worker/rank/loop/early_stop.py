@@ -103,7 +103,7 @@ class EarlyStop:
             else f"the best is {course.best:.6g} of step {course.best_step}"
         )
         return (
-            f"stopped early: {what} got no better in {course.since} evaluations in a row ({best})"
+            f"stopped early: {what} did not improve in {course.since} evaluations in a row ({best})"
         )
 
     def state(self) -> Mapping[str, Any]:
@@ -118,10 +118,10 @@ class EarlyStop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint; by another metric it begins anew."""
+        """Goes on from a checkpoint; by another metric it starts over."""
         if (state["metric"], state["mode"]) == (self._wanted.metric, self._wanted.mode):
             self.course = Course(state["best"], state["best_step"], state["since"])
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forgets all evaluations: those of another job do not end this one."""
         self.course = Course()

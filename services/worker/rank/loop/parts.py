@@ -39,7 +39,7 @@ def trainable_of(spec: JobSpec, grant: registry.Grant) -> Trainable:
     if spec.model is not None:
         return Parts(registry.bound("model", spec.model, grant=grant))
     if spec.trainable is None:
-        raise TrainableError("model: the spec names none, and no trainable either")
+        raise TrainableError("model: the spec names neither a model nor a trainable")
     made = registry.create("trainable", spec.trainable, grant=grant)
     if not isinstance(made, Trainable):
         raise TrainableError(

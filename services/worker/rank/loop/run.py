@@ -223,8 +223,8 @@ def _loss(models: Models, chosen: UserLoss | None, measured: UserMetrics | None)
 
     def refused(_: object) -> Computed:
         raise LossError(
-            f"loss: there are several models ({', '.join(models.by_name)}), so which is called with "
-            "what is the trainable's to say: define train_batch, without context.loss"
+            f"loss: there are several models ({', '.join(models.by_name)}), so the trainable must "
+            "say which is called with what: define train_batch, without context.loss"
         )
 
     return refused

@@ -139,8 +139,8 @@ def _scaled(run: Run, context: LoopContext) -> Mapping[str, float]:
     run.scaler.now = now = run.scaler.now.after(overflowed=context.has_overflowed)
     if now.in_a_row >= MOST_IN_A_ROW:
         raise NonFiniteLossError(
-            f"the gradients of {now.in_a_row} steps in a row, up to step {context.step_number}, are no "
-            f"finite numbers, down to a loss scale of {now.scale}"
+            f"the gradients of {now.in_a_row} steps in a row, up to step {context.step_number}, "
+            f"are not finite, down to a loss scale of {now.scale}"
         )
     return {"loss_scale": now.scale, "skipped_steps": float(now.skipped)}
 

@@ -16,8 +16,8 @@ MEASURED_STEPS: Final = 3
 
 _KIB: Final = 1024
 _STATUS_BYTES: Final = 8192
-# Linux: the high-water mark begins anew (man proc_pid_clear_refs).
-_BEGIN_ANEW: Final = b"5"
+# Linux: the high-water mark starts over (man proc_pid_clear_refs).
+_RESET_PEAK: Final = b"5"
 # glibc's mallopt(3): from which size on a block is a mapping of its own, and how much free memory
 # is kept at the end of the heap. Once set they move no more; by themselves they move up to these.
 _TRIM_THRESHOLD: Final = -1
@@ -108,12 +108,12 @@ class HostMemory:
 
     Args:
         status: Descriptor of ``/proc/self/status``.
-        anew: Of ``/proc/self/clear_refs``; None where it is not to be had.
+        clear_refs: Of ``/proc/self/clear_refs``; None where it is not to be had.
     """
 
-    def __init__(self, status: int, anew: int | None) -> None:
+    def __init__(self, status: int, clear_refs: int | None) -> None:
         self._status = status
-        self._anew = anew
+        self._clear_refs = clear_refs
         self._before = 0
         self._peak: int | None = None
         self._left = 0
@@ -123,10 +123,10 @@ class HostMemory:
         """That of the caller."""
         status = os.open("/proc/self/status", os.O_RDONLY)
         # Not every kernel offers it, and some containers forbid it.
-        anew = None
+        clear_refs = None
         with contextlib.suppress(OSError):
-            anew = os.open("/proc/self/clear_refs", os.O_WRONLY)
-        return cls(status, anew)
+            clear_refs = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        return cls(status, clear_refs)
 
     def begin_model(self) -> None:
         """All that is held now was there before; the next steps are measured."""
@@ -144,19 +144,19 @@ class HostMemory:
 
     def begin_step(self) -> None:
         """Sets the mark back to what is resident now."""
-        if self._left and self._anew is not None:
+        if self._left and self._clear_refs is not None:
             try:
-                os.write(self._anew, _BEGIN_ANEW)
+                os.write(self._clear_refs, _RESET_PEAK)
             except OSError:
                 # Without it the mark may be that of making the data, or of anything else.
-                self._anew = None
+                self._clear_refs = None
 
     def end_step(self, copies: int) -> MemoryFigures:
         """Reads the mark; ``copies`` are counted as if all had been there at the peak."""
         seen = self._look()
         if self._left:
             self._left -= 1
-            if self._anew is not None:
+            if self._clear_refs is not None:
                 others = max(seen.shared - shared_bytes(), 0)
                 taken = seen.most - seen.files - others - self._before - copies
                 self._peak = max(taken, self._peak or 0)

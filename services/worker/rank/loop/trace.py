@@ -122,7 +122,9 @@ class _Recording:
         with path.open("rb") as file:  # the profiler says nothing of a write that failed
             file.seek(max(size - _TAIL_BYTES, 0))
             if not file.read().rstrip().endswith(b"}"):
-                raise TraceError(f"{path.parent} did not take all of it: its disk may be full")
+                raise TraceError(
+                    f"{path.parent} could not be written completely: its disk may be full"
+                )
 
 
 class TraceRecorder:
@@ -179,7 +181,7 @@ class TraceRecorder:
             self._abandoned.set()
             self._writing.join(_ABANDONING_S)
 
-    def heed(self, orders: Iterable[RankOrder]) -> None:
+    def take_orders(self, orders: Iterable[RankOrder]) -> None:
         """Takes what agents ask for; it begins at the next ``turn``."""
         for order in orders:
             if order.trace is None:

@@ -77,7 +77,7 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         watch.enter(RankPhase.LOAD)
         resumed = resume(run.trained, seat, pipe.send)
         if run.early_stop is not None and _is_clone(seat):
-            run.early_stop.begin_anew()
+            run.early_stop.start_over()
         watch.resume(resumed)
         writer = CheckpointWriter(
             seat,
@@ -91,7 +91,9 @@ def train(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | No
         with MetricsReporter(seat, pipe.send) as metrics:
             with writer, TraceRecorder(seat, pipe.send, watch, gang.device) as traces:
                 end = _loop(run, pipe, _Beside(writer, metrics, traces), resumed)
-                traces.heed(pipe.poll_orders())  # what came too late is answered as the block ends
+                traces.take_orders(
+                    pipe.poll_orders()
+                )  # what came too late is answered as the block ends
                 run.data.close()
                 watch.enter(RankPhase.CHECKPOINT)
                 writer.finish(end.step)
@@ -141,7 +143,7 @@ def _loop(run: Run, pipe: Pipe, beside: _Beside, resumed: int) -> _End:
         return _End(resumed, early=early)
     for step in range(resumed + 1, steps + 1):
         orders = pipe.poll_orders()
-        traces.heed(orders)
+        traces.take_orders(orders)
         agreement = propose(orders, run.gang.control, trace=traces.is_due)
         traces.begin_step(step)
         loss = _timed_step(run, writer, metrics, step)

@@ -56,12 +56,12 @@ class Wandb:
     def _begun(self) -> Any:  # noqa: ANN401 the package has no types here
         self._wandb = wandb = _imported("wandb", "wandb")
         seat, spec = self._seat, self._spec
-        wished = {"base_url": spec.base_url, "api_key": _value(spec.api_key, seat.secrets)}
+        arguments = {"base_url": spec.base_url, "api_key": _value(spec.api_key, seat.secrets)}
         settings = wandb.Settings(
             console="off",
             silent=True,
             x_disable_stats=True,
-            **{name: value for name, value in wished.items() if value is not None},
+            **{name: value for name, value in arguments.items() if value is not None},
         )
         return wandb.init(
             project=spec.project,

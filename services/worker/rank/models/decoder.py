@@ -30,7 +30,7 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew."""
+        """Draws new values for the weight."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Computes the frequencies anew."""
+        """Recomputes the frequencies."""
         exponents = torch.arange(0, self.head_dim, 2, device=self.inverse_periods.device)
         self.inverse_periods.copy_(self.base ** (-exponents / self.head_dim))
 
@@ -96,8 +96,8 @@ class Attention(nn.Module):
         """``[B, T, D]`` of this rank's heads as ``[B, H, T, D / H]``."""
         if projected.shape[-1] % self.head_dim:
             raise ValueError(
-                f"decoder: tp leaves each rank a width of {projected.shape[-1]}, which is no whole "
-                f"number of heads of {self.head_dim}; choose a tp that divides heads"
+                f"decoder: tp leaves each rank a width of {projected.shape[-1]}, which is not a "
+                f"multiple of the head size {self.head_dim}; choose a tp that divides heads"
             )
         batch, length, _ = projected.shape
         return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)

@@ -211,7 +211,7 @@ class PretrainedValues:
         for name, parameter in model.named_parameters():
             found = self._place(name)
             if found is None:
-                # A head that language models lack is drawn anew; the body must be there.
+                # A head that language models lack is drawn at random; the body must be there.
                 if name.startswith(f"{self._prefix}.") or not _is_classifier(model):
                     missing.append(name)
                 continue

@@ -86,7 +86,7 @@ class _Own:
         if not isinstance(module, Resettable):
             raise InitialisationError(
                 f"module {name or 'root'!r} ({type(module).__name__}) owns parameters or buffers but "
-                "has no reset_parameters(): add it, or take meta_init from the model"
+                "has no reset_parameters(): add it, or remove meta_init from the model"
             )
         module.reset_parameters()
 

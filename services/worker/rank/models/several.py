@@ -39,7 +39,9 @@ class Models:
             return cls({ALONE: checked_module(built, "build_model")}, is_one=True)
         for name, model in built.items():
             if not isinstance(name, str) or not name.isidentifier():
-                raise TypeError(f"build_model: {name!r} cannot name a model; write a plain word")
+                raise TypeError(
+                    f"build_model: {name!r} is not a valid name of a model; use a plain word"
+                )
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"build_model: {name!r} is a {type(model).__name__}, not an nn.Module"

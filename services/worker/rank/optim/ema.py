@@ -43,7 +43,7 @@ class Ema:
         return {PREFIX + name: mean for name, mean in self._means.items()}
 
     @torch.no_grad()
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """They become what the parameters are."""
         for name, mean in self._means.items():
             _local(mean).copy_(_local(self._weights[name]))

@@ -27,7 +27,7 @@ from services.worker.rank.process.host_memory import lacks_host_memory
 
 _MOST: Final = 16
 _DOUBLES: Final = (
-    "data: the model does not take float64, of which its batches are, {batch}; have the data set give "
+    "data: the batches are float64, which the model does not take, {batch}; have the data set give "
     "the dtypes that the model computes with, such as float32"
 )
 

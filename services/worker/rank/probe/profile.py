@@ -285,7 +285,7 @@ def _passes_for_real(sample: Batch, seat: ProbeSeat) -> None:
 
 
 class NotFollowedError(Exception):
-    """A trainable does what the probe cannot look at; its job runs by the default layout."""
+    """A trainable does what the probe cannot look at; its job runs with the default layout."""
 
 
 # -- What went wrong

@@ -23,7 +23,7 @@ from services.worker.rank.process.warm import die_with_parent
 MOST_PROCESSES: Final = 16
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_TIME: Final = timedelta(minutes=1)
-_UNKNOWN_NETWORK: Final = "not measured: taken is the rate between processes of this node by TCP"
+_UNKNOWN_NETWORK: Final = "not measured: this is the rate between processes of this node by TCP"
 
 
 def main() -> NoReturn:

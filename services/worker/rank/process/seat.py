@@ -49,7 +49,7 @@ class AgentPipe:
         self._unread = b""
 
     def send(self, message: RankMessage) -> None:
-        """Tell the agent. Does nothing when the agent is gone: training does not depend on it."""
+        """Tell the agent. Does nothing when the agent has ended: training does not depend on it."""
         left = memoryview(message.model_dump_json().encode() + b"\n")
         with self._sending, contextlib.suppress(OSError):
             while left:
@@ -60,7 +60,7 @@ class AgentPipe:
         while True:
             try:
                 received = os.read(self._end.reading, _READ_BYTES)
-            except OSError:  # nothing there now (EAGAIN), or the agent is gone
+            except OSError:  # nothing there now (EAGAIN), or the agent has ended
                 break
             if not received:
                 break
@@ -158,7 +158,7 @@ def _told(refused: BaseException | None, error: BaseException) -> str:
     """What is behind an error that does not say itself that memory was refused."""
     if refused is None or refused is error:
         return ""
-    return f"; it was refused memory: {one_line(refused)}"
+    return f"; the system refused memory: {one_line(refused)}"
 
 
 def _of_another(refused: BaseException | None, error: BaseException) -> tuple[str, ...]:

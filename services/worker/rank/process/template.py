@@ -66,7 +66,7 @@ class Template:
         self._listener = listener
         self._linger_s = linger_s
         self._ranks = ranks
-        self._wake = wake_at_a_childs_end()
+        self._wake = wake_when_a_child_ends()
 
     def serve(self, first: WarmChannel) -> None:
         """Serve the first agent, and those that come within ``linger_s`` after its end."""
@@ -142,7 +142,7 @@ class Template:
                 self._ranks,
                 asked.agent,
                 lifeline,
-                wake_at_a_childs_end(),
+                wake_when_a_child_ends(),
             )
         except BaseException:  # noqa: BLE001 a forked child must never return into the loop
             traceback.print_exc()
@@ -151,7 +151,7 @@ class Template:
             os._exit(0)
 
 
-def wake_at_a_childs_end() -> tuple[socket.socket, socket.socket]:
+def wake_when_a_child_ends() -> tuple[socket.socket, socket.socket]:
     """A pair of sockets of which the first turns readable when a child of this process ends."""
     wake = socket.socketpair()
     for end in wake:
@@ -173,7 +173,7 @@ def die_at_the_end_of(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(lifeline, 1)  # nobody writes: it is closed already
-        sys.exit("the agent is gone")
+        sys.exit("the agent has ended")
 
 
 def peer(connection: socket.socket) -> tuple[int, int, int]:

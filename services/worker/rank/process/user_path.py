@@ -13,8 +13,8 @@ from typing import Final
 OUR_PACKAGES: Final = ("services", "fsdp_core", "meshloom")
 OUR_PLACE: Final = Path(__file__).resolve().parents[4]
 _RESERVED: Final = (
-    f"{', '.join(OUR_PACKAGES)} are Meshloom's own packages, so no module of yours can be in one of "
-    "that name; rename it"
+    f"{', '.join(OUR_PACKAGES)} are Meshloom's own packages, so yours cannot have that name; "
+    "rename it"
 )
 _folders: list[Path] = []
 

@@ -199,7 +199,7 @@ def die_with_parent(parent: int) -> None:
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the parent process is gone")
+        sys.exit("the parent process has ended")
 
 
 def _die_before_others() -> None:

@@ -106,7 +106,7 @@ def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Ten
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = value.item()
     if isinstance(value, str) and not comes_back(value):
-        raise UnsavableStateError(place, f"{value!r} is no Unicode")
+        raise UnsavableStateError(place, f"{value!r} is not valid Unicode")
     if value is None or isinstance(value, bool | int | float | str):
         return {_VALUE: value}
     if isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def _keep(tensor: torch.Tensor, place: tuple[object, ...], tensors: dict[str, to
 
 def _key(key: object, place: tuple[object, ...]) -> str | int:
     if isinstance(key, str) and not comes_back(key):
-        raise UnsavableStateError(place, f"a key is {key!r}, which is no Unicode")
+        raise UnsavableStateError(place, f"a key is {key!r}, which is not valid Unicode")
     if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool)):
         return key
     raise UnsavableStateError(place, f"a key is {key!r}; keys must be strings or whole numbers")

@@ -73,7 +73,7 @@ def run(*, seat: RankSeat, pipe: Pipe, board: BoardWriter, listen_fd: int | None
     watch.enter(RankPhase.SCRIPT)
     with metrics, writer, traces:
         entry.run(seat.spec.entrypoint, folders)
-        traces.heed(pipe.poll_orders())  # what came too late is answered as the block ends
+        traces.take_orders(pipe.poll_orders())  # what came too late is answered as the block ends
         watch.enter(RankPhase.CHECKPOINT)
         writer.finish(session.step)
     watch.enter(RankPhase.FINISHED)

@@ -149,12 +149,12 @@ class Session:
             raise ValueError(f"session.report: step is {step!r}, not a number of steps")
         if step < self._reported:
             raise ValueError(
-                f"session.report: step {step} comes after step {self._reported}; count the steps of "
-                "the job, and go on from the restored one"
+                f"session.report: step {step} comes after step {self._reported}; count the steps "
+                "of the job, and continue from the restored one"
             )
         self._of = figures.of or self._of
         if step > self._reported:
-            self._notice_if_anew()
+            self._notice_a_fresh_start()
             values |= self._finish_step(step, loss, figures, values)
         elif self._reported:
             self._evaluated += 1
@@ -176,7 +176,7 @@ class Session:
             )
         if not self._writer.is_due(at):
             return False
-        self._notice_if_anew()
+        self._notice_a_fresh_start()
         self._watch.enter(RankPhase.CHECKPOINT)
         is_last = self._asked.stop or at == self._of
         self._writer.save(self._captured(state, at), is_last=is_last)
@@ -205,7 +205,7 @@ class Session:
         self._watch.enter(RankPhase.SCRIPT)
         if self._seat.rank == 0:
             sys.stdout.write(
-                f"restored {manifest.checkpoint_id}; goes on after step {manifest.step}\n"
+                f"restored {manifest.checkpoint_id}; continues after step {manifest.step}\n"
             )
         self._moved_at = time.perf_counter()
         return found[0]
@@ -250,14 +250,14 @@ class Session:
         told = {"loss": loss, "step_time_s": elapsed_s, speed: done.tokens_per_s}
         return {n: v for n, v in told.items() if v is not None and not math.isnan(v)}
 
-    def _notice_if_anew(self) -> None:
+    def _notice_a_fresh_start(self) -> None:
         """Tells once that the script makes steps again which a checkpoint holds."""
         source = self._seat.resume_from
         if source is None or self._restored or self._notices:
             return
         notice = (
             f"the attempt resumes from checkpoint {source}, but the script has not called "
-            "session.restore, so it begins anew; call it before the first step: "
+            "session.restore, so it starts over; call it before the first step: "
             "state = session.restore(state) or state"
         )
         self._notices = (notice,)
@@ -279,14 +279,14 @@ class Session:
             return
         self._poll_orders()
         orders, self._unheeded = self._unheeded, []
-        wishes = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
-        agreed = self._control().all_reduce(torch.tensor(wishes), dist.ReduceOp.MAX).wait()
+        requests = [any(o.checkpoint for o in orders), any(o.stop for o in orders), self.step]
+        agreed = self._control().all_reduce(torch.tensor(requests), dist.ReduceOp.MAX).wait()
         self._asked.take(agreed.tolist(), asker)
 
     def _poll_orders(self) -> None:
         """Takes what this rank's agent asks for; on all but traces the ranks agree later."""
         orders = self._pipe.poll_orders()
-        self._traces.heed(orders)
+        self._traces.take_orders(orders)
         self._unheeded += orders
 
     def _control(self) -> ControlChannel:
@@ -351,8 +351,8 @@ class Session:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "meshloom.session is the rank's: a process that it started (a DataLoader's worker) "
-                "cannot call it"
+                "only the rank itself may use meshloom.session; this process was started by it, as "
+                "a DataLoader's worker is"
             )
 
 
@@ -387,5 +387,5 @@ def _number(name: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # users give what they have
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"session.report: {name} is a {type(value).__name__}, which is no number: {error}"
+            f"session.report: {name} is a {type(value).__name__}, which is not a number: {error}"
         ) from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from services.contract.messages.rank_pipe import RankSeat
 
 _MEETING_TIME: Final = timedelta(minutes=2)
-_FOR_EVER: Final = timedelta(days=365)
+_FOREVER: Final = timedelta(days=365)
 _LEFT: Final = "meshloom/left"
 _ALL_LEFT: Final = "meshloom/all-left"
 
@@ -50,4 +50,4 @@ class ScriptStore:
         if self._store.add(_LEFT, 1) == self._world_size:
             self._store.set(_ALL_LEFT, "")
         if self._is_host:
-            self._store.wait([_ALL_LEFT], _FOR_EVER)
+            self._store.wait([_ALL_LEFT], _FOREVER)

@@ -1,5 +1,5 @@
 // One door to the controller. Every GET is conditional: what a URL answered last is kept with its
-// ETag, and a 304 returns the very same object, so that React renders nothing anew.
+// ETag, and a 304 returns the very same object, so that React renders nothing again.
 
 import { connection } from "./connection";
 import type { Problem } from "./types";

@@ -53,7 +53,7 @@ export const connection = {
 };
 
 // `Date` is cut to whole seconds, so each answer bounds the lead of the controller's clock from
-// below; the largest bound is the closest. A jump of either clock starts anew.
+// below; the largest bound is the closest. A jump of either clock starts over.
 function setClock(header: string | null): void {
   const there = header ? Date.parse(header) : Number.NaN;
   if (Number.isNaN(there)) return;

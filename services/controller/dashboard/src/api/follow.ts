@@ -61,7 +61,7 @@ async function read<T>(path: string, { after }: Trail<T>, signal?: AbortSignal):
   try {
     return await get<Page<T>>(`${path}${cursor}`, signal);
   } catch (error) {
-    // What came behind the cursor was trimmed meanwhile: the next poll begins anew.
+    // What came behind the cursor was trimmed meanwhile: the next poll starts over.
     if (error instanceof ProblemError && error.status === GONE) trails.delete(path);
     throw error;
   }

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 0de82a364b13a5e421d70c948eb8a7d80a16442d300f5cb60618002f6fc09da2
-// types e735cec93ba84ff1f1c9d7e062ecc29e6f1f5ca0504498f42a03632403fefab6
+// document 71de9f094a4d6a768a3e2f75407309deaba57bf5009000738525477f3eab0406
+// types d785c74820c92f391369aa41cae3168b4e21298306375afc86da50a106a803e8
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -8,7 +8,7 @@ export interface components {
     schemas: {
         /**
          * AttemptList
-         * @description A job's tries, oldest first: the first one and the newest 20.
+         * @description A job's attempts, oldest first: the first one and the newest 20.
          *
          *     ``left_out``: how many between them are no longer kept.
          */
@@ -23,11 +23,11 @@ export interface components {
         };
         /**
          * AttemptView
-         * @description One numbered try of a job, and how long things took, in seconds, where that is known.
+         * @description One numbered attempt of a job, and its times in seconds, where they are known.
          *
-         *     ``time_to_detect_s``: from the first rank's exit, or the last word of a lost node, until the
-         *     controller had concluded. ``time_to_restart_s``: from there to the next attempt, if the job went
-         *     on by itself. ``time_to_first_step_s``: from the launch command to the first step.
+         *     ``time_to_detect_s``: from the first rank's exit, or the last message of a lost node, until the
+         *     controller decided. ``time_to_restart_s``: from there to the next attempt, if the job restarted
+         *     by itself. ``time_to_first_step_s``: from the launch command to the first step.
          */
         AttemptView: {
             /** Ended At */
@@ -65,12 +65,12 @@ export interface components {
         };
         /**
          * AuditEntryView
-         * @description A request that changed something or was refused, and what became of it.
+         * @description A request that changed something or was refused, and its outcome.
          */
         AuditEntryView: {
             /**
              * Actor
-             * @description null: nobody showed who they were
+             * @description null: the caller did not authenticate
              */
             actor: string | null;
             /**
@@ -82,7 +82,7 @@ export interface components {
             id: string;
             /**
              * Left Out
-             * @description refusals like it before it that have no entry: there were too many
+             * @description earlier refusals like it that were not recorded: there were too many
              * @default 0
              */
             left_out: number;
@@ -113,7 +113,7 @@ export interface components {
         };
         /**
          * AxisTraffic
-         * @description What one rank does along a mesh axis in a step. ``seconds``: as if nothing else ran.
+         * @description What one rank sends along a mesh axis in a step. ``seconds``: without any overlap.
          */
         AxisTraffic: {
             /** Axis */
@@ -129,7 +129,7 @@ export interface components {
         };
         /**
          * BestPatch
-         * @description Which committed checkpoints are the best, and how many of them are kept; null: as by default.
+         * @description Which committed checkpoints are the best, and how many are kept; null: the default.
          */
         BestPatch: {
             /** Count */
@@ -151,7 +151,7 @@ export interface components {
         };
         /**
          * BudgetPatch
-         * @description How many restarts a run may cost; null: as many as by default.
+         * @description How many restarts a run may need; null: the default.
          */
         BudgetPatch: {
             /** Max Restarts */
@@ -159,7 +159,7 @@ export interface components {
         };
         /**
          * CapacityView
-         * @description The room on all nodes. A gang sits on one: ``largest_*`` is what fits now, whole.
+         * @description The slots of all nodes. ``largest_*`` is the largest gang that fits on one node now.
          */
         CapacityView: {
             /** Accelerators */
@@ -192,19 +192,21 @@ export interface components {
         CheckpointSpec: {
             /**
              * Every Steps
-             * @description 0: only after the last step
+             * @description Steps between checkpoints; 0: only after the last step.
              * @default 0
              */
             every_steps: number;
-            /** @description keeps the best ones beside the last; evaluates before each checkpoint that is due */
+            /** @description Keeps the best checkpoints in addition; evaluates before each checkpoint. */
             keep_best?: components["schemas"]["KeepBestSpec"] | null;
             /**
              * Keep Last
+             * @description How many of the newest committed checkpoints retention keeps.
              * @default 2
              */
             keep_last: number;
             /**
              * Mode
+             * @description async: training continues while files are written; sync: it waits.
              * @default async
              * @enum {string}
              */
@@ -212,19 +214,19 @@ export interface components {
         };
         /**
          * CheckpointState
-         * @description Where a checkpoint stands; only COMMITTED ones are ever resumed from.
+         * @description The state of a checkpoint; jobs resume only from COMMITTED ones.
          * @enum {string}
          */
         CheckpointState: "WRITING" | "SEALED" | "COMMITTED" | "ABORTED" | "CORRUPT" | "DELETING";
         /**
          * CheckpointView
-         * @description A checkpoint: only COMMITTED ones are resumed from.
+         * @description A checkpoint. Jobs resume only from COMMITTED ones.
          *
          *     ``verified_at``: when a node last read every file and found what was committed. ``checked_at``:
-         *     when one last was done with reading, whatever it found. ``held_by``:
-         *     jobs that begin from it. ``corrupt_file``: below the job's folder, what differs or is missing.
-         *     ``evaluation``: the validation ``loss`` after its step, and metrics; empty without a pass at it.
-         *     ``best``: of the job's, by ``checkpoint.keep_best``, else by the validation loss.
+         *     when a node last finished reading, with either result. ``held_by``: jobs that begin from it.
+         *     ``corrupt_file``: below the job's folder, what differs or is missing. ``evaluation``: the
+         *     validation ``loss`` after its step, and metrics; empty without a pass at it. ``best``: of the
+         *     job's, by ``checkpoint.keep_best``, else by the validation loss.
          */
         CheckpointView: {
             /**
@@ -296,7 +298,7 @@ export interface components {
         };
         /**
          * CloneOrigin
-         * @description The job of which this one is a clone, and the checkpoint and step with which it begins.
+         * @description The job of which this one is a clone, and the checkpoint and step from which it starts.
          */
         CloneOrigin: {
             /** Checkpoint Id */
@@ -311,11 +313,11 @@ export interface components {
         };
         /**
          * CloneRequest
-         * @description What is to differ from the job that is cloned, and where the clone begins.
+         * @description How the clone differs from the cloned job, and where it starts.
          *
          *     ``overrides`` is a merge-patch on the job's spec. ``from_checkpoint`` names a committed
          *     checkpoint of the cloned job, its ``latest``, or its ``best`` by ``checkpoint.keep_best``, else by
-         *     the validation loss; without one the clone begins anew.
+         *     the validation loss; without one the clone starts over.
          */
         CloneRequest: {
             /** From Checkpoint */
@@ -327,7 +329,7 @@ export interface components {
         };
         /**
          * CodeView
-         * @description An uploaded archive of code, by its digest; its content is for the nodes alone.
+         * @description An uploaded archive of code, by its digest. Only nodes read its content.
          */
         CodeView: {
             /** Bytes */
@@ -360,10 +362,10 @@ export interface components {
         };
         /**
          * DiagnosisView
-         * @description What ails an attempt, or ended it: the verdict, what speaks for it, and what to do.
+         * @description What is wrong with an attempt, or what ended it: the verdict, its evidence, and what to do.
          *
          *     ``rank`` is the first one in trouble, None where no single rank is. ``live`` says that it was
-         *     made of running ranks. ``stacks`` are there where ranks were looked into.
+         *     made of running ranks. ``stacks`` are present if ranks were inspected.
          */
         DiagnosisView: {
             /** Advice */
@@ -410,7 +412,7 @@ export interface components {
         };
         /**
          * EarlyStopSpec
-         * @description Ends the run, as one that succeeded, once evaluations no longer get better.
+         * @description Ends the run successfully once evaluations no longer improve.
          *
          *     That is after ``patience`` evaluations in a row of which none was better than the best one before
          *     them by more than ``min_delta``.
@@ -418,21 +420,27 @@ export interface components {
         EarlyStopSpec: {
             /**
              * Metric
+             * @description The validation metric that decides; loss is the validation loss.
              * @default loss
              */
             metric: string;
             /**
              * Min Delta
+             * @description An improvement must be larger than this.
              * @default 0
              */
             min_delta: number;
             /**
              * Mode
+             * @description min: lower is better; max: higher is better.
              * @default min
              * @enum {string}
              */
             mode: "min" | "max";
-            /** Patience */
+            /**
+             * Patience
+             * @description Evaluations in a row without an improvement after which training ends.
+             */
             patience: number;
         };
         /**
@@ -444,11 +452,13 @@ export interface components {
         EmaSpec: {
             /**
              * Decay
+             * @description The average becomes decay of itself plus 1 - decay of the weights.
              * @default 0.999
              */
             decay: number;
             /**
              * Every
+             * @description Steps between updates of the average.
              * @default 1
              */
             every: number;
@@ -463,12 +473,19 @@ export interface components {
         EntryPoint: {
             /**
              * Args
+             * @description Command-line arguments of the script or module.
              * @default []
              */
             args: string[];
-            /** Module */
+            /**
+             * Module
+             * @description A dotted module name, as for `python -m`.
+             */
             module?: string | null;
-            /** Script */
+            /**
+             * Script
+             * @description Path of the script, below the uploaded code or a folder of MESHLOOM_USER_PATH.
+             */
             script?: string | null;
         };
         /**
@@ -523,7 +540,7 @@ export interface components {
         };
         /**
          * Evaluation
-         * @description A validation pass: mean loss, and simple models' losses beside it.
+         * @description A validation pass: mean loss, and for comparison the losses of simple models.
          *
          *     ``tokens``: over how many, or over how many samples. A loss that is no finite number is null.
          */
@@ -552,7 +569,7 @@ export interface components {
         };
         /**
          * EvaluationSpec
-         * @description What evaluations measure beside the loss.
+         * @description What evaluations measure in addition to the loss.
          *
          *     ``metrics`` names a callable from the model's output and a batch to a dict of numbers, each the mean
          *     over the batch.
@@ -560,10 +577,11 @@ export interface components {
         EvaluationSpec: {
             /**
              * At Steps
-             * @description measured in each training step, too
+             * @description Compute them at each training step, too.
              * @default false
              */
             at_steps: boolean;
+            /** @description A callable (output, batch) that returns a dict of numbers, each the mean over the batch. */
             metrics: components["schemas"]["Factory"];
         };
         /**
@@ -630,6 +648,26 @@ export interface components {
          */
         ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
         /**
+         * ExportedFile
+         * @description One file of an export.
+         */
+        ExportedFile: {
+            /** Bytes */
+            bytes: number;
+            /** Name */
+            name: string;
+            /** Sha256 */
+            sha256: string;
+        };
+        /**
+         * ExportManifest
+         * @description All files of an export, each with its size and its SHA-256.
+         */
+        ExportManifest: {
+            /** Files */
+            files: components["schemas"]["ExportedFile"][];
+        };
+        /**
          * ExportView
          * @description The last export of a checkpoint. ``folder`` is below the storage root.
          */
@@ -659,11 +697,17 @@ export interface components {
          * @description A built-in by its short name, or ``package.module:callable``, with keyword arguments.
          */
         Factory: {
-            /** Args */
+            /**
+             * Args
+             * @description Keyword arguments of the callable.
+             */
             args?: {
                 [key: string]: components["schemas"]["JsonValue"];
             };
-            /** Factory */
+            /**
+             * Factory
+             * @description A built-in's short name, or module:callable of your code.
+             */
             factory: string;
         };
         /**
@@ -674,7 +718,7 @@ export interface components {
         FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
         /**
          * FailureView
-         * @description What ended an attempt: the first rank to fail, and its own words.
+         * @description What ended an attempt: the first rank to fail, and its error.
          */
         FailureView: {
             /** Error */
@@ -696,7 +740,7 @@ export interface components {
         };
         /**
          * Fault
-         * @description One fault of a request: where (a JSON pointer, RFC 6901, into the body) and what.
+         * @description One error of a request: where (a JSON pointer, RFC 6901, into the body) and what.
          */
         Fault: {
             /** Code */
@@ -718,16 +762,19 @@ export interface components {
         FaultSpec: {
             /**
              * Hang Timeout S
+             * @description Seconds without progress on any rank that count as a hang; auto: 5 s or three usual steps, whichever is longer.
              * @default auto
              */
             hang_timeout_s: number | "auto";
             /**
              * Max Restarts
+             * @description Failed attempts after which the job fails.
              * @default 3
              */
             max_restarts: number;
             /**
              * On Nan
+             * @description When a loss or gradient is not finite: stop fails the job; rollback restarts from the last commit (counted).
              * @default stop
              * @enum {string}
              */
@@ -735,7 +782,7 @@ export interface components {
         };
         /**
          * FromPlan
-         * @description A job by the plan that was made for it: its spec, with that very mesh and sharding.
+         * @description A job by a plan: the plan's spec, with exactly its mesh and sharding.
          */
         FromPlan: {
             /** Plan Id */
@@ -743,7 +790,7 @@ export interface components {
         };
         /**
          * GangPlan
-         * @description All that the ranks of one attempt must know about where and how they run.
+         * @description Where and how the ranks of one attempt run.
          */
         GangPlan: {
             /**
@@ -757,7 +804,7 @@ export interface components {
         };
         /**
          * Health
-         * @description Liveness or readiness. ``checks`` names each part and how it is.
+         * @description Liveness or readiness. ``checks`` has the status of each part.
          */
         Health: {
             /**
@@ -775,7 +822,7 @@ export interface components {
         };
         /**
          * Inventory
-         * @description What a node has. ``cpu_slots`` is how many CPU ranks it takes at a time.
+         * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          */
         Inventory: {
             /**
@@ -808,10 +855,10 @@ export interface components {
         };
         /**
          * JobPatch
-         * @description What of a job may be changed after it was submitted: a merge-patch on its spec.
+         * @description The fields of a job that may be changed after it was submitted: a merge-patch on its spec.
          *
          *     A field that is left out stays as it is, null makes it the default again, and a label that is
-         *     null is taken away.
+         *     null is removed.
          */
         JobPatch: {
             /** @default {} */
@@ -833,11 +880,11 @@ export interface components {
         };
         /**
          * JobSpec
-         * @description Everything that a job is, apart from what happens to it.
+         * @description Everything that a user decides about a job.
          *
-         *     A job trains in our loop, by ``model``, ``data`` and what goes with them, or it runs an
-         *     ``entrypoint``: then all that only our loop reads is left out, and its ``train.steps``, if it does
-         *     not say how many it makes, is one more than there can be.
+         *     A job trains in Meshloom's loop, by ``model``, ``data`` and the related fields, or it runs an
+         *     ``entrypoint``: then the fields that only the loop reads are left out. ``train.steps``, if it is
+         *     not given either, is one more than there can be.
          *
          *     ``mesh`` and ``plan``, as far as they are left ``auto``, are chosen before the job's first attempt
          *     from what a node finds of the model. With the plan ``default`` the model is not profiled: all ranks in
@@ -846,6 +893,7 @@ export interface components {
          */
         JobSpec: {
             /**
+             * @description When to checkpoint and which checkpoints to keep.
              * @default {
              *       "every_steps": 0,
              *       "keep_last": 2,
@@ -855,16 +903,17 @@ export interface components {
             checkpoint: components["schemas"]["CheckpointSpec"];
             /**
              * Code
-             * @description an uploaded archive, from which this job imports first
+             * @description SHA-256 of an uploaded code archive; the job imports from it first. `submit --code` sets it.
              */
             code?: string | null;
-            /** @description may be left out where trainable builds it */
+            /** @description The training data; optional where trainable builds it, required with model. */
             data?: components["schemas"]["Factory"] | null;
-            /** @description a script or module to run in each rank, in the place of our loop */
+            /** @description A script or module that each rank runs with its own training loop, as torchrun would. */
             entrypoint?: components["schemas"]["EntryPoint"] | null;
-            /** @description metrics of validation data beside those that the loss gives */
+            /** @description Metrics that are computed on validation data in addition to those of the loss. */
             evaluation?: components["schemas"]["EvaluationSpec"] | null;
             /**
+             * @description How many restarts, and what counts as a hang.
              * @default {
              *       "hang_timeout_s": "auto",
              *       "max_restarts": 3,
@@ -872,26 +921,33 @@ export interface components {
              *     }
              */
             faults: components["schemas"]["FaultSpec"];
-            /** Labels */
+            /**
+             * Labels
+             * @description Your own keys and values, to filter lists by.
+             */
             labels?: {
                 [key: string]: string;
             };
-            /** @description null: the model's own, else the cross entropy of the next token */
+            /** @description The loss; null: the model's own, else the cross entropy of the next token. */
             loss?: components["schemas"]["Factory"] | null;
             /**
              * Mesh
+             * @description Sizes of the mesh axes; auto: the planner chooses them.
              * @default auto
              */
             mesh: components["schemas"]["MeshSpec"] | "auto";
-            /** @description services that take the metrics, beside files and the API */
+            /** @description Experiment trackers that receive the metrics in addition to the API and TensorBoard files. */
             metrics?: components["schemas"]["MetricsSpec"] | null;
+            /** @description A callable that returns the nn.Module to train; required without trainable or entrypoint. */
             model?: components["schemas"]["Factory"] | null;
             /**
              * Name
+             * @description Shown in lists; need not be unique.
              * @default job
              */
             name: string;
             /**
+             * @description The optimizer: adamw, or any callable that takes parameters.
              * @default {
              *       "args": {},
              *       "factory": "adamw",
@@ -901,6 +957,7 @@ export interface components {
             optimizer: components["schemas"]["OptimizerSpec"];
             /**
              * Plan
+             * @description The sharding plan: auto: the planner chooses; default: one unit a block without profiling; or fields of a plan, of which the planner fills in the rest.
              * @default auto
              */
             plan: {
@@ -908,10 +965,12 @@ export interface components {
             } | ("auto" | "default");
             /**
              * Priority
+             * @description Jobs of higher priority are placed first and may preempt jobs of lower priority.
              * @default 0
              */
             priority: number;
             /**
+             * @description How many ranks, on what kind of device, with how much host memory.
              * @default {
              *       "device": "auto",
              *       "ranks": 1
@@ -919,25 +978,27 @@ export interface components {
              */
             resources: components["schemas"]["ResourceSpec"];
             /**
+             * @description The learning rate schedule.
              * @default {
              *       "args": {},
              *       "factory": "constant"
              *     }
              */
             schedule: components["schemas"]["Factory"];
+            /** @description Steps, batch sizes, precision and evaluation. */
             train?: components["schemas"]["TrainSpec"];
-            /** @description a subclass of meshloom.Trainable, in place of model */
+            /** @description A subclass of meshloom.Trainable; it builds the model and computes a step. */
             trainable?: components["schemas"]["Factory"] | null;
         };
         /**
          * JobState
-         * @description Where a job stands (the transitions are in ``services.controller.domain.job.job``).
+         * @description The state of a job (the transitions are in ``services.controller.domain.job.lifecycle``).
          * @enum {string}
          */
         JobState: "QUEUED" | "PLACING" | "STARTING" | "RUNNING" | "PAUSING" | "PAUSED" | "RESTARTING" | "CANCELLING" | "CANCELLED" | "SUCCEEDED" | "FAILED";
         /**
          * JobView
-         * @description A job: what was asked, where it stands and why, how far it is.
+         * @description A job: its spec, its state and the reason for it, and its progress.
          */
         JobView: {
             /**
@@ -986,7 +1047,7 @@ export interface components {
             progress: components["schemas"]["Progress"];
             /**
              * Reason
-             * @description why it stands there, in a sentence
+             * @description why it is in this state
              */
             reason: string | null;
             /**
@@ -1021,21 +1082,24 @@ export interface components {
         JsonValue: unknown;
         /**
          * KeepBestSpec
-         * @description Retention keeps the ``count`` best checkpoints too, each by the evaluation of its step.
+         * @description Retention also keeps the ``count`` best checkpoints, by the evaluation at their step.
          */
         KeepBestSpec: {
             /**
              * Count
+             * @description How many of the best checkpoints to keep.
              * @default 1
              */
             count: number;
             /**
              * Metric
+             * @description The validation metric that decides; loss is the validation loss.
              * @default loss
              */
             metric: string;
             /**
              * Mode
+             * @description min: lower is better; max: higher is better.
              * @default min
              * @enum {string}
              */
@@ -1080,7 +1144,7 @@ export interface components {
         };
         /**
          * MeasuredView
-         * @description What a node found when it last measured its devices: figures, or why there are none.
+         * @description The figures that a node last measured of its devices, or why there are none.
          */
         MeasuredView: {
             facts: components["schemas"]["NodeFacts"] | null;
@@ -1188,23 +1252,26 @@ export interface components {
         MeshSpec: {
             /**
              * Dp Replicate
+             * @description Copies of the sharded model (HSDP); leave it out of an elastic job.
              * @default 1
              */
             dp_replicate: number;
             /**
              * Dp Shard
+             * @description Ranks over which one copy is sharded.
              * @default 1
              */
             dp_shard: number;
             /**
              * Tp
+             * @description Ranks over which single matrices are split (tensor parallelism).
              * @default 1
              */
             tp: number;
         };
         /**
          * MetricPoint
-         * @description What the user's code measured at a step; validation's names begin with ``validation/``.
+         * @description A user metric at a step; names of validation begin with ``validation/``.
          */
         MetricPoint: {
             /** Fence */
@@ -1218,7 +1285,7 @@ export interface components {
         };
         /**
          * MetricsPart
-         * @description The same with some metrics alone: each item has ``step``, ``fence`` and those it knows.
+         * @description The same with only the requested metrics, beside ``step`` and ``fence``.
          */
         MetricsPart: {
             /**
@@ -1232,20 +1299,20 @@ export interface components {
             }[];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1258,16 +1325,18 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
         };
         /**
          * MetricsSpec
-         * @description Where the metrics go beside the API, JSON lines and TensorBoard's event files.
+         * @description Where metrics are sent in addition to the API, JSON lines and TensorBoard's event files.
          */
         MetricsSpec: {
+            /** @description MLflow. */
             mlflow?: components["schemas"]["MlflowSpec"] | null;
+            /** @description Weights & Biases. */
             wandb?: components["schemas"]["WandbSpec"] | null;
         };
         /**
@@ -1286,20 +1355,20 @@ export interface components {
             items: components["schemas"]["StepView"][];
             /**
              * Loss Unit
-             * @description nats a token, or no unit that is known
+             * @description nats a token, or empty where the loss has no known unit
              * @default nats
              * @enum {string}
              */
             loss_unit: "nats" | "";
             /**
              * Names
-             * @description the user's metrics, of which a job may have 64; each is a `name` to ask for
+             * @description the user's metrics, at most 64; request each by `name`
              * @default []
              */
             names: string[];
             /**
              * Names Left Out
-             * @description further names, of which nothing is kept
+             * @description further names, which are not kept
              * @default 0
              */
             names_left_out: number;
@@ -1312,7 +1381,7 @@ export interface components {
             throughput_unit: "tokens" | "samples";
             /**
              * Total
-             * @description how many records the range has before downsampling
+             * @description records in the range before downsampling
              */
             total: number;
             /**
@@ -1323,24 +1392,33 @@ export interface components {
         };
         /**
          * MlflowSpec
-         * @description MLflow takes the metrics too; nodes need ``meshloom[mlflow]``.
+         * @description Sends the metrics to MLflow too; nodes need ``meshloom[mlflow]``.
          *
          *     Each attempt is a run of the experiment, the job's name unless another is given. Without a
          *     ``tracking_uri`` it writes into the folder ``mlruns`` beside the logs, which programs of MLflow
          *     read where ``MLFLOW_ALLOW_FILE_STORE=true`` is set.
          */
         MlflowSpec: {
-            /** Experiment */
+            /**
+             * Experiment
+             * @description The experiment's name; null: the job's name.
+             */
             experiment?: string | null;
+            /** @description That user's password. */
             password?: components["schemas"]["SecretReference"] | null;
+            /** @description The server's bearer token. */
             token?: components["schemas"]["SecretReference"] | null;
-            /** Tracking Uri */
+            /**
+             * Tracking Uri
+             * @description The tracking server; null: the folder mlruns beside the job's logs.
+             */
             tracking_uri?: string | null;
+            /** @description The server's user. */
             username?: components["schemas"]["SecretReference"] | null;
         };
         /**
          * NodeCapacity
-         * @description The room on one node. Nothing is free on one that takes no gangs now.
+         * @description The slots of one node. Nothing is free on a node that takes no gangs now.
          */
         NodeCapacity: {
             /** Accelerators */
@@ -1357,7 +1435,7 @@ export interface components {
         };
         /**
          * NodeFacts
-         * @description What a node's self-test measured; for each rank, with its fellows at work.
+         * @description What a node's self-test measured: for each rank, while the others work too.
          *
          *     Attributes:
          *         matmul_flops: Floating-point operations a second of large matrix products, by dtype word.
@@ -1446,7 +1524,7 @@ export interface components {
         };
         /**
          * NodeList
-         * @description All nodes that ever joined.
+         * @description All known nodes.
          */
         NodeList: {
             /** Items */
@@ -1454,13 +1532,13 @@ export interface components {
         };
         /**
          * NodeState
-         * @description Where a node stands: its lease is renewed, or it is over.
+         * @description The state of a node: whether its lease is renewed.
          * @enum {string}
          */
         NodeState: "READY" | "DRAINING" | "LOST";
         /**
          * NodeView
-         * @description A node: what it has, whether its lease lives, what runs there.
+         * @description A node: its resources, whether its lease is valid, the ranks that it runs.
          *
          *     ``measured``, by type of device, is known once a plan has asked for it.
          */
@@ -1490,7 +1568,7 @@ export interface components {
             joined_at: string;
             /**
              * Lease S
-             * @description seconds that the lease still has
+             * @description seconds until the lease expires
              */
             lease_s: number | null;
             /**
@@ -1504,17 +1582,24 @@ export interface components {
         };
         /**
          * OptimizerSpec
-         * @description An optimizer, and what is different for some of the parameters.
+         * @description An optimizer, and options for some of the parameters.
          */
         OptimizerSpec: {
-            /** Args */
+            /**
+             * Args
+             * @description Keyword arguments of the callable.
+             */
             args?: {
                 [key: string]: components["schemas"]["JsonValue"];
             };
-            /** Factory */
+            /**
+             * Factory
+             * @description A built-in's short name, or module:callable of your code.
+             */
             factory: string;
             /**
              * Groups
+             * @description Different options for some parameters; the first group that matches applies.
              * @default []
              */
             groups: components["schemas"]["ParameterGroup"][];
@@ -1527,7 +1612,10 @@ export interface components {
          *     the first group that matches it, and to the optimizer's own groups if none does.
          */
         ParameterGroup: {
-            /** Match */
+            /**
+             * Match
+             * @description Pattern of parameter names; * matches any characters, dots included.
+             */
             match: string;
         } & {
             [key: string]: components["schemas"]["JsonValue"];
@@ -1553,7 +1641,7 @@ export interface components {
         };
         /**
          * PlanFailure
-         * @description Why there is no plan: the code tells programs, the reason people, and what they can do.
+         * @description Why there is no plan: a code for programs, the reason, and what to do.
          */
         PlanFailure: {
             /** Advice */
@@ -1580,7 +1668,7 @@ export interface components {
         };
         /**
          * PlanProbe
-         * @description Where the model was profiled. ``cached``: an earlier plan had asked the same.
+         * @description Where the model was profiled. ``cached``: the profile of an earlier plan was used.
          */
         PlanProbe: {
             /** Cached */
@@ -1594,7 +1682,7 @@ export interface components {
         };
         /**
          * PlanState
-         * @description Where a plan stands: its model is probed; it is worked out (be it infeasible); or it cannot be.
+         * @description The state of a plan: its model is profiled; it is ready (feasible or not); or it failed.
          * @enum {string}
          */
         PlanState: "PROBING" | "READY" | "FAILED";
@@ -1681,7 +1769,7 @@ export interface components {
         };
         /**
          * PlanView
-         * @description A plan: where it stands, and what it comes to once its model is profiled.
+         * @description A plan: its state, and its result once the model is profiled.
          */
         PlanView: {
             /**
@@ -1777,12 +1865,14 @@ export interface components {
         PrecisionSpec: {
             /**
              * Params
+             * @description Element type of gathered parameters and of the computation.
              * @default fp32
              * @enum {string}
              */
             params: "fp32" | "bf16" | "fp16";
             /**
              * Reduce
+             * @description Element type in which gradients are reduced.
              * @default fp32
              * @enum {string}
              */
@@ -1862,7 +1952,7 @@ export interface components {
         };
         /**
          * QueueEntry
-         * @description A job that waits for seats. ``position`` counts from 1.
+         * @description A job that waits for slots. ``position`` counts from 1.
          */
         QueueEntry: {
             /**
@@ -1877,7 +1967,7 @@ export interface components {
             device: "auto" | "cpu" | "cuda";
             /**
              * Expected Start At
-             * @description by the speed of the jobs in its way so far; null: nobody can say
+             * @description by the speed of the jobs ahead of it so far; null: unknown
              */
             expected_start_at: string | null;
             /** Job Id */
@@ -1890,12 +1980,12 @@ export interface components {
             priority: number;
             /**
              * Ranks
-             * @description how many it needs; an elastic job begins with no fewer
+             * @description how many it needs; of an elastic job, the fewest
              */
             ranks: number;
             /**
              * Reason
-             * @description why it waits, in a sentence
+             * @description why it waits
              */
             reason: string;
             state: components["schemas"]["JobState"];
@@ -1909,7 +1999,7 @@ export interface components {
         };
         /**
          * QueueView
-         * @description All jobs that wait for seats, the next one first.
+         * @description All jobs that wait for slots, the next one first.
          */
         QueueView: {
             /** Items */
@@ -1956,7 +2046,7 @@ export interface components {
         };
         /**
          * RankPlacement
-         * @description One rank's seat: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``).
+         * @description Where a rank runs: a node, its local rank there, its device (``cpu`` or ``cuda:<index>``).
          */
         RankPlacement: {
             /** Device */
@@ -1970,7 +2060,7 @@ export interface components {
         };
         /**
          * RankStacks
-         * @description The Python stacks of all threads of a rank, when it was last looked into.
+         * @description The Python stacks of all threads of a rank, when it was last inspected.
          *
          *     Empty where it did not answer.
          */
@@ -1986,7 +2076,7 @@ export interface components {
         };
         /**
          * RankView
-         * @description One rank of the newest attempt as its board told last. Memory in bytes, times in seconds.
+         * @description One rank of the newest attempt, from its board. Memory in bytes, times in seconds.
          */
         RankView: {
             /**
@@ -2073,7 +2163,7 @@ export interface components {
         };
         /**
          * ResourcesPatch
-         * @description What an elastic job may have.
+         * @description The bounds of an elastic job.
          */
         ResourcesPatch: {
             /** @default {} */
@@ -2089,25 +2179,28 @@ export interface components {
         ResourceSpec: {
             /**
              * Device
+             * @description auto: GPUs where a node has them, else CPUs.
              * @default auto
              * @enum {string}
              */
             device: "auto" | "cpu" | "cuda";
             /**
              * Memory Gib
-             * @description host memory that a rank may take; beyond it allocations fail
+             * @description Host memory that a rank may take, in GiB; allocations beyond it fail. null: no limit.
              */
             memory_gib?: number | null;
             /**
              * Ranks
+             * @description A fixed number of ranks; give either ranks or world.
              * @default 1
              */
             ranks: number;
+            /** @description Bounds of an elastic job, which shrinks and grows between them. */
             world?: components["schemas"]["WorldSpec"] | null;
         };
         /**
          * ResumeRequest
-         * @description From where to go on: a checkpoint of the job, or its latest committed one.
+         * @description From where to resume: a checkpoint of the job, or its latest committed one.
          */
         ResumeRequest: {
             /** From Checkpoint */
@@ -2115,7 +2208,7 @@ export interface components {
         };
         /**
          * RetentionPatch
-         * @description How many committed checkpoints are kept; null: as many as by default.
+         * @description How many committed checkpoints are kept; null: the default.
          *
          *     ``keep_best``: beside these the best ones, null: none. It holds for what is committed from now on,
          *     and for what has an evaluation already. Ranks that run go on evaluating as they did: where they did
@@ -2128,16 +2221,19 @@ export interface components {
         };
         /**
          * Scope
-         * @description What a token is good for. Each of the first three includes those before it.
+         * @description The rights of a token. Each of the first three includes those before it.
          * @enum {string}
          */
         Scope: "viewer" | "submitter" | "operator" | "agent";
         /**
          * SecretReference
-         * @description A secret by name: the value lies in a file on the nodes.
+         * @description A secret by name: its value is in a file on the nodes.
          */
         SecretReference: {
-            /** Secret */
+            /**
+             * Secret
+             * @description The name of a file in the nodes' MESHLOOM_SECRETS_DIR.
+             */
             secret: string;
         };
         /**
@@ -2224,7 +2320,7 @@ export interface components {
         };
         /**
          * SparseJobPage
-         * @description A page of jobs of which only some fields were asked for; ``id`` is always there.
+         * @description A page of jobs with only the requested fields, and ``id``.
          */
         SparseJobPage: {
             /** Items */
@@ -2236,7 +2332,7 @@ export interface components {
         };
         /**
          * StepTimeView
-         * @description Seconds of a step by what is known of the node; ``total_s`` has what overlaps hidden.
+         * @description Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
          *
          *     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
          *     them; all seconds are multiplied by it.
@@ -2373,7 +2469,7 @@ export interface components {
         };
         /**
          * TokenRequest
-         * @description A token to be made. ``subject``: who will hold it, and so the owner of what it submits.
+         * @description A token to create. ``subject``: its holder, who owns the jobs that it submits.
          */
         TokenRequest: {
             /** Expires In S */
@@ -2389,7 +2485,7 @@ export interface components {
         };
         /**
          * TokenView
-         * @description A token as it may be shown: all but its secret, which nobody keeps.
+         * @description A token without its secret, which is not stored.
          */
         TokenView: {
             /**
@@ -2463,13 +2559,13 @@ export interface components {
         };
         /**
          * TraceState
-         * @description Where a trace stands: asked for; ordered from its ranks; all of it written; or not, and why.
+         * @description The state of a trace: requested; its ranks record; all files written; or failed.
          * @enum {string}
          */
         TraceState: "REQUESTED" | "RECORDING" | "DONE" | "FAILED";
         /**
          * TraceView
-         * @description What ranks recorded of their steps.
+         * @description A recording of some steps of ranks.
          *
          *     ``folder`` is below the storage root. A trace that FAILED may have the files of some ranks; then
          *     ``reason`` says which of the others failed first, and why.
@@ -2510,41 +2606,45 @@ export interface components {
         };
         /**
          * TrainSpec
-         * @description The loop: how many steps, how large a batch over all ranks, how exact.
+         * @description The training loop: steps, batch sizes, precision, evaluation.
          */
         TrainSpec: {
             /**
              * Clip Norm
+             * @description Gradients are clipped to this norm; null: they are not clipped.
              * @default 1
              */
             clip_norm: number | null;
             /**
              * Deterministic
-             * @description only operators that give the same bits each time; slower
+             * @description Only operators that give the same bits each time; slower.
              * @default false
              */
             deterministic: boolean;
-            /** @description null: all steps are made; needs eval_every */
+            /** @description Ends training when evaluations stop improving; needs eval_every. null: all steps are made. */
             early_stop?: components["schemas"]["EarlyStopSpec"] | null;
-            /** @description null: no average of the weights is kept */
+            /** @description An exponential moving average of the weights, used for validation; null: none. */
             ema?: components["schemas"]["EmaSpec"] | null;
             /**
              * Eval Every
-             * @description 0: only after the last step
+             * @description Steps between evaluations; 0: only after the last step.
              * @default 0
              */
             eval_every: number;
             /**
              * Global Batch
+             * @description Samples of a step over all ranks; the data-parallel ranks must divide it.
              * @default 32
              */
             global_batch: number;
             /**
              * Micro Batch
+             * @description Samples of one forward and backward on a rank; auto: the planner chooses.
              * @default auto
              */
             micro_batch: number | "auto";
             /**
+             * @description Element types; float16 adds loss scaling.
              * @default {
              *       "params": "fp32",
              *       "reduce": "fp32"
@@ -2553,10 +2653,14 @@ export interface components {
             precision: components["schemas"]["PrecisionSpec"];
             /**
              * Seed
+             * @description Seed of initial weights, data order and dropout.
              * @default 0
              */
             seed: number;
-            /** Steps */
+            /**
+             * Steps
+             * @description Optimizer steps; required unless an entrypoint counts its own.
+             */
             steps: number;
         };
         /**
@@ -2632,7 +2736,7 @@ export interface components {
         };
         /**
          * Version
-         * @description Which build answers.
+         * @description The version of the controller that answers.
          */
         Version: {
             /**
@@ -2645,40 +2749,56 @@ export interface components {
         };
         /**
          * WandbSpec
-         * @description Weights & Biases takes the metrics too; nodes need ``meshloom[wandb]``.
+         * @description Sends the metrics to Weights & Biases too; nodes need ``meshloom[wandb]``.
          *
          *     Each attempt is a run, in a group that is the job. ``offline`` writes into the folder ``wandb`` beside the
          *     logs, for ``wandb sync``.
          */
         WandbSpec: {
+            /** @description The API key. */
             api_key?: components["schemas"]["SecretReference"] | null;
-            /** Base Url */
+            /**
+             * Base Url
+             * @description A self-hosted server.
+             */
             base_url?: string | null;
-            /** Entity */
+            /**
+             * Entity
+             * @description The team or user; null: that of the API key.
+             */
             entity?: string | null;
             /**
              * Mode
+             * @description offline: files for `wandb sync`, in the folder wandb beside the job's logs.
              * @default online
              * @enum {string}
              */
             mode: "online" | "offline";
-            /** Project */
+            /**
+             * Project
+             * @description The project; null: W&B's default.
+             */
             project?: string | null;
             /**
              * Tags
+             * @description Tags of the runs.
              * @default []
              */
             tags: string[];
         };
         /**
          * WorldSpec
-         * @description An elastic job's bounds: it goes on with as many ranks, in between, as there is room for.
+         * @description An elastic job's bounds: it runs with as many ranks between them as fit.
          */
         WorldSpec: {
-            /** Max */
+            /**
+             * Max
+             * @description The most ranks.
+             */
             max: number;
             /**
              * Min
+             * @description The fewest ranks with which the job runs.
              * @default 1
              */
             min: number;
@@ -2719,6 +2839,8 @@ export type EventPage = components['schemas']['EventPage'];
 export type EventView = components['schemas']['EventView'];
 export type Exchange = components['schemas']['Exchange'];
 export type ExitReason = components['schemas']['ExitReason'];
+export type ExportedFile = components['schemas']['ExportedFile'];
+export type ExportManifest = components['schemas']['ExportManifest'];
 export type ExportView = components['schemas']['ExportView'];
 export type Factory = components['schemas']['Factory'];
 export type FailureClass = components['schemas']['FailureClass'];

@@ -26,7 +26,7 @@ function subscribe(listener: () => void): () => void {
   };
 }
 
-/** The controller's time in milliseconds, anew each second. */
+/** The controller's time in milliseconds, updated each second. */
 export function useNow(): number {
   return useSyncExternalStore(subscribe, () => second);
 }

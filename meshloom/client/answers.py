@@ -1,0 +1,89 @@
+"""What clients keep of answers, and when a request is made again."""
+
+from collections import OrderedDict
+from typing import Any, Final, TypedDict, TypeVar
+
+import httpx
+from pydantic import BaseModel
+from tenacity import (
+    RetryCallState,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+View = TypeVar("View", bound=BaseModel)
+Parameters = dict[str, Any]
+
+NOT_MODIFIED: Final = 304
+ERRORS_FROM: Final = 400
+_LATER: Final = frozenset({429, 503})
+_MOST_KEPT: Final = 64
+
+
+class RetryOptions(TypedDict):
+    """The arguments that ``Retrying`` and ``AsyncRetrying`` have in common."""
+
+    retry: Any
+    wait: Any
+    stop: Any
+    retry_error_callback: Any
+
+
+def retry_options(patience_s: float) -> RetryOptions:
+    """Ask again, with back-off and jitter, whoever does not answer or says 429 or 503.
+
+    Args:
+        patience_s: Seconds, counted from the first try. 0: one try.
+    """
+    return RetryOptions(
+        retry=retry_if_exception_type(httpx.TransportError) | retry_if_result(_asks_to_wait),
+        wait=wait_random_exponential(multiplier=0.1, max=2),
+        stop=stop_after_delay(patience_s),
+        retry_error_callback=_last_outcome,
+    )
+
+
+def _asks_to_wait(response: httpx.Response) -> bool:
+    return response.status_code in _LATER
+
+
+def _last_outcome(state: RetryCallState) -> httpx.Response:
+    if state.outcome is None:
+        raise RuntimeError("a request was given up before it was made")
+    response: httpx.Response = state.outcome.result()
+    return response
+
+
+class AnswerCache:
+    """The newest answers with their ETags: who polls parses nothing that did not change."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[str, BaseModel]] = OrderedDict()
+
+    def condition(self, key: str) -> dict[str, str]:
+        """The header that asks only for what differs from the answer kept."""
+        known = self._kept.get(key)
+        return {"If-None-Match": known[0]} if known else {}
+
+    def read(self, key: str, response: httpx.Response, view: type[View]) -> View:
+        """The answer, from the response or (304) as it was kept."""
+        if response.status_code == NOT_MODIFIED:
+            self._kept.move_to_end(key)
+            kept = self._kept[key][1]
+            if isinstance(kept, view):
+                return kept
+            raise TypeError(f"{key} was read as {type(kept).__name__} before")
+        answer = view.model_validate_json(response.content)
+        if "ETag" in response.headers:
+            self._kept[key] = (response.headers["ETag"], answer)
+            self._kept.move_to_end(key)
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return answer
+
+
+def cache_key(path: str, params: Parameters, view: type[BaseModel]) -> str:
+    """The name of an answer in a cache."""
+    return f"{view.__name__} {path}?{sorted(params.items())}"

@@ -1,0 +1,199 @@
+"""The client that people use in programs and notebooks."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from meshloom.client.asynchronous.checkpoints import AsyncCheckpoints
+from meshloom.client.asynchronous.jobs import AsyncJobs
+from meshloom.client.asynchronous.rest import AsyncRestClient
+from meshloom.client.settings import client_settings
+from services.contract.api.plan_views import PlanSummary, PlanView
+from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
+from services.contract.api.views import EventView, NodeView, Version
+
+
+class AsyncPlans:
+    """What jobs will need: ``client.plans``."""
+
+    def __init__(self, rest: AsyncRestClient) -> None:
+        self._rest = rest
+
+    async def make(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
+        """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
+        return await self._rest.plan(spec, fresh=fresh)
+
+    async def get(self, plan_id: str) -> PlanView:
+        """One plan."""
+        return await self._rest.get_plan(plan_id)
+
+    async def list(self, *, limit: int = 50, **filters: str) -> Sequence[PlanSummary]:
+        """Plans, the newest first; ``filters`` are ``state`` and ``owner``."""
+        return (await self._rest.plans(limit=limit, **filters)).items
+
+
+class AsyncNodes:
+    """Machines: ``client.nodes``."""
+
+    def __init__(self, rest: AsyncRestClient) -> None:
+        self._rest = rest
+
+    async def list(self) -> Sequence[NodeView]:
+        """All nodes that ever joined."""
+        return (await self._rest.nodes()).items
+
+    async def get(self, node_id: str) -> NodeView:
+        """One node."""
+        return await self._rest.node(node_id)
+
+    async def drain(self, node_id: str, *, grace_s: float = 60.0) -> NodeView:
+        """Have its gangs checkpoint and move, and place no more there.
+
+        Args:
+            node_id: The node.
+            grace_s: Seconds until ranks that still run are killed.
+        """
+        return await self._rest.drain(node_id, DrainRequest(grace_s=grace_s))
+
+    async def undrain(self, node_id: str) -> NodeView:
+        """Have gangs placed there again."""
+        return await self._rest.undrain(node_id)
+
+    async def forget(self, node_id: str) -> None:
+        """Delete the record of a lost node."""
+        await self._rest.forget(node_id)
+
+
+class AsyncQueue:
+    """Jobs that wait for seats, and the room there is: ``client.queue``."""
+
+    def __init__(self, rest: AsyncRestClient) -> None:
+        self._rest = rest
+
+    async def list(self) -> Sequence[QueueEntry]:
+        """Who waits, the next one first, and why."""
+        return (await self._rest.queue()).items
+
+    async def capacity(self) -> CapacityView:
+        """What is taken and what is free, node by node."""
+        return await self._rest.capacity()
+
+
+class AsyncEvents:
+    """What happens to all jobs: ``client.events``."""
+
+    def __init__(self, rest: AsyncRestClient) -> None:
+        self._rest = rest
+
+    async def list(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 200,
+        kind: Sequence[str] = (),
+        owner: str | None = None,
+        label: Sequence[str] = (),
+    ) -> Sequence[EventView]:
+        """Events, oldest first.
+
+        Args:
+            after: Begin behind the event of this id; None: with the oldest that is kept.
+            limit: So many at most, up to 1000.
+            kind: Of any of these kinds; ``checkpoint.*`` means all that begin so.
+            owner: Of this subject's jobs only.
+            label: Of jobs with all of these labels, each ``key`` or ``key=value``.
+        """
+        page = await self._rest.all_events(
+            limit=limit, cursor=after, kind=[*kind], owner=owner, label=[*label]
+        )
+        return page.items
+
+    async def follow(
+        self,
+        *,
+        after: str | None = None,
+        replay: bool = False,
+        kind: Sequence[str] = (),
+        owner: str | None = None,
+        label: Sequence[str] = (),
+    ) -> AsyncIterator[EventView]:
+        """Events as they come, without end: from now on, behind ``after``, or all that are kept.
+
+        To miss none between two runs of a program, keep the id of the last event and pass it as
+        ``after``. ``replay`` begins with the oldest event that is kept; else as of ``list``.
+        """
+        filters: dict[str, str | list[str]] = {"kind": [*kind], "label": [*label]}
+        if replay:
+            filters["replay"] = "true"
+        if owner is not None:
+            filters["owner"] = owner
+        async for event in self._rest.follow_all_events(last_id=after, **filters):
+            yield event
+
+
+class AsyncClient:
+    """A client of one controller.
+
+    Args:
+        base_url: The controller's root; None: ``MESHLOOM_URL``, else this host and ``MESHLOOM_PORT``.
+        token: A bearer token; None: ``MESHLOOM_TOKEN``, if it is set and ``base_url`` is not given.
+        timeout_s: Seconds that one answer may take.
+        patience_s: Seconds for which a controller that does not answer, or that asks to wait
+            (429, 503), is asked again.
+
+    Every method raises ``UnreachableError`` if nobody answers, and ``RefusedError`` with the
+    problem if the controller refuses.
+
+    Attributes:
+        rest: The same API, one method an endpoint.
+        jobs: Submit, get and list jobs.
+        checkpoints: Get checkpoints.
+        plans: Make, get and list plans.
+        nodes: Get, list and drain nodes.
+        queue: Who waits, and what room there is.
+        events: What happens to all jobs.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_s: float = 15.0,
+        patience_s: float = 10.0,
+    ) -> None:
+        if base_url is None:
+            settings = client_settings()
+            # The environment's token is for the environment's controller, and goes nowhere else.
+            base_url, token = settings.base_url, token or settings.token
+        self.rest = AsyncRestClient(base_url, token, timeout_s=timeout_s, patience_s=patience_s)
+        self.jobs = AsyncJobs(self.rest)
+        self.checkpoints = AsyncCheckpoints(self.rest)
+        self.plans = AsyncPlans(self.rest)
+        self.nodes = AsyncNodes(self.rest)
+        self.queue = AsyncQueue(self.rest)
+        self.events = AsyncEvents(self.rest)
+
+    def __repr__(self) -> str:
+        return f"<Meshloom client of {self.rest.base_url}>"
+
+    async def __aenter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close its connections."""
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self.rest.aclose()
+
+    async def version(self) -> Version:
+        """Which build answers."""
+        return await self.rest.version()

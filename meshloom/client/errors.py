@@ -1,0 +1,61 @@
+"""What a client raises, each with one text that says what to do.
+
+::
+
+    ClientError
+     +- UnreachableError    no controller answers at the URL
+     +- RefusedError        the controller answered with a problem (RFC 9457)
+     +- WaitTimeoutError    the job did not end in time; also a TimeoutError
+     +- DownloadError       a file that came is not the one that was promised
+"""
+
+import httpx
+from pydantic import ValidationError
+
+from services.contract.words.problems import Problem
+
+
+class ClientError(Exception):
+    """A request, or what was made of its answer, failed."""
+
+
+class UnreachableError(ClientError):
+    """No controller answers at the URL."""
+
+
+class RefusedError(ClientError):
+    """The controller refused the request.
+
+    Attributes:
+        problem: Its answer: ``code`` is stable, ``errors`` has each fault with its JSON pointer.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        faults = "".join(
+            f"\n  {fault.pointer or '(whole spec)'}: {fault.detail}" for fault in problem.errors
+        )
+        super().__init__(f"{problem.detail or problem.title}{faults}")
+        self.problem = problem
+
+
+class WaitTimeoutError(ClientError, TimeoutError):
+    """The job did not reach a resting state within ``timeout_s``. It goes on."""
+
+
+class DownloadError(ClientError):
+    """A file that was downloaded does not have the promised digest, or cannot be had."""
+
+
+def refusal(response: httpx.Response) -> RefusedError:
+    """The error for an answer of 400 and above whose body was read."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        problem = Problem(
+            type="about:blank",
+            title=response.reason_phrase,
+            status=response.status_code,
+            code="unknown",
+            detail=f"{response.url} answered {response.status_code} {response.reason_phrase}",
+        )
+    return RefusedError(problem)

@@ -1,0 +1,187 @@
+"""Requests to one controller: retries, errors, ETags and streams."""
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from httpx_sse import ServerSentEvent, connect_sse
+from tenacity import Retrying
+
+from meshloom.client.answers import (
+    ERRORS_FROM,
+    AnswerCache,
+    Parameters,
+    View,
+    cache_key,
+    retry_options,
+)
+from meshloom.client.downloads import PartialFile
+from meshloom.client.errors import RefusedError, UnreachableError, refusal
+from services.contract.words.problems import Problem
+
+
+class Transport:
+    """A connection to one controller. Every request may be repeated without doing it twice.
+
+    Args:
+        base_url: The controller's root, such as ``http://127.0.0.1:8400``.
+        token: The bearer token, where the controller wants one.
+        timeout_s: Seconds that one answer may take.
+        patience_s: Seconds for which a controller that does not answer, or that asks to wait
+            (429, 503), is asked again.
+
+    Methods raise ``UnreachableError`` if nobody answers, and ``RefusedError`` with the problem if
+    the controller refuses.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 15.0,
+        patience_s: float = 1.0,
+    ) -> None:
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=timeout_s)
+        self._cache = AnswerCache()
+
+    def __enter__(self) -> Self:
+        """The connection itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    @property
+    def base_url(self) -> str:
+        """The controller's root."""
+        return str(self._http.base_url).rstrip("/")
+
+    def get(self, path: str, view: type[View], params: Parameters | None = None) -> View:
+        """The answer of a GET; one that did not change is not sent and parsed again."""
+        asked = {name: value for name, value in (params or {}).items() if value is not None}
+        key = cache_key(path, asked, view)
+        response = self.request("GET", path, params=asked, headers=self._cache.condition(key))
+        return self._cache.read(key, response, view)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 passed through to httpx
+        """An answer; those of 400 and above are raised."""
+        response = self.send(method, path, **options)
+        if response.status_code >= ERRORS_FROM:
+            raise refusal(response)
+        return response
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        patience_s: float | None = None,
+        read_timeout_s: float | None = None,
+        **options: Any,  # noqa: ANN401 passed through to httpx
+    ) -> httpx.Response:
+        """An answer, whatever its status."""
+        patience = self._patience_s if patience_s is None else patience_s
+        if read_timeout_s is not None:
+            options["timeout"] = self._long_timeout(read_timeout_s)
+        retrying = Retrying(**retry_options(patience))
+        try:
+            return retrying(self._http.request, method, path, **options)
+        except httpx.TransportError as error:
+            raise UnreachableError(
+                f"no controller answers at {self.base_url} ({error}); start one with `make up`, "
+                "or set MESHLOOM_URL"
+            ) from error
+
+    def fetch(self, path: str, file: PartialFile) -> None:
+        """Download a file, or what is missing of it.
+
+        A broken download goes on where it broke off, once the controller is back, as long as each
+        try brings some bytes.
+
+        Raises:
+            UnreachableError: Two tries in a row brought nothing.
+        """
+        while not file.is_complete:
+            before = file.size
+            try:
+                self._fetch_some(path, file)
+            except httpx.TransportError as error:
+                if file.size == before:
+                    raise UnreachableError(f"the download of {path} broke off: {error}") from error
+                self.request("GET", "/version")
+
+    def _fetch_some(self, path: str, file: PartialFile) -> None:
+        timeout = self._long_timeout(60.0)
+        with self._http.stream("GET", path, headers=file.headers(), timeout=timeout) as response:
+            if response.status_code >= ERRORS_FROM:
+                response.read()
+                raise refusal(response)
+            target = file.begin(resumed=response.status_code == httpx.codes.PARTIAL_CONTENT)
+            for part in response.iter_raw():
+                target.append(part)
+
+    def follow(
+        self,
+        path: str,
+        view: type[View],
+        params: Mapping[str, str | int | list[str]],
+        last_id: str | None = None,
+    ) -> Iterator[View]:
+        """What a stream of events tells, until it ends.
+
+        A broken stream goes on behind the last entry, once the controller is back.
+
+        Args:
+            path: The stream's.
+            view: What each entry is.
+            params: Filters.
+            last_id: Begin behind this entry.
+        """
+        while True:
+            try:
+                for event in self._events(path, last_id, params):
+                    last_id = event.id or last_id
+                    if event.event == "end":
+                        return
+                    if event.event == "refused":
+                        raise RefusedError(Problem.model_validate_json(event.data))
+                    if event.data:
+                        yield view.model_validate_json(event.data)
+            except httpx.TransportError:
+                # It waits, with back-off, until the controller is back.
+                self.request("GET", "/version")
+
+    def _events(
+        self, path: str, last_id: str | None, params: Mapping[str, str | int | list[str]]
+    ) -> Iterator[ServerSentEvent]:
+        with connect_sse(
+            self._http,
+            "GET",
+            path,
+            params=params,
+            headers={"Last-Event-ID": last_id} if last_id else {},
+            timeout=self._long_timeout(60.0),
+        ) as source:
+            if source.response.status_code >= ERRORS_FROM:
+                source.response.read()
+                raise refusal(source.response)
+            for event in source.iter_sse():
+                yield event
+
+    def _long_timeout(self, read_s: float) -> httpx.Timeout:
+        return httpx.Timeout(self._timeout_s, read=read_s, write=max(read_s, self._timeout_s))

@@ -1,0 +1,1 @@
+"""What the controller reads of the storage that nodes write."""

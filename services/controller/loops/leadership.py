@@ -1,0 +1,51 @@
+"""What a leader does while it leads."""
+
+import asyncio
+from typing import Final
+
+from services.controller.domain.errors import DeposedError
+from services.controller.domain.scheduling.elastic import GrowthDelay
+from services.controller.loops.code import forget_code
+from services.controller.loops.facts import FactLoop
+from services.controller.loops.index import index_jobs
+from services.controller.loops.planner import plan_jobs
+from services.controller.loops.reconciler import reconcile
+from services.controller.loops.store_retry import Troubles
+from services.controller.ports.coordination import Ports
+from services.controller.use_cases.plans import Drawing
+
+_GROWTH_DELAY: Final = GrowthDelay()
+
+
+async def run_term(
+    ports: Ports,
+    epoch: int,
+    drawing: Drawing,
+    *,
+    growth_delay: GrowthDelay = _GROWTH_DELAY,
+    troubles: Troubles | None = None,
+) -> None:
+    """Run what a leader does in one term, until cancelled: all loops.
+
+    Args:
+        ports: The world.
+        epoch: The term.
+        drawing: How plans are made.
+        growth_delay: That of elastic jobs that could grow.
+        troubles: As of ``StoreRetry``; empty once the term is over.
+
+    Raises:
+        DeposedError: The term is over.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(FactLoop(ports, epoch, troubles).run())
+            group.create_task(reconcile(ports, epoch, growth_delay, troubles))
+            group.create_task(plan_jobs(ports, epoch, drawing, troubles))
+            group.create_task(forget_code(ports, epoch, troubles))
+            group.create_task(index_jobs(ports, troubles))
+    except* DeposedError as deposed:
+        raise DeposedError("another controller leads now") from deposed
+    finally:
+        if troubles is not None:
+            troubles.clear()

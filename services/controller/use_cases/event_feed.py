@@ -1,0 +1,129 @@
+"""The events of all jobs: by pages, and as they come."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import ValidationError
+
+from services.contract.api.views import EventPage, EventView
+from services.contract.redis.redis_keys import EVENT_FEED
+from services.controller.ports.coordination import Ports
+from services.controller.ports.event_feed import FeedEntry
+from services.controller.ports.jobs import EventRecord, JobSummary
+from services.controller.use_cases.listing import JobFilter
+from services.controller.use_cases.present import moment
+
+_CHUNK: Final = 500
+_LOOK_EVERY_S: Final = 1.0
+_BEGINNING: Final = "0-0"
+_ANY_SUFFIX: Final = ".*"
+
+
+@dataclass(frozen=True)
+class EventFilter:
+    """Which events are asked for.
+
+    ``kinds``: any of these, each a kind or, as ``checkpoint.*``, all that begin so; none: all.
+    ``job_ids``: of any of these; none: all. ``owner`` and ``labels`` are those of the job as it is
+    when the event is read: events of a deleted job have none.
+    """
+
+    kinds: tuple[str, ...] = ()
+    job_ids: frozenset[str] = frozenset()
+    owner: str | None = None
+    labels: tuple[str, ...] = ()
+
+    def has_kind(self, kind: str) -> bool:
+        """Whether events of this kind are asked for."""
+        return not self.kinds or any(_is_of(kind, wanted) for wanted in self.kinds)
+
+    @property
+    def jobs(self) -> JobFilter | None:
+        """What a job must be; None: any."""
+        if self.owner is None and not self.labels:
+            return None
+        return JobFilter(labels=self.labels, owner=self.owner)
+
+
+def _is_of(kind: str, wanted: str) -> bool:
+    if wanted.endswith(_ANY_SUFFIX):
+        return kind.startswith(wanted.removesuffix("*"))
+    return kind == wanted
+
+
+async def page_of_feed(
+    ports: Ports, wanted: EventFilter, after: str | None, limit: int
+) -> EventPage:
+    """Events of all jobs behind ``after``, oldest first.
+
+    Raises:
+        CursorExpiredError: They may have been trimmed.
+    """
+    found: list[EventView] = []
+    while len(found) <= limit:
+        entries = await ports.events.read(after, _CHUNK)
+        found += await chosen(ports, wanted, entries)
+        if len(entries) < _CHUNK:
+            break
+        after = entries[-1].id
+    items = tuple(found[:limit])
+    return EventPage(items=items, next_cursor=items[-1].id if len(found) > limit else None)
+
+
+async def follow_feed(
+    ports: Ports, wanted: EventFilter, after: str | None, *, replay: bool = False
+) -> AsyncIterator[EventView | None]:
+    """Events of all jobs behind ``after`` as they come; it does not end.
+
+    Without ``after`` it begins with what comes from now on, or, to ``replay``, with the oldest that is kept.
+
+    None each second in which nothing comes.
+
+    Raises:
+        CursorExpiredError: Events behind ``after`` may have been trimmed.
+    """
+    if after is None:
+        after = _BEGINNING if replay else await ports.events.newest()
+    seen = after
+    while True:
+        entries = await ports.events.read(seen, _CHUNK)
+        for event in await chosen(ports, wanted, entries):
+            yield event
+        if entries:
+            seen = entries[-1].id
+        yield None
+        if len(entries) < _CHUNK:
+            await ports.events.wait(seen, _LOOK_EVERY_S)
+
+
+async def chosen(
+    ports: Ports, wanted: EventFilter, entries: Sequence[FeedEntry]
+) -> list[EventView]:
+    """The events of these entries that are asked for; one that cannot be read is left out."""
+    of_jobs = [e for e in entries if not wanted.job_ids or e.job_id in wanted.job_ids]
+    events = [event for event in map(_Reader(ports), of_jobs) if event is not None]
+    events = [event for event in events if wanted.has_kind(event.kind)]
+    if wanted.jobs is None or not events:
+        return events
+    stored = await ports.jobs.several(list(dict.fromkeys(event.job_id for event in events)))
+    fit = {s.job.id for s in stored if wanted.jobs.matches(JobSummary.of(s.job))}
+    return [event for event in events if event.job_id in fit]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    ports: Ports
+
+    def __call__(self, entry: FeedEntry) -> EventView | None:
+        try:
+            record = EventRecord.model_validate_json(entry.body)
+        except ValidationError as error:
+            self.ports.note_unreadable(EVENT_FEED, error)
+            return None
+        return EventView(
+            id=entry.id,
+            at=moment(entry.time_ms),
+            job_id=entry.job_id,
+            **record.model_dump(),
+        )

@@ -1,0 +1,151 @@
+"""Requests on a real connection to a server that answers as it is told."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import meshloom
+from meshloom.client import RefusedError, RestClient, UnreachableError
+from meshloom.client.downloads import PartialFile
+from services.contract.storage.exports import ExportedFile
+from tests.e2e.conftest import free_port
+
+Reply = tuple[int, dict[str, str], bytes]
+VERSION = json.dumps({"version": "1", "api": "v1"}).encode()
+BUSY: Reply = (503, {"Retry-After": "0"}, b"")
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers with ``replies``, one after another, the last one again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.replies: list[Reply] = []
+        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, dict(self.headers)))
+        replies = self.server.replies
+        status, headers, body = replies.pop(0) if len(replies) > 1 else replies[0]
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_busy_controller_is_asked_again_until_patience_ends(server: _Server) -> None:
+    server.replies = [BUSY, BUSY, (200, {}, VERSION)]
+    with RestClient(server.url, patience_s=30) as client:
+        assert client.version().version == "1"
+    assert len(server.asked) == 3
+    server.replies = [BUSY]
+    with RestClient(server.url, patience_s=0) as client, pytest.raises(RefusedError, match="503"):
+        client.version()
+    assert len(server.asked) == 4
+
+
+def test_an_answer_that_did_not_change_is_not_sent_again(server: _Server) -> None:
+    server.replies = [(200, {"ETag": '"a"'}, VERSION), (304, {"ETag": '"a"'}, b"")]
+    with RestClient(server.url) as client:
+        first = client.version()
+        assert client.version() is first
+    assert "If-None-Match" not in server.asked[0][1]
+    assert server.asked[1][1]["If-None-Match"] == '"a"'
+
+
+def test_a_stream_that_breaks_goes_on_behind_the_last_entry(server: _Server) -> None:
+    def frame(number: int) -> bytes:
+        event = {
+            "id": f"{number}-0",
+            "at": "2026-01-01T00:00:00Z",
+            "job_id": "job_00000000000000000000000000",
+            "kind": "job.queued",
+            "message": "",
+            "actor": "local",
+        }
+        return f"id: {number}-0\ndata: {json.dumps(event)}\n\n".encode()
+
+    stream = {"Content-Type": "text/event-stream"}
+    end = b"event: end\ndata: {}\n\n"
+    server.replies = [(200, stream, frame(1)), (200, stream, frame(2) + end)]
+    with RestClient(server.url) as client:
+        seen = [event.id for event in client.follow_events("job_00000000000000000000000000")]
+    assert seen == ["1-0", "2-0"]
+    assert [headers.get("Last-Event-ID") for _, headers in server.asked] == [None, "1-0"]
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_stopped(
+    server: _Server, tmp_path: Path
+) -> None:
+    content = bytes(range(256)) * 100
+    digest = hashlib.sha256(content).hexdigest()
+    file = PartialFile(
+        tmp_path, ExportedFile(name="model.safetensors", bytes=len(content), sha256=digest)
+    )
+    # The server announces all of it, and ends the connection in the middle.
+    server.replies = [
+        (200, {"Content-Length": str(len(content))}, content[:10_000]),
+        (200, {}, VERSION),
+        (206, {}, content[10_000:]),
+    ]
+    with RestClient(server.url) as client:
+        client.download("ckpt_x", "model.safetensors", file)
+    assert file.finish().read_bytes() == content
+    first, _, second = (headers for _, headers in server.asked)
+    assert "Range" not in first
+    assert (second["Range"], second["If-Range"]) == ("bytes=10000-", f'"{digest}"')
+
+
+def test_nobody_at_the_address_is_one_sentence_with_the_remedy() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with RestClient(url, patience_s=0) as client, pytest.raises(UnreachableError) as error:
+        client.version()
+    assert url in str(error.value)
+    assert "MESHLOOM_URL" in str(error.value)
+
+
+def test_the_token_of_the_environment_is_sent_to_the_controller_of_the_environment_alone(
+    server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLOOM_TOKEN", "a-secret")
+    monkeypatch.setenv("MESHLOOM_URL", server.url)
+    server.replies = [(200, {}, VERSION)]
+    makers: list[Callable[[], meshloom.Client]] = [
+        meshloom.Client,
+        lambda: meshloom.Client(server.url),
+    ]
+    for make in makers:
+        with make() as client:
+            client.version()
+            assert "a-secret" not in repr(client)
+    assert [headers.get("Authorization") for _, headers in server.asked] == [
+        "Bearer a-secret",
+        None,
+    ]

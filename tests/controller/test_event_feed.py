@@ -1,0 +1,106 @@
+"""`GET /v1/events`: pages, filters, and a stream that outlives its controller."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import meshloom
+from services.local.embedded_redis import EmbeddedRedis
+from tests.controller.conftest import House, job_body
+from tests.dashboard.conftest import Controller
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+
+
+def test_events_of_all_jobs_are_chosen_by_kind_job_owner_and_label(quiet_house: House) -> None:
+    first = quiet_house.submit(labels={"team": "a"})
+    second = quiet_house.submit(labels={"team": "b"})
+    quiet_house.act(first, "kill")
+
+    def told(query: str) -> list[tuple[str, str]]:
+        page = quiet_house.get(f"/v1/events?{query}")
+        return [(event["job_id"], event["kind"]) for event in page["items"]]
+
+    everything = [(first, "job.queued"), (second, "job.queued"), (first, "job.cancelled")]
+    assert told("") == everything
+    assert told("kind=job.queued") == everything[:2]
+    assert told("kind=job.c*") == []
+    assert told("kind=job.*") == everything
+    assert told("kind=checkpoint.*&kind=job.cancelled") == everything[2:]
+    assert told(f"job_id={second}") == everything[1:2]
+    assert told("label=team%3Da") == [everything[0], everything[2]]
+    assert told("owner=local") == everything
+    assert told("owner=somebody") == []
+
+
+def test_pages_of_the_feed_follow_each_other(quiet_house: House) -> None:
+    ids = [quiet_house.submit() for _ in range(3)]
+    page = quiet_house.get("/v1/events?limit=2")
+    rest = quiet_house.get(f"/v1/events?limit=2&cursor={page['next_cursor']}")
+    assert [event["job_id"] for event in page["items"] + rest["items"]] == ids
+    assert rest["next_cursor"] is None
+
+
+@pytest.fixture(scope="module")
+def controller(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Controller]:
+    redis_server.flush()
+    with Controller(redis_server.url, tmp_path_factory.mktemp("controller")) as controller:
+        yield controller
+
+
+def test_a_follower_misses_nothing_while_the_controller_is_killed_and_comes_back(
+    controller: Controller,
+) -> None:
+    seen: list[tuple[str, str]] = []
+    wanted = 6
+
+    def follow() -> None:
+        with meshloom.Client(controller.url, patience_s=60) as client:
+            for event in client.events.follow(replay=True, kind=["job.queued"]):
+                seen.append((event.id, event.job_id))
+                if len(seen) == wanted:
+                    return
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    with meshloom.Client(controller.url, patience_s=60) as client:
+        jobs = [client.jobs.submit(job_body()).id for _ in range(3)]
+        until(lambda: len(seen) == 3)
+        controller.kill()
+        controller.start()
+        controller.wait_until_ready()
+        jobs += [client.jobs.submit(job_body()).id for _ in range(3)]
+        follower.join(60)
+        assert [job_id for _, job_id in seen] == jobs
+        listed = client.events.list(kind=["job.queued"])
+    assert [event.id for event in listed] == [event_id for event_id, _ in seen]
+
+
+def test_a_follower_without_a_place_sees_what_comes_from_then_on(controller: Controller) -> None:
+    with meshloom.Client(controller.url, patience_s=60) as client:
+        client.jobs.submit(job_body(name="before"))
+        begun = threading.Event()
+        found: list[str] = []
+
+        def follow() -> None:
+            with meshloom.Client(controller.url) as own:
+                for event in own.events.follow(kind=["job.queued"], label=["probe"]):
+                    found.append(own.jobs.get(event.job_id).name)
+                    begun.set()
+                    return
+
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+
+        # The stream begins at an unknown moment: jobs are submitted until it shows one.
+        def begins() -> bool:
+            client.jobs.submit(job_body(name="after", labels={"probe": ""}))
+            return begun.is_set()
+
+        until(begins)
+        follower.join(60)
+    assert found == ["after"]
