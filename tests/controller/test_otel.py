@@ -16,7 +16,7 @@ from services.controller.adapters.otel.ids import context_of_attempt, context_of
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
-from tests.dashboard.conftest import Controller
+from tests.dashboard.tabs import Controller
 from tests.waiting import until
 
 trace_service = pytest.importorskip(

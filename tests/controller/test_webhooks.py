@@ -37,7 +37,7 @@ from services.controller.use_cases.webhooks import Delivery, create_webhook
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.histories import spec
-from tests.dashboard.conftest import Controller
+from tests.dashboard.tabs import Controller
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis

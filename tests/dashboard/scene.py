@@ -9,8 +9,8 @@ from services.contract.api.plan_views import PlanView
 from services.contract.api.views import JobView
 from services.contract.messages.commands import LaunchGang
 from services.contract.words.states import JobState
-from tests.dashboard.conftest import Controller
 from tests.dashboard.scripted_agent import ScriptedAgent
+from tests.dashboard.tabs import Controller
 from tests.waiting import until
 
 STEPS: Final = 120

@@ -13,9 +13,9 @@ from services.contract.api.views import JobView
 from services.contract.messages.commands import StopGang, TakeCheckpoint
 from services.contract.words.states import JobState
 from services.local.embedded_redis import EmbeddedRedis
-from tests.dashboard.conftest import Controller, Visit
-from tests.dashboard.scene import STEPS, TRACEBACK, Scene, plan_in, set_scene, spec
+from tests.dashboard.scene import STEPS, TRACEBACK, Scene, spec
 from tests.dashboard.scripted_agent import ScriptedAgent
+from tests.dashboard.tabs import Controller, Visit
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -41,16 +41,6 @@ _SHOW: Final = """(state) => {
   Object.defineProperty(document, "hidden", { configurable: true, get: () => state === "hidden" });
   document.dispatchEvent(new Event("visibilitychange", { bubbles: true }));
 }"""
-
-
-@pytest.fixture(scope="module")
-def scene(controller: Controller, agent: ScriptedAgent) -> Scene:
-    return set_scene(controller, agent)
-
-
-@pytest.fixture(scope="module")
-def plan(scene: Scene) -> PlanView:
-    return plan_in(scene)
 
 
 def _row(page: Page, job: JobView) -> Locator:

@@ -387,6 +387,31 @@ async function keepFollowing<T extends { id: string }>(
   }
 }
 
+/** Asks for lists of jobs again as soon as something happens to any job; they are polled all the same. */
+export function useAnyEvent(): void {
+  const visible = useSyncExternalStore(onVisibility, () => !document.hidden);
+  useEffect(() => {
+    if (!visible) return;
+    const stop = new AbortController();
+    void listen(stop.signal);
+    return () => stop.abort();
+  }, [visible]);
+}
+
+const LISTS_OF_JOBS = /^v1\/(jobs\?|queue$|capacity$)/;
+
+async function listen(signal: AbortSignal): Promise<void> {
+  const onEntry = () => void queryClient.invalidateQueries({ predicate: ({ queryKey }) => LISTS_OF_JOBS.test(String(queryKey[0])) });
+  while (!signal.aborted) {
+    try {
+      await stream("v1/events", null, () => undefined, onEntry, signal);
+    } catch {
+      // Refused or broken off: polling goes on, and we come back.
+    }
+    if (!signal.aborted) await new Promise((resume) => setTimeout(resume, RECONNECT_MS));
+  }
+}
+
 function onVisibility(listener: () => void): () => void {
   document.addEventListener("visibilitychange", listener);
   return () => document.removeEventListener("visibilitychange", listener);

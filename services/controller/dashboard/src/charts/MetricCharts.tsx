@@ -4,6 +4,7 @@ import { allMetrics, isTerminal, useMetrics } from "../api/queries";
 import type { JobView } from "../api/types";
 import { Chart, type Zoom } from "../ui/Chart";
 import { download } from "../ui/download";
+import { bytes, duration } from "../ui/format";
 import { Trouble } from "../ui/parts";
 import { type Axis, csvOf, type Measure, measuresOf, type MemorySample, type Run } from "./measures";
 
@@ -65,6 +66,7 @@ export function MetricCharts({ jobs, memory = NONE }: { jobs: JobView[]; memory?
         zoom={zoom}
         onZoom={setZoom}
         fromZero={measure.fromZero}
+        units={measure.format === bytes || measure.format === duration}
         log={measure.scales && log}
         format={measure.format}
         controls={measure.scales ? <Scale log={log} onChange={setLog} /> : null}

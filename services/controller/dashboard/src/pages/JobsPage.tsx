@@ -1,7 +1,7 @@
 import { useMutation } from "@tanstack/react-query";
 import { useEffect, useRef, useState } from "react";
 import { post } from "../api/client";
-import { isTerminal, refreshAll, useJobs, useSparkline } from "../api/queries";
+import { isTerminal, refreshAll, useAnyEvent, useJobs, useSparkline } from "../api/queries";
 import type { JobState, JobView } from "../api/types";
 import { PAUSABLE, RESUMABLE } from "../job/Actions";
 import { compareHref, jobHref, replaceQuery } from "../router";
@@ -36,6 +36,7 @@ export function JobsPage({ query }: { query: URLSearchParams }) {
   const cursor = query.get("cursor");
   const states = GROUPS.filter((group) => shown.has(group.name.toLowerCase())).flatMap((group) => group.states);
   const sort = query.get("sort") ?? "-created";
+  useAnyEvent();
   const { data, error } = useJobs({ states, text, cursor, sort });
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
   const filtered = states.length > 0 || text !== "";

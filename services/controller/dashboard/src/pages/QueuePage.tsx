@@ -1,4 +1,4 @@
-import { useCapacity, useQueue } from "../api/queries";
+import { useAnyEvent, useCapacity, useQueue } from "../api/queries";
 import type { CapacityView, QueueEntry } from "../api/types";
 import { jobHref } from "../router";
 import { bounds, clock, DASH, dateTime, shortId, span } from "../ui/format";
@@ -7,6 +7,7 @@ import { Ago, useNow } from "../ui/time";
 
 /** Who waits, why, and since when; and what is free. */
 export default function QueuePage() {
+  useAnyEvent();
   const { data, error } = useQueue();
   const { data: capacity } = useCapacity();
   const items = data?.items ?? [];

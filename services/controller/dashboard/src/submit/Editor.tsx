@@ -33,6 +33,9 @@ const THEME = EditorView.theme({
   ".cm-tooltip": { backgroundColor: "var(--surface)", color: "var(--text)", border: "1px solid var(--line)" },
   ".cm-tooltip-autocomplete ul li[aria-selected]": { backgroundColor: "var(--accent)", color: "var(--accent-text)" },
   ".cm-completionInfo": { maxWidth: "360px", fontFamily: "var(--font)" },
+  // CodeMirror's own marks are pictures in data addresses, which the policy allows no more than inline styles.
+  ".cm-lint-marker-error": { content: "normal", width: "8px", height: "8px", margin: "4px", borderRadius: "50%", backgroundColor: "var(--bad)" },
+  ".cm-lintRange-error": { backgroundImage: "none", textDecoration: "underline wavy var(--bad)" },
   ".cm-diagnostic-error": { borderLeftColor: "var(--bad)" },
 });
 
@@ -72,7 +75,7 @@ export function Editor({ text, label, schema, mistakes, onChange }: Props) {
           autocompletion({ override: [(context) => complete(context, latest.current.schema)] }),
           // Tab indents, as in every editor; Escape and then Tab leaves it by keyboard.
           keymap.of([...completionKeymap, ...lintKeymap, ...historyKeymap, ...defaultKeymap, { key: "Tab", run: insertTab, shift: indentLess }]),
-          EditorView.contentAttributes.of({ "aria-label": label, "aria-description": "Control-Space completes. Escape, then Tab, leaves the editor." }),
+          EditorView.contentAttributes.of({ tabindex: "0", "aria-label": label, "aria-description": "Control-Space completes. Escape, then Tab, leaves the editor." }),
           EditorView.updateListener.of((update) => update.docChanged && latest.current.onChange(update.state.doc.toString())),
           THEME,
         ],

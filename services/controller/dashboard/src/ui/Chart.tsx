@@ -43,6 +43,8 @@ interface Props {
   x: number[];
   curves: Curve[];
   timed?: boolean;
+  /** Values on the axis are written as in the read-out: bytes and durations have their own units. */
+  units?: boolean;
   height?: number;
   zoom?: Zoom;
   onZoom?: (zoom: Zoom) => void;
@@ -72,7 +74,7 @@ export function useColorScheme(): boolean {
 }
 
 export function Chart(props: Props) {
-  const { title, summary, x, curves, log = false, fromZero = false, timed = false, height = HEIGHT, controls } = props;
+  const { title, summary, x, curves, log = false, fromZero = false, timed = false, units = false, height = HEIGHT, controls } = props;
   const zoom = props.zoom ?? null;
   const holder = useRef<HTMLDivElement>(null);
   const readout = useRef<HTMLDivElement>(null);
@@ -117,7 +119,7 @@ export function Chart(props: Props) {
         axes: [
           axis(paint, (values) => values.map((value) => (timed ? duration(value) : Number.isInteger(value) ? value.toLocaleString("en-US") : ""))),
           {
-            ...axis(paint, (values) => values.map(tickText)),
+            ...axis(paint, (values) => values.map(units ? latest.current.format : tickText)),
             ...(log ? { splits: (_self, _axis, min, max) => logTicks(min, max), filter: (_self, splits) => splits } : {}),
           },
         ],
@@ -156,7 +158,7 @@ export function Chart(props: Props) {
       chart.destroy();
       plot.current = null;
     };
-  }, [shape, log, fromZero, dark, timed, height]);
+  }, [shape, log, fromZero, dark, timed, units, height]);
 
   useEffect(() => {
     const chart = plot.current;

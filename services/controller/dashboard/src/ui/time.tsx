@@ -44,5 +44,5 @@ export function Ago({ at, suffix = "" }: { at: string; suffix?: string }) {
 /** From one moment to another, or to now. */
 export function Elapsed({ from, to }: { from: string; to: string | null }) {
   const now = useNow();
-  return <>{span(((to ? Date.parse(to) : now) - Date.parse(from)) / 1_000)}</>;
+  return <span className="elapsed">{span(((to ? Date.parse(to) : now) - Date.parse(from)) / 1_000)}</span>;
 }

@@ -1,0 +1,294 @@
+"""The pages beside those of a job: each against a real controller on a real Redis."""
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from services.contract.api.plan_views import PlanView
+from services.contract.messages.commands import VerifyCheckpoint
+from services.contract.words.states import JobState, NodeState
+from tests.dashboard.scene import STEPS, Scene, spec
+from tests.dashboard.scripted_agent import ScriptedAgent
+from tests.dashboard.tabs import Visit
+from tests.waiting import until
+
+pytestmark = pytest.mark.redis
+
+Open = Callable[..., Visit]
+
+
+def _chart(page: Page, measure: str) -> Locator:
+    return page.locator(f'[data-metric="{measure}"]')
+
+
+def _saved(page: Page, button: Locator, folder: Path) -> Path:
+    with page.expect_download() as download:
+        button.click()
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+def _write(page: Page, editor: Locator, text: str) -> None:
+    """Replace what an editor holds, by keys: `fill` would have Chromium write inline styles."""
+    editor.focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    for line in text.splitlines(keepends=True):
+        page.keyboard.insert_text(line.rstrip("\n"))
+        if line.endswith("\n"):
+            page.keyboard.press("Escape")
+            page.keyboard.press("Enter")
+
+
+def test_charts_zoom_smooth_and_leave_as_csv_and_png(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
+    page = visit(viewport={"width": 1280, "height": 1000}).open(f"#/jobs/{scene.running.id}")
+    loss = _chart(page, "loss")
+    plot, readout = loss.get_by_role("img"), loss.locator(".readout")
+    expect(readout).to_contain_text("step 120")
+    for measure in ("grad_norm", "learning_rate", "step_time_s", "memory", "user:accuracy"):
+        expect(_chart(page, measure).locator("canvas")).to_be_visible()
+
+    plot.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(readout).to_contain_text("step 119")
+    whole = f"/v1/jobs/{scene.running.id}/metrics"
+    with page.expect_response(re.compile(re.escape(whole) + r".*from_step=\d+&to_step=\d+")):
+        page.keyboard.press("+")
+    page.get_by_role("button", name="Reset zoom").click()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_disabled()
+
+    page.get_by_role("button", name="time", exact=True).click()
+    # 120 steps of 310 ms.
+    expect(readout).to_contain_text("after 37 s")
+    page.get_by_label("Smoothing").select_option("none")
+    expect(loss.locator(".keys")).not_to_contain_text("smoothed")
+
+    table = _saved(page, page.get_by_role("button", name="CSV"), tmp_path)
+    with table.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert float(rows[99]["validation_loss"]) == 2.1
+    assert float(rows[-1]["accuracy"]) == 0.8
+    assert float(rows[-1]["loss"]) == pytest.approx(1.5 + 4 / 7 - 0.05)
+    picture = _saved(page, page.get_by_role("button", name="PNG of Loss"), tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_overlaid_and_their_specs_stand_side_by_side(scene: Scene, visit: Open) -> None:
+    page = visit().open("#/jobs")
+    page.get_by_label("Choose stdlib-gpt").check()
+    page.get_by_label("Choose broken-shapes").check()
+    page.get_by_role("group", name="Chosen jobs").get_by_role("link", name="Compare").click()
+    loss = _chart(page, "loss")
+    expect(loss.locator(".keys")).to_contain_text("stdlib-gpt")
+    expect(loss.locator(".keys")).to_contain_text("broken-shapes")
+    summary = re.compile(r"^Loss: .*broken-shapes \d.*stdlib-gpt \d")
+    expect(loss.get_by_role("img", name=summary)).to_be_visible()
+    steps = page.locator('[data-pointer="/train/steps"] td')
+    assert steps.all_inner_texts() == ["900", "600"]
+    expect(page.locator('[data-pointer="/data/factory"]')).to_have_count(0)
+    page.get_by_label("equal fields too").check()
+    expect(page.locator('[data-pointer="/data/factory"]')).to_contain_text("stdlib_bytes")
+    page.get_by_role("button", name="Remove broken-shapes").click()
+    expect(loss.locator(".keys")).to_contain_text("smoothed")
+    page.get_by_label("Add a run").select_option(scene.failed.id)
+    expect(loss.locator(".keys")).to_contain_text("broken-shapes")
+
+
+def test_the_queue_tells_who_waits_why_and_since_when(scene: Scene, visit: Open) -> None:
+    page = visit().open("#/queue")
+    row = page.locator(f'tr[data-job="{scene.waiting.id}"]')
+    (entry,) = [e for e in scene.controller.client.queue().items if e.job_id == scene.waiting.id]
+    expect(row).to_contain_text("four-ranks")
+    expect(row).to_contain_text(entry.reason)
+    expect(row.locator("td").nth(4)).to_have_text(re.compile(r"^(\d+ m )?\d+ s$"))
+    expect(page.get_by_role("region", name="Free now")).to_contain_text("of 4")
+
+
+def test_the_log_is_searched_filtered_followed_and_kept(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
+    tab = visit()
+    page = tab.open(f"#/jobs/{scene.running.id}/logs")
+    lines = page.get_by_role("log", name="Log lines")
+    expect(lines).to_contain_text(f"rank 0 made step {STEPS}")
+    until(lambda: tab.count(200, "/logs?follow=true"))
+    asked = sum("/logs" in url for url in tab.asked)
+    scene.agent.write(scene.gang, 1, "rank 1 says more")
+    expect(lines).to_contain_text("rank 1 says more")
+    assert sum("/logs" in url for url in tab.asked) == asked  # it came by the stream
+    page.get_by_label("Level").select_option("errors")
+    expect(lines).to_contain_text("slow disk")
+    expect(lines).not_to_contain_text("rank 0 made step")
+    page.get_by_label("Level").select_option("all levels")
+    page.get_by_label("Search the log").fill("MADE step 60")
+    expect(lines.locator(".line")).to_have_count(1)
+    expect(lines.locator("mark")).to_have_text("made step 60")
+    kept = _saved(page, page.get_by_role("button", name="Download"), tmp_path).read_text()
+    assert re.fullmatch(r"[-\d]+T[:.\d]+Z rank 0 stdout rank 0 made step 60\n", kept)
+    tab.complaints.clear()  # a stream that is left says so
+
+
+def test_checkpoints_are_verified_pinned_and_cloned_from(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    tab = visit()
+    page = tab.open(f"#/checkpoints?job={scene.running.id}")
+    row = page.locator(f'tr[data-checkpoint="{scene.checkpoint}"]')
+    row.get_by_role("button", name="Verify").click()
+    asked = scene.agent.command(VerifyCheckpoint, scene.running.id)
+    assert asked.checkpoint_id == scene.checkpoint
+    row.get_by_role("button", name="Pin", exact=True).click()
+    expect(row).to_contain_text("pinned")
+    row.get_by_role("button", name="Delete…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name="Delete").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("pinned")
+    dialog.get_by_role("button", name="Keep it").click()
+    assert all("409" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+    row.get_by_role("button", name="Unpin").click()
+    expect(row.get_by_role("button", name="Pin", exact=True)).to_be_visible()
+    row.get_by_role("button", name="Clone from…").click()
+    dialog.get_by_label("Name").fill("a-clone")
+    dialog.get_by_label("Steps").fill("700")
+    dialog.get_by_role("button", name="Clone job").click()
+    expect(page.get_by_role("heading", name="a-clone")).to_be_visible()
+    made = client.job(page.url.rsplit("/", maxsplit=1)[1])
+    assert made.cloned_from is not None
+    assert made.cloned_from.checkpoint_id == scene.checkpoint
+    assert made.spec.train.steps == 700
+    client.kill(made.id)
+
+
+def test_a_spec_is_completed_checked_and_submitted(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    tab = visit()
+    page = tab.open("#/submit")
+    editor = page.get_by_label("Job spec as YAML")
+    _write(page, editor, "name: written-here\ntrain: {stebs: 5, global_batch: four}\n")
+    errors = page.get_by_label("Errors in the spec")
+    expect(errors).to_contain_text("line 2 there is no field stebs; did you mean steps?")
+    expect(errors).to_contain_text('line 2 "four" stands here; expected integer')
+    page.keyboard.press("Control+End")
+    for typed, completed in (("reso", "resources"), ("{dev", "device"), ("cp", "cpu")):
+        page.keyboard.type(typed)
+        page.get_by_role("option", name=completed).click()
+    expect(editor).to_contain_text("resources: {device: cpu")
+
+    text = "name: written-here\nmodel: {factory: decodr}\ndata: {factory: stdlib_bytes}\ntrain: {steps: 5}"
+    _write(page, editor, text)
+    expect(errors).to_have_count(0)
+    page.get_by_role("button", name="Check").click()
+    expect(errors).to_contain_text(re.compile("line 2 .*decodr"))  # only the controller knows that
+    assert all("422" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+    page.goto(f"{tab.origin}/#/submit?from={scene.waiting.id}")
+    expect(editor).to_contain_text("ranks: 4")
+    expect(editor).not_to_contain_text("max_restarts: 3")
+    page.get_by_role("button", name="Check").click()
+    expect(page.get_by_text("The controller accepts this spec.")).to_be_visible()
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_role("heading", name="four-ranks")).to_be_visible()
+    made = client.job(page.url.rsplit("/", maxsplit=1)[1])
+    assert made.spec == client.job(scene.waiting.id).spec
+    client.kill(made.id)
+
+
+def test_a_plan_is_submitted_as_it_is(scene: Scene, plan: PlanView, visit: Open) -> None:
+    client = scene.controller.client
+    page = visit().open(f"#/plans/{plan.id}")
+    page.get_by_role("button", name="Submit", exact=True).click()
+    expect(page.get_by_label("Job", exact=True)).to_contain_text("to-be-planned")
+    planned = client.job(page.url.rsplit("/", maxsplit=1)[1])
+    assert planned.estimate is not None
+    assert planned.estimate.plan_id == plan.id
+    client.kill(planned.id)
+
+
+def test_chosen_jobs_are_stopped_together_and_sorted(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    made = [client.submit(spec(f"many-{number}", ranks=4, priority=number)) for number in (1, 2)]
+    page = visit().open("#/jobs?q=many-&sort=priority")
+    names = page.locator("tr[data-job] .name")
+    expect(names).to_have_text(["many-1", "many-2"])
+    page.get_by_label("Order").select_option("highest priority first")
+    expect(names).to_have_text(["many-2", "many-1"])
+    page.get_by_label("Choose all jobs").check()
+    chosen = page.get_by_role("group", name="Chosen jobs")
+    chosen.get_by_role("button", name="Cancel").click()
+    chosen.get_by_role("button", name="Cancel now 2").click()
+    for job in made:
+        until(lambda job=job: client.job(job.id).state == JobState.CANCELLED)
+    expect(page.locator("tr[data-job]").first).to_contain_text("cancelled")
+
+
+def test_a_node_is_drained_and_taken_back(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    other = ScriptedAgent(scene.agent.redis, node_id="loom-spare")
+    other.join(slots=1)
+    page = visit().open("#/nodes")
+    card = page.locator('[data-node="loom-spare"]')
+    card.get_by_role("button", name="Drain…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+    expect(card).to_contain_text("draining")
+    assert {n.id: n.state for n in client.nodes().items}["loom-spare"] == NodeState.DRAINING
+    card.get_by_role("button", name="Undrain").click()
+    expect(card).to_contain_text("ready")
+
+
+def test_tokens_are_made_and_revoked_and_the_trail_tells(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    page = visit().open("#/access")
+    page.get_by_role("button", name="New token…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Subject").fill("ada")
+    dialog.get_by_label("Scope").select_option("viewer")
+    dialog.get_by_role("button", name="Make token").click()
+    secret = dialog.get_by_label("New token").input_value()
+    assert len(secret) > 20
+    dialog.get_by_role("button", name="Done").click()
+    (made,) = [token for token in client.tokens().items if token.subject == "ada"]
+    row = page.locator(f'tr[data-token="{made.id}"]')
+    expect(row).to_contain_text("viewer")
+    assert secret not in page.content()
+    row.get_by_role("button", name="Revoke…").click()
+    dialog.get_by_role("button", name="Revoke").click()
+    expect(row).to_have_count(0)
+    trail = page.get_by_role("region", name="Audit trail", exact=True)
+    expect(trail).to_contain_text(f"DELETE /v1/tokens/{made.id}")
+
+
+def test_four_thousand_ranks_fit_on_a_screen(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    large = ScriptedAgent(scene.agent.redis, node_id="loom-large")
+    large.join(slots=8192)  # others that wait take some
+    until(lambda: "loom-large" in {node.id for node in client.nodes().items})
+    wanted = spec("four-thousand", ranks=4096) | {"train": {"steps": 9, "global_batch": 4096}}
+    job = client.submit(wanted)
+    gang = large.launch(job.id)
+    large.train(gang, [1])
+    large.beat(gang, 1)
+    page = visit(viewport={"width": 1280, "height": 800}).open(f"#/jobs/{job.id}")
+    grid = page.locator(".rank-grid canvas")
+    expect(page.locator(".rank-grid .legend")).to_contain_text("4096 forward")
+    size = grid.bounding_box()
+    assert size is not None
+    assert size["width"] <= 1240
+    assert size["height"] <= 420
+    grid.hover(position={"x": 3, "y": 3})
+    expect(page.locator(".rank-grid .pointed")).to_contain_text("rank 0 on loom-large")
+    grid.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".rank-grid .pointed")).to_contain_text("rank 1 on loom-large")
+    expect(page.locator("tr[data-rank]")).to_have_count(64)
+    page.get_by_label("Order of the ranks").select_option("by memory")
+    expect(page.locator("tr[data-rank]").first).to_contain_text("16 GiB")
+    client.kill(job.id)
