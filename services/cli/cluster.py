@@ -25,7 +25,7 @@ def queue() -> None:
     with connect() as client:
         found = client.queue()
     if not as_data(found):
-        console.print(queue_table(found))
+        console.print(queue_table(found) if found.items else "no job waits")
 
 
 @answers

@@ -14,6 +14,7 @@ from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.references import plan_id_of
 from services.cli.spec_file import judged, read_text
 from services.cli.terminal import console, errors
+from services.cli.tracebacks import own_frames
 from services.contract.api.plan_views import PlanView
 from services.contract.words.states import PlanState
 
@@ -105,7 +106,7 @@ def show(made: PlanView) -> None:
     for part in plan_parts(made):
         console.print(part)
     if made.failure is not None and made.failure.traceback:
-        console.print(made.failure.traceback)
+        console.print(own_frames(made.failure.traceback))
 
 
 def leave_unless_feasible(made: PlanView) -> None:

@@ -7,11 +7,13 @@ import typer
 from meshloom.client import RestClient as Client
 from services.cli import tables
 from services.cli.connect import WATCHING_PATIENCE_S, connect
+from services.cli.figures import plural
 from services.cli.follow import follow as follow_job
 from services.cli.follow import rested
 from services.cli.output import answers, as_data, for_programs
 from services.cli.references import Job, job_id_of
 from services.cli.terminal import console, errors
+from services.cli.tracebacks import own_frames
 from services.contract.api.views import JobView
 from services.contract.words.states import CheckpointState, JobState
 
@@ -81,7 +83,7 @@ def _print_summary(client: Client, job: JobView) -> None:
     if committed:
         newest = max(committed, key=lambda checkpoint: checkpoint.step)
         console.print(
-            f"committed checkpoint {newest.id}: step {newest.step}, {len(newest.shards)} shards, "
+            f"committed checkpoint {newest.id}: step {newest.step}, {plural(len(newest.shards), 'shard')}, "
             f"{newest.bytes:,} bytes"
         )
     console.print(f"dashboard {client.base_url}/#/jobs/{job.id}")
@@ -93,8 +95,9 @@ def print_failure(job: JobView) -> None:
     failure = job.failure
     if failure is None or job.state is not JobState.FAILED:
         return
-    where = "" if failure.rank is None else f"rank {failure.rank} failed first"
-    at = "" if failure.step is None else f" at step {failure.step}"
-    console.print(f"{where}{at}: {failure.error or failure.signal or failure.exit_code}")
+    if failure.rank is not None:  # else the job's reason has said all of it
+        at = "" if failure.step is None else f" at step {failure.step}"
+        told = failure.error or failure.signal or f"exit code {failure.exit_code}"
+        console.print(f"rank {failure.rank} failed first{at}: {told}")
     if failure.traceback:
-        console.print(failure.traceback)
+        console.print(own_frames(failure.traceback))

@@ -64,6 +64,15 @@ def test_a_missing_field_is_at_what_should_have_it(tmp_path: Path) -> None:
     assert "  line 3, column 1, /train/steps: this field is required" in _refused(path)
 
 
+def test_who_writes_the_command_of_a_script_is_told_the_entry_point(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\ncommand: [python, train.py]\nresources: {ranks: 2}\n")
+    assert (
+        "  line 2, column 1, /command: there is no field 'command' here; a script of yours is "
+        "`entrypoint: {script: train.py, args: []}`"
+    ) in _refused(path).splitlines()
+
+
 @pytest.mark.parametrize("text", ["a: &x {b: 1}\nc: *x", "a: 1\n<<: {c: 2}"])
 def test_what_the_file_does_not_say_has_no_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.yaml"

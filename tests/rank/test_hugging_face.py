@@ -109,6 +109,26 @@ def test_each_rank_reads_its_slices_and_the_library_loads_what_came_of_them(
     assert loss_of_step(trained, 1) < losses[1]
 
 
+def test_a_model_of_the_library_that_a_factory_of_ones_own_made_is_exported_with_its_configuration(
+    ranks: Ranks, spec: Spec
+) -> None:
+    import transformers  # noqa: PLC0415 (slow to import)
+
+    own = of(spec).model_dump() | {"model": {"factory": "tests.rank.user_models:own_llama"}}
+    attempt = ranks.start(
+        JobSpec.model_validate(own), units=UNITS, libraries=HUGGING_FACE
+    ).succeeded()
+    committed = attempt.committed(4)
+    assert "config.json" in export(ranks.root, JOB, committed.checkpoint_id, 1 << 30).files
+    library: Any = transformers.AutoModelForCausalLM
+    trained, about = library.from_pretrained(
+        ranks.root / JOB / "exports" / committed.checkpoint_id, output_loading_info=True
+    )
+    assert not about["missing_keys"]
+    assert not about["unexpected_keys"]
+    assert loss_of_step(trained.eval(), 5) == pytest.approx(attempt.losses()[5], abs=1e-5)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_first_values_are_drawn_as_the_library_draws_them(shape: str, tmp_path: Path) -> None:
     usual = saved(shape, tmp_path)

@@ -234,3 +234,14 @@ class ComparesTheBatch(OwnLoss):
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.norm(self.embedding(tokens[:, 0])))
         return functional.cross_entropy(logits, tokens[:, 1])
+
+
+def own_llama() -> nn.Module:
+    """A model of transformers as people make one in a factory of their own."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (slow to import)
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+    )  # fmt: skip

@@ -74,6 +74,8 @@ _LENGTHS: Final = {
 _ABOUT_KINDS: Final = re.compile(
     r"([a-z_]+?)_(?:type|parsing|from_float|parsing_size|attributes_type)"
 )
+_OF_A_SCRIPT: Final = frozenset({"args", "cmd", "command", "run", "script"})
+"""What launchers of scripts call what is named by ``entrypoint`` here."""
 _QUOTED: Final = re.compile(r"'([^']*)'")
 
 
@@ -88,7 +90,12 @@ def in_words(error: Mapping[str, Any]) -> str:
 
 def no_such_field(name: str, known: Iterable[str]) -> str:
     """That a mapping has a field which it cannot have."""
-    return f"there is no field {shown(name)} here{did_you_mean(name, known)}"
+    there = frozenset(known)
+    if name in _OF_A_SCRIPT and "entrypoint" in there:
+        guess = "; a script of yours is `entrypoint: {script: train.py, args: []}`"
+    else:
+        guess = did_you_mean(name, there)
+    return f"there is no field {shown(name)} here{guess}"
 
 
 def _of_a_kind(kind: str, error: Mapping[str, Any]) -> str | None:

@@ -61,7 +61,7 @@ _ADVICE: Final = {
     "exited. If it happens again, run the same step with one rank under a "
     "debugger.",
     FailureClass.OUT_OF_MEMORY: "Lower train.micro_batch or the sequence length, shard over more "
-    "ranks, or give the node more memory.",
+    "ranks, raise resources.memory_gib where it is the limit, or use nodes with more memory.",
     FailureClass.FROZEN: "The process was stopped (SIGSTOP, a debugger, a frozen control group): "
     "continue it, or check what else runs on that node.",
     FailureClass.GIL_HELD: "A C extension does not return and does not release the interpreter's "

@@ -13,9 +13,10 @@ _STEP_LINES: Final = 50
 def ready(run: Run, resumed: int) -> None:
     """The rank is about to make its first step."""
     parameters = sum(p.numel() for p in run.model.parameters())
+    units = f"{len(run.units)} unit{'s' * (len(run.units) != 1)}"
     _say(
         f"rank {run.gang.rank} of {run.gang.world_size} on {run.gang.device}: "
-        f"{parameters:,} parameters in {len(run.units)} units, micro batch {run.micro_batch}, "
+        f"{parameters:,} parameters in {units}, micro batch {run.micro_batch}, "
         f"data sha256 {run.data.digest[:12]} ({run.data.description}); goes on from step {resumed}"
     )
     if run.spec.train.deterministic:

@@ -28,6 +28,7 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.early_stop import EarlyStop
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
+from services.worker.rank.models.hugging_face import own_configuration
 from services.worker.rank.models.loss import (
     Computed,
     Loss,
@@ -118,7 +119,11 @@ class Run:
             beside=self.trainable,
             ema=self.ema,
             scaler=self.scaler,
-            files=self.model.first_values.files if isinstance(self.model, HasFirstValues) else {},
+            files=(
+                self.model.first_values.files
+                if isinstance(self.model, HasFirstValues)
+                else own_configuration(self.model)
+            ),
             data=self.data,
             early_stop=self.early_stop,
         )

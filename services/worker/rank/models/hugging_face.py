@@ -238,6 +238,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def own_configuration(model: nn.Module) -> Mapping[str, bytes]:
+    """The file ``config.json`` of a model of the library that a factory of the user's made, else nothing.
+
+    With it ``from_pretrained`` loads an export. The library is not imported to know its classes.
+    """
+    if all(each.__module__ != "transformers.modeling_utils" for each in type(model).__mro__):
+        return {}
+    return {"config.json": str(_config(model).to_json_string(use_diff=True)).encode()}
+
+
 def _config(model: nn.Module) -> Any:  # noqa: ANN401 (the library's classes are dynamic)
     return model.config
 
