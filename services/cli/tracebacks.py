@@ -9,7 +9,7 @@ _FRAME: Final = re.compile(r'  File "(?P<file>.+)", line \d+')
 # An unpacked archive of the user's code is on none of these paths; the dashboard folds the same ones.
 _FOREIGN: Final = re.compile(
     r"^<frozen |/(site|dist)-packages/|/lib/python3[^/]*/|(^|/)fsdp_core/"
-    r"|(^|/)services/(contract|controller|local|worker)/|(^|/)meshloom/(trainable|session[^/]*)\.py$"
+    r"|(^|/)services/(contract|controller|local|worker)/|(^|/)meshloom/(trainable|session)\.py$"
 )
 
 

@@ -20,7 +20,7 @@ from services.contract.words.states import ExitReason, JobState, NodeState, Plan
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.history import Occurrence
-from services.controller.domain.errors import RecordUnreadableError
+from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.job.events import (
     JobEvent,
     PatchAsked,
@@ -38,6 +38,7 @@ from services.controller.ports.plans import PlanStore
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import Cloning, clone
 from services.controller.use_cases.facts import apply_facts
+from services.controller.use_cases.inspect import get_diagnosis
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
@@ -233,6 +234,8 @@ def test_a_spec_that_the_probe_found_to_be_wrong_ends_its_job_before_it_waits_fo
         assert job.failure is not None
         assert (job.failure.error, job.failure.node_id) == ("it went wrong so", NODE)
         assert office.launched() == []
+        with pytest.raises(NotFoundError, match="before its first attempt: the spec is wrong: it"):
+            await get_diagnosis(office.ports, job_id)
         # Its user corrects the code, which is no part of the question: it is asked again.
         await office.happens(job_id, ResumeAsked())
         await office.looks(4)

@@ -228,6 +228,8 @@ def test_chosen_jobs_are_stopped_together_and_sorted(scene: Scene, visit: Open) 
     for job in made:
         until(lambda job=job: client.job(job.id).state == JobState.CANCELLED)
     expect(page.locator("tr[data-job]").first).to_contain_text("cancelled")
+    page.goto(page.url.split("#")[0] + f"#/jobs/{made[0].id}")
+    expect(page.get_by_text("The job ended before its first attempt.")).to_be_visible()
 
 
 def test_a_node_is_drained_and_taken_back(scene: Scene, visit: Open) -> None:

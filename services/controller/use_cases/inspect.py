@@ -7,6 +7,7 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
+from services.contract.words.states import JobState
 from services.controller.domain.errors import NotFoundError
 from services.controller.domain.scheduling.placement import usages_of
 from services.controller.ports.coordination import Ports
@@ -52,6 +53,8 @@ async def get_diagnosis(ports: Ports, job_id: str) -> DiagnosisView:
         if attempt.diagnosis is not None:
             stacks = await ports.telemetry.stacks(job_id)
             return diagnosis_view(job_id, attempt.fence, attempt.diagnosis, stacks)
+    if job.state is JobState.FAILED and not job.attempts:
+        raise NotFoundError(f"{job_id} failed before its first attempt: {job.reason}")
     raise NotFoundError(
         f"no attempt of {job_id} has failed or was inspected; POST /v1/jobs/{job_id}/diagnose "
         "inspects running ranks"

@@ -1,4 +1,4 @@
-import { useAttempts } from "../api/queries";
+import { isTerminal, useAttempts } from "../api/queries";
 import type { AttemptView, JobView } from "../api/types";
 import { axes, DASH, dateTime, duration, whole, words } from "../ui/format";
 import { Panel, Quiet, Trouble } from "../ui/parts";
@@ -10,7 +10,11 @@ export function Attempts({ job }: { job: JobView }) {
   return (
     <Panel title="Attempts" aside={newestFirst.length > 0 ? newestFirst.length : null}>
       {!data && error ? <Trouble error={error} /> : null}
-      {data && newestFirst.length === 0 ? <Quiet>No attempts yet: the job waits for resources.</Quiet> : null}
+      {data && newestFirst.length === 0 ? (
+        <Quiet>
+          {isTerminal(job.state) ? "The job ended before its first attempt." : "No attempts yet: the job waits for resources."}
+        </Quiet>
+      ) : null}
       {newestFirst.length > 0 ? (
         <div className="scroller tall" tabIndex={0} role="region" aria-label="Attempts, newest first">
           <table>

@@ -14,7 +14,8 @@ export function Diagnosis({ job }: { job: JobView }) {
     onSuccess: () => setAsked(true),
     onSettled: refreshAll,
   });
-  const inTrouble = job.state === "FAILED" || job.restarts > 0;
+  // A job that failed before its first attempt has no ranks to diagnose; the failure says all.
+  const inTrouble = (job.state === "FAILED" && job.attempt > 0) || job.restarts > 0;
   const { data } = useDiagnosis(job, asked || inTrouble);
   const runs = job.state === "RUNNING";
   if (!runs && !inTrouble && !data) return null;

@@ -12,7 +12,7 @@ export interface Frame {
 
 // An unpacked archive of the user's code is on none of these paths.
 const FOREIGN =
-  /^<frozen |\/(site|dist)-packages\/|\/lib\/python3[^/]*\/|(^|\/)fsdp_core\/|(^|\/)services\/(contract|controller|local|worker)\//;
+  /^<frozen |\/(site|dist)-packages\/|\/lib\/python3[^/]*\/|(^|\/)fsdp_core\/|(^|\/)services\/(contract|controller|local|worker)\/|(^|\/)meshloom\/(trainable|session)\.py$/;
 const PLACE = /^ {2,}File "(.+)", line (\d+)(?:, in (.+))?$/;
 
 /** The frames in the order of the text, outermost first; of chained exceptions all of them. */

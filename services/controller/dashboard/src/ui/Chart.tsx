@@ -347,6 +347,8 @@ function drawGuides(self: uPlot, { marks = [], levels = [] }: Props, paint: (nam
   ctx.textBaseline = "bottom";
   ctx.lineWidth = ratio;
   ctx.setLineDash([3 * ratio, 4 * ratio]);
+  // A label that would lie on the one before it is left out; its line stays.
+  let free = Number.NEGATIVE_INFINITY;
   for (const mark of marks) {
     const x = Math.round(self.valToPos(mark.x, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
@@ -354,6 +356,10 @@ function drawGuides(self: uPlot, { marks = [], levels = [] }: Props, paint: (nam
     line(ctx, x, bbox.top, x, bbox.top + bbox.height);
     ctx.fillStyle = paint("--muted");
     ctx.textAlign = x > bbox.left + 0.8 * bbox.width ? "right" : "left";
+    const { width } = ctx.measureText(mark.label);
+    const start = ctx.textAlign === "left" ? x + 4 * ratio : x - 4 * ratio - width;
+    if (start < free) continue;
+    free = start + width + 4 * ratio;
     ctx.fillText(mark.label, x + (ctx.textAlign === "left" ? 4 : -4) * ratio, bbox.top + 12 * ratio);
   }
   for (const level of levels) {
