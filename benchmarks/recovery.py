@@ -1,6 +1,6 @@
 """How long until the next step after a kill of a rank, of the warm process, or of the agent.
 
-    python -m benchmarks.recovery [--rounds 5]
+    python -m benchmarks.recovery [--rounds 5] [--only rank "warm process" agent]
 
 A local stack, which starts its agent again by itself, and a job of two CPU ranks that checkpoints
 each 20 steps. By turns one of the three is killed with SIGKILL; the figure is the time from there to
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import psutil
 
@@ -29,12 +30,9 @@ def main() -> None:
     """Kills in turns."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    victims: dict[str, Callable[[Stack, str], psutil.Process]] = {
-        "rank": _rank,
-        "warm process": _warm,
-        "agent": lambda stack, _: stack.part("services.worker.agent"),
-    }
+    parser.add_argument("--only", nargs="+", choices=_VICTIMS, default=_VICTIMS, help="these")
+    chosen = parser.parse_args()
+    rounds, victims = chosen.rounds, {name: _VICTIMS[name] for name in chosen.only}
     found: dict[str, list[float]] = {name: [] for name in victims}
     with (
         tempfile.TemporaryDirectory(prefix="meshloom-recovery-") as folder,
@@ -96,6 +94,13 @@ def _rank(stack: Stack, job_id: str) -> psutil.Process:
 
 def _warm(stack: Stack, job_id: str) -> psutil.Process:
     return psutil.Process(_rank(stack, job_id).ppid())
+
+
+_VICTIMS: Final[dict[str, Callable[[Stack, str], psutil.Process]]] = {
+    "rank": _rank,
+    "warm process": _warm,
+    "agent": lambda stack, _: stack.part("services.worker.agent"),
+}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 import httpx
 from pydantic import ValidationError
 
-from services.contract.words.problems import Problem
+from services.contract.words.problems import Problem, listed
 
 
 class ClientError(Exception):
@@ -31,10 +31,7 @@ class RefusedError(ClientError):
     """
 
     def __init__(self, problem: Problem) -> None:
-        faults = "".join(
-            f"\n  {fault.pointer or '(whole spec)'}: {fault.detail}" for fault in problem.errors
-        )
-        super().__init__(f"{problem.detail or problem.title}{faults}")
+        super().__init__(listed(problem.errors) or problem.detail or problem.title)
         self.problem = problem
 
 

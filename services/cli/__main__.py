@@ -1,14 +1,10 @@
-"""Entry point of the ``meshloom`` command: one line and exit code 2 for what cannot be done."""
+"""Entry point of the ``meshloom`` command: exit code 2, and what to do, for what cannot be done."""
 
 import signal
 import sys
 from types import FrameType
 
-from pydantic import ValidationError
-
 from services.cli.app import app
-from services.cli.errors import CliError
-from services.cli.terminal import errors
 from services.contract.system.own_process import hide_process
 
 
@@ -19,23 +15,43 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end)
     try:
         app()
-    except CliError as error:
-        _refuse(str(error))
-    except ValidationError as error:
+    except Exception as error:
+        text = _told(error)
+        if text is None:
+            raise
+        from services.cli.terminal import errors  # noqa: PLC0415 (as in _told)
+
+        errors.print(f"meshloom: {text}", style="red")
+        sys.exit(2)
+
+
+def _told(error: Exception) -> str | None:
+    """What a person is told of an error; None: it is a fault of ours."""
+    # Not at the top: help and completion do without the client.
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    from services.cli.errors import CliError  # noqa: PLC0415
+    from services.contract.api.fault_words import in_words  # noqa: PLC0415
+
+    if isinstance(error, CliError):
+        return str(error)
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object!r} has characters that no HTTP header can carry"
+    if isinstance(error, ValidationError):
         fault = error.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"]))
-        _refuse(f"{error.title}: {place}: {fault['msg']} (given: {fault['input']!r})")
-    except UnicodeEncodeError as error:
-        _refuse(f"{error.object!r} has characters that no HTTP header can carry")
+        # Of the environment; bodies of requests are judged where they are made.
+        variable = (
+            f"MESHLOOM_{place.upper()}"
+            if error.title == "CliSettings"
+            else f"{error.title}: {place}"
+        )
+        return f"{variable}: {in_words(fault)}"
+    return None
 
 
 def _end(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-def _refuse(text: str) -> None:
-    errors.print(f"meshloom: {text}", style="red")
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import humanize
+import typer
 from pathspec import GitIgnoreSpec
 
 from meshloom.client import RestClient as Client
@@ -27,6 +28,16 @@ LEFT_OUT: Final = frozenset({".git", "__pycache__", ".venv", ".meshloom"})
 _LARGEST_NAMED: Final = 5
 _ADVICE: Final = "leave out what no job imports: list it in .gitignore"
 _EXECUTABLE: Final = 0o100
+
+
+Code = Annotated[
+    Path | None,
+    typer.Option(
+        "--code",
+        metavar="DIR",
+        help="Upload this folder, without what .gitignore lists, for the job to import from first.",
+    ),
+]
 
 
 class _Rules(NamedTuple):

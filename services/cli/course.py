@@ -1,70 +1,126 @@
 """Changing a job's course: stop it, go on with it, change what of it may be changed."""
 
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated, Any, Final
 
 import typer
 
 from services.cli.connect import connect
 from services.cli.errors import CliError
-from services.cli.job_names import Job, resolve
+from services.cli.output import answers, as_data, for_programs
+from services.cli.references import Job, checkpoint_id_of, job_id_of
 from services.cli.spec_file import read_model
 from services.cli.terminal import console
-from services.cli.watching import Follow, watch
+from services.cli.watching import Follow, follow_to_its_end
 from services.contract.api.requests import JobPatch
 from services.contract.api.views import JobView, ResumeRequest, StopRequest
 
+
+class BeforeStopping(StrEnum):
+    """What becomes of a checkpoint before ranks are stopped."""
+
+    REQUIRED = "required"
+    """Without one the job runs on."""
+    BEST_EFFORT = "best_effort"
+    """Without one the job is stopped all the same."""
+    NONE = "none"
+    """None is taken."""
+
+
+# One default for command line, dashboard and API: a job that cannot write a checkpoint must stop, too, when a person
+# says so, and the last committed checkpoint is kept anyway.
+_USUAL: Final = BeforeStopping(StopRequest().checkpoint)
+
 Keep = Annotated[
-    str,
+    BeforeStopping,
     typer.Option(
-        "--checkpoint", help="Before stopping: required, best_effort or none.", metavar="WHEN"
+        "--checkpoint",
+        help="best_effort: take a checkpoint if that works. required: if it fails, keep running. "
+        "none: take none.",
+        metavar="WHEN",
     ),
 ]
-Grace = Annotated[float, typer.Option("--grace", help="Seconds before ranks are killed.", min=0)]
+Grace = Annotated[
+    float,
+    typer.Option("--grace", help="Seconds before ranks are killed.", min=0, metavar="SECONDS"),
+]
 
 
-def cancel(job: Job, *, checkpoint: Keep = "best_effort", grace: Grace = 60.0) -> None:
-    """Stop a job for good, after a checkpoint."""
+@answers
+def cancel(job: Job, *, checkpoint: Keep = _USUAL, grace: Grace = 60.0) -> None:
+    """Stop a job for good, after a checkpoint.
+
+    Example:
+      meshloom cancel last --checkpoint none
+    """
     with connect() as client:
-        say(client.cancel(resolve(client, job), _stop(checkpoint, grace)))
+        say(client.cancel(job_id_of(client, job), _stop(checkpoint, grace)))
 
 
-def pause(job: Job, *, checkpoint: Keep = "required", grace: Grace = 60.0) -> None:
-    """Stop a job after a checkpoint, to go on later."""
+@answers
+def pause(job: Job, *, checkpoint: Keep = _USUAL, grace: Grace = 60.0) -> None:
+    """Stop a job after a checkpoint; `resume` goes on with it.
+
+    Example:
+      meshloom pause my-model --checkpoint required
+    """
     with connect() as client:
-        say(client.pause(resolve(client, job), _stop(checkpoint, grace)))
+        say(client.pause(job_id_of(client, job), _stop(checkpoint, grace)))
 
 
+@answers
 def kill(job: Job) -> None:
-    """Stop a job at once, without a checkpoint."""
+    """Stop a job at once, without a checkpoint.
+
+    Example:
+      meshloom kill last
+    """
     with connect() as client:
-        say(client.kill(resolve(client, job)))
+        say(client.kill(job_id_of(client, job)))
 
 
+@answers
 def resume(
     job: Job,
     *,
     from_checkpoint: Annotated[
-        str | None, typer.Option("--from", help="A committed checkpoint; else the latest.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT",
+            help="A committed checkpoint of the job: an id, its beginning, or 'last' (the default).",
+        ),
     ] = None,
     follow: Follow = False,
 ) -> None:
-    """Go on with a paused, cancelled or failed job from a checkpoint."""
+    """Continue a paused, cancelled or failed job from a checkpoint.
+
+    Examples:
+      meshloom resume last -f
+
+      meshloom resume my-model --from ckpt_01m80dqny75dcp2ta9620emyrc-s000000400-a0001
+    """
     with connect() as client:
-        job_id = resolve(client, job)
-        say(client.resume(job_id, ResumeRequest(from_checkpoint=from_checkpoint)))
+        job_id = job_id_of(client, job)
+        chosen = from_checkpoint and checkpoint_id_of(client, from_checkpoint, job_id)
+        resumed = client.resume(job_id, read_model(ResumeRequest, {"from_checkpoint": chosen}))
+        if not (follow and for_programs()):
+            say(resumed)
         if follow:
-            watch(job_id)
+            follow_to_its_end(job_id)
 
 
+@answers
 def patch(  # noqa: PLR0913 (what of a job may be changed)
     job: Job,
     *,
-    priority: Annotated[int | None, typer.Option(help="Higher goes first.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher starts first.", metavar="N")] = None,
     label: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE sets a label, KEY- takes it away.")
+        list[str] | None,
+        typer.Option(help="KEY=VALUE sets a label, KEY- takes it away.", metavar="LABEL"),
     ] = None,
     keep_last: Annotated[
-        int | None, typer.Option(help="How many committed checkpoints to keep.", min=1)
+        int | None, typer.Option(help="How many committed checkpoints to keep.", min=1, metavar="N")
     ] = None,
     keep_best: Annotated[
         str | None,
@@ -73,13 +129,21 @@ def patch(  # noqa: PLR0913 (what of a job may be changed)
             help="Keep the best ones too, such as loss:min:1 or accuracy:max; 'none': no longer.",
         ),
     ] = None,
-    max_restarts: Annotated[int | None, typer.Option(help="The restart budget.", min=0)] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How many restarts a run may cost.", min=0, metavar="N")
+    ] = None,
     world: Annotated[
         str | None,
         typer.Option(metavar="MIN:MAX", help="Bounds of an elastic job; either may be left out."),
     ] = None,
 ) -> None:
-    """Change a job's priority, labels, retention, restart budget or elastic bounds."""
+    """Change the priority, labels, retention or bounds of a job.
+
+    Examples:
+      meshloom patch last --priority 5 --label team=vision
+
+      meshloom patch my-model --keep-last 3 --keep-best accuracy:max:2
+    """
     wanted: dict[str, Any] = {}
     if priority is not None:
         wanted["priority"] = priority
@@ -99,7 +163,8 @@ def patch(  # noqa: PLR0913 (what of a job may be changed)
             "--world"
         )
     with connect() as client:
-        view = client.patch(resolve(client, job), read_model(JobPatch, wanted))
+        view = client.patch(job_id_of(client, job), read_model(JobPatch, wanted))
+    if not as_data(view):
         console.print(f"{view.id} has revision {view.revision}")
 
 
@@ -133,12 +198,11 @@ def _best(text: str) -> dict[str, str] | None:
     return given
 
 
-def _stop(checkpoint: str, grace: float) -> StopRequest:
-    if checkpoint not in {"required", "best_effort", "none"}:
-        raise CliError(f"--checkpoint is required, best_effort or none, not {checkpoint}")
-    return StopRequest.model_validate({"checkpoint": checkpoint, "grace_s": grace})
+def _stop(checkpoint: BeforeStopping, grace: float) -> StopRequest:
+    return read_model(StopRequest, {"checkpoint": checkpoint.value, "grace_s": grace})
 
 
 def say(job: JobView) -> None:
     """Print where the job stands, and why."""
-    console.print(f"{job.id} is {job.state}" + (f": {job.reason}" if job.reason else ""))
+    if not as_data(job):
+        console.print(f"{job.id} is {job.state}" + (f": {job.reason}" if job.reason else ""))

@@ -4,14 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import typer
 from rich.text import Text
 
 from meshloom.client import RestClient as Client
+from services.cli.connect import connect
 from services.cli.errors import CliError
+from services.cli.output import answers, as_data
 from services.cli.settings import CliSettings
+from services.cli.terminal import console
 from services.contract.words.states import NodeState
 
 _MOST_NAMED: Final = 5
+_EXIT_UNWELL: Final = 1
 _RECORDS: Final = (
     "the controller's log says why (record_unreadable): run the version that wrote it, or delete "
     "the job; a node's record is rewritten when its agent starts; a key of another type is renamed "
@@ -33,6 +38,25 @@ class Finding:
         mark = ("ok  ", "green") if self.healthy else ("FAIL", "bold red")
         advice = f"; {self.advice}" if self.advice and not self.healthy else ""
         return Text.assemble(mark, f" {self.what}: {self.detail}{advice}")
+
+
+@answers
+def doctor() -> None:
+    """Check, from here, all that a job needs.
+
+    The exit code is 1 if something is missing; each finding says what to do.
+
+    Example:
+      meshloom doctor
+    """
+    settings = CliSettings()
+    with connect() as client:
+        findings = list(examine(client, settings))
+    if not as_data({"findings": [vars(finding) for finding in findings]}):
+        for finding in findings:
+            console.print(finding.line())
+    if not all(finding.healthy for finding in findings):
+        raise typer.Exit(_EXIT_UNWELL)
 
 
 def examine(client: Client, settings: CliSettings) -> Iterator[Finding]:

@@ -1,31 +1,48 @@
 """Following a job until it ends: a live progress bar, or plain lines where there is no terminal."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Final
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from meshloom.client import RestClient as Client
-from services.cli.tables import duration, number, state_text, throughput
-from services.contract.api.views import JobView, RankList
+from services.cli.figures import duration, number, state_text, throughput
+from services.cli.tables import ranks_table
+from services.contract.api.views import JobView, RankList, RankView
 from services.contract.words.states import TERMINAL_STATES, JobState
 
-_POLL_S = 0.5
-_PLAIN_EVERY_S = 5.0
-_RESTING_STATES = TERMINAL_STATES | {JobState.PAUSED}
+POLL_S: Final = 0.5
+_PLAIN_EVERY_S: Final = 5.0
+_LINES_BESIDE: Final = 6
+_LINES_AT_LEAST: Final = 4
+RESTING_STATES: Final = TERMINAL_STATES | {JobState.PAUSED}
 
 
-def follow(client: Client, job_id: str, console: Console) -> JobView:
-    """Show the job until it has ended or is paused, and return its last state."""
+def follow(client: Client, job_id: str, console: Console, *, every_rank: bool = False) -> JobView:
+    """Show the job until it has ended or is paused, and return its last state.
+
+    Args:
+        client: Asked twice a second.
+        job_id: The job.
+        console: Written to: a live view, or lines if it is no terminal.
+        every_rank: Live, with a table of the ranks in place of a line each.
+    """
     if console.is_terminal:
-        return _follow_live(client, job_id, console)
+        return _follow_live(client, job_id, console, every_rank=every_rank)
     return _follow_plainly(client, job_id, console)
 
 
-def _follow_live(client: Client, job_id: str, console: Console) -> JobView:
+def rested(client: Client, job_id: str) -> JobView:
+    """The job once it has ended or is paused."""
+    job, _ = list(_observe(client, job_id, with_ranks=False))[-1]
+    return job
+
+
+def _follow_live(client: Client, job_id: str, console: Console, *, every_rank: bool) -> JobView:
     job = client.job(job_id)
     bar = Progress(
         TextColumn("{task.description}", style="bold", markup=False),
@@ -45,7 +62,8 @@ def _follow_live(client: Client, job_id: str, console: Console) -> JobView:
                 completed=job.progress.step,
                 figures=_figures(job),
             )
-            live.update(Group(_headline(job), bar, *_rank_lines(ranks)))
+            shown = rank_rows(ranks, console.height) if every_rank else _rank_lines(ranks)
+            live.update(Group(_headline(job), bar, *shown))
     return job
 
 
@@ -58,24 +76,31 @@ def _follow_plainly(client: Client, job_id: str, console: Console) -> JobView:
         if changed or time.monotonic() >= next_line:
             said = (job.state, job.reason)
             next_line = time.monotonic() + _PLAIN_EVERY_S
-            phases = " ".join(f"{rank.rank}:{rank.phase}" for rank in ranks.items)
             why = f" ({job.reason})" if changed and job.reason else ""
-            told = "?" if job.progress.of is None else job.progress.of
-            console.print(
-                f"{job.state}{why} step {job.progress.step}/{told} {_figures(job)} {phases}",
-                soft_wrap=True,
-            )
+            phases = "".join(f" {rank.rank}:{rank.phase}" for rank in ranks.items)
+            console.print(f"{job.state}{why}{_plain_figures(job)}{phases}", soft_wrap=True)
     return job
 
 
-def _observe(client: Client, job_id: str) -> Iterator[tuple[JobView, RankList]]:
+def _plain_figures(job: JobView) -> str:
+    """How far it is, once there is a step."""
+    if not job.progress.step:
+        return ""
+    told = "?" if job.progress.of is None else job.progress.of
+    return f" step {job.progress.step}/{told} {_figures(job)}"
+
+
+def _observe(
+    client: Client, job_id: str, *, with_ranks: bool = True
+) -> Iterator[tuple[JobView, RankList]]:
     """The job and its ranks twice a second, the last time once it rests."""
+    nothing = RankList(attempt=0, items=())
     while True:
         job = client.job(job_id)
-        yield job, client.ranks(job_id)
-        if job.state in _RESTING_STATES:
+        yield job, client.ranks(job_id) if with_ranks else nothing
+        if job.state in RESTING_STATES:
             return
-        time.sleep(_POLL_S)  # noqa: TID251 a poll over REST has nothing else to wait on
+        time.sleep(POLL_S)  # noqa: TID251 a poll over REST has nothing else to wait on
 
 
 def _headline(job: JobView) -> Text:
@@ -94,3 +119,19 @@ def _rank_lines(ranks: RankList) -> Iterator[Text]:
     for rank in ranks.items:
         unit = f" {rank.unit}" if rank.unit else ""
         yield Text(f"  rank {rank.rank} on {rank.node_id}  step {rank.step}  {rank.phase}{unit}")
+
+
+def rank_rows(ranks: RankList, height: int) -> Iterable[RenderableType]:
+    """The ranks for which there are lines: of many, those that the others wait for and those behind."""
+    room = max(height - _LINES_BESIDE, _LINES_AT_LEAST)
+    every = ranks.items
+    if len(every) <= room:
+        return [Text(""), ranks_table(ranks)] if every else []
+    first = sorted(every, key=_most_interesting)[:room]
+    few = ranks.model_copy(update={"items": tuple(sorted(first, key=lambda rank: rank.rank))})
+    left_out = f"and {len(every) - room} more; these are the ones that the others wait for"
+    return [Text(""), ranks_table(few), Text(left_out, style="dim")]
+
+
+def _most_interesting(rank: RankView) -> tuple[bool, float, int, int]:
+    return not rank.is_straggler, -(rank.straggler_score or 0.0), rank.step, rank.rank

@@ -1,60 +1,74 @@
 """A job's metrics: the newest ones, the course of some, or all of them as CSV."""
 
 import csv
+import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final
 
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from meshloom.client import RestClient as Client
-from services.cli.tables import figure
+from services.cli.connect import connect
+from services.cli.figures import figure
+from services.cli.layout import Column, Columns, FittedTable
+from services.cli.output import answers, as_data
+from services.cli.references import Job, job_id_of
 from services.cli.terminal import console
-from services.contract.api.views import MetricsView, StepView
+from services.contract.api.views import MetricsPart, MetricsView, StepView
 
 CSV_POINTS: Final = 10_000
 SHOWN_POINTS: Final = 20
-_KEYS: Final = ("step", "fence")
+_KEYS: Final = ("step", "fence", "of")
 _FIGURES: Final = tuple(name for name in StepView.model_fields if name not in _KEYS)
-_Row = Mapping[str, int | float | None]
+MetricRow = Mapping[str, int | float | None]
 
 
-def show_metrics(client: Client, job_id: str, names: Sequence[str], *, as_csv: bool) -> None:
-    """Print them: all names in one line each, or the named ones step by step.
+@answers
+def metrics(
+    job: Job,
+    *,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", metavar="NAME", help="This metric step by step; may be repeated."),
+    ] = None,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="All points as CSV, a column a metric.")
+    ] = False,
+) -> None:
+    """Show the metrics of a job: loss, step time, your own.
 
-    Raises:
-        RefusedError: The job has no metric of such a name.
+    Examples:
+      meshloom metrics last
+
+      meshloom metrics last --name loss --name accuracy
+
+      meshloom metrics last --csv > curve.csv
     """
-    points = CSV_POINTS if as_csv else SHOWN_POINTS
-    if names:
-        found = client.some_metrics(job_id, names, max_points=points)
-        _print(found.items, names, as_csv=as_csv)
-        left_out = found.names_left_out
-    else:
-        whole = client.metrics(job_id, max_points=CSV_POINTS)
-        rows, columns = _rows(whole), (*_FIGURES, *whole.names)
-        if as_csv:
-            _write_csv(rows, columns)
+    points = CSV_POINTS if as_csv or not name else SHOWN_POINTS
+    with connect() as client:
+        job_id = job_id_of(client, job)
+        found: MetricsPart | MetricsView
+        if name:
+            found = client.some_metrics(job_id, name, max_points=points)
         else:
-            console.print(_overview(rows, columns, whole.throughput_unit))
-        left_out = whole.names_left_out
-    if left_out and not as_csv:
-        console.print(f"of {left_out} further names nothing is kept: a job may have 64")
-
-
-def _print(rows: Iterable[_Row], names: Sequence[str], *, as_csv: bool) -> None:
+            found = client.metrics(job_id, max_points=points)
+    rows = rows_of(found) if isinstance(found, MetricsView) else list(found.items)
+    columns = metric_names(found) if isinstance(found, MetricsView) else tuple(name or ())
     if as_csv:
-        _write_csv(rows, names)
-        return
-    table = _table("step", *names)
-    for row in rows:
-        table.add_row(str(row["step"]), *(_cell(row, name) for name in names))
-    console.print(table)
+        _write_csv(rows, columns)
+    elif not as_data(found):
+        if isinstance(found, MetricsView):
+            console.print(_overview(rows, columns, found.throughput_unit))
+        else:
+            console.print(_course(rows, columns))
+        if found.names_left_out:
+            console.print(
+                f"of {found.names_left_out} further names nothing is kept: a job may have 64"
+            )
 
 
-def _rows(whole: MetricsView) -> list[_Row]:
-    """One a step, of the loop's figures and the user's values."""
+def rows_of(whole: MetricsView) -> list[MetricRow]:
+    """One row a step, of the loop's figures and the user's values."""
     rows: dict[tuple[int, int], dict[str, Any]] = {
         (each.step, each.fence): each.model_dump() for each in whole.items
     }
@@ -65,39 +79,43 @@ def _rows(whole: MetricsView) -> list[_Row]:
     return [rows[place] for place in sorted(rows)]
 
 
-def _overview(rows: Sequence[_Row], columns: Sequence[str], throughput_unit: str) -> Table:
-    table = _table("metric", "newest", "at step", "least", "most")
+def metric_names(whole: MetricsView) -> tuple[str, ...]:
+    """All that a row may have: the loop's figures and the user's metrics."""
+    return (*_FIGURES, *whole.names)
+
+
+def _course(rows: Iterable[MetricRow], names: Sequence[str]) -> FittedTable[MetricRow]:
+    def of(name: str) -> Callable[[MetricRow], str]:
+        return lambda row: figure(row[name]) if name in row else "-"
+
+    columns: list[Column[MetricRow]] = [Column("step", lambda row: str(row["step"]))]
+    columns += (Column(each, of(each), drop=place) for place, each in enumerate(names))
+    return FittedTable(columns, rows)
+
+
+def _overview(
+    rows: Sequence[MetricRow], columns: Sequence[str], throughput_unit: str
+) -> FittedTable[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
     for name in columns:
         told = [(row["step"], value) for row in rows if (value := row.get(name)) is not None]
         if told:
             step, newest = told[-1]
             values = [value for _, value in told]
             counted = f" ({throughput_unit})" if name == "tokens_per_s" else ""
-            table.add_row(
-                Text(name + counted),
-                figure(newest),
-                str(step),
-                figure(min(values)),
-                figure(max(values)),
-            )
-    return table
+            shown = (figure(newest), str(step), figure(min(values)), figure(max(values)))
+            lines.append((name + counted, *shown))
+    titles = ("metric", "newest", "at step", "least", "most")
+    titled: Columns[tuple[str, ...]] = [
+        Column(title, operator.itemgetter(place)) for place, title in enumerate(titles)
+    ]
+    return FittedTable(titled, lines)
 
 
-def _write_csv(rows: Iterable[_Row], columns: Sequence[str]) -> None:
+def _write_csv(rows: Iterable[MetricRow], columns: Sequence[str]) -> None:
     """To standard output: step and attempt, then a column a metric; empty where nothing is known."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["step", "attempt", *columns])
     for row in rows:
         values = (row.get(name) for name in columns)
         writer.writerow([row["step"], row["fence"], *("" if v is None else v for v in values)])
-
-
-def _cell(row: _Row, name: str) -> str:
-    return figure(row[name]) if name in row else "-"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold dim", pad_edge=False)
-    for column in columns:
-        table.add_column(Text(column))
-    return table

@@ -7,13 +7,15 @@ from typing import Annotated, Final
 import humanize
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fsdp_core.plan.model import NodeFacts
-from services.cli import tables
+from services.cli.cluster_tables import nodes_table
 from services.cli.connect import connect
 from services.cli.errors import CliError
+from services.cli.figures import age, size, state_text
+from services.cli.layout import Cell, Details, Exact
+from services.cli.output import answers, as_data
 from services.cli.terminal import console
 from services.contract.api.views import MeasuredView, NodeView
 
@@ -22,6 +24,7 @@ _WAYS: Final = {"copy": "memory", "storage": "storage"}
 _PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
+@answers
 def nodes(
     node: Annotated[
         str | None, typer.Argument(metavar="NODE", help="One node, with all that is known of it.")
@@ -31,38 +34,52 @@ def nodes(
         bool, typer.Option("--measured", help="What each measured of itself, too.")
     ] = False,
 ) -> None:
-    """List the nodes and what runs there."""
+    """List the nodes, or show one.
+
+    Examples:
+      meshloom nodes
+
+      meshloom nodes loom-1
+    """
     if node is not None and (not _NODE_ID.fullmatch(node) or node.strip(".") == ""):
         raise CliError(f"{node!r} is no name of a node; `meshloom nodes` lists them")
     with connect() as client:
-        if node is not None:
-            one = client.node(node)
-            console.print(node_details(one))
-            found: tuple[NodeView, ...] = (one,)
-        else:
+        if node is None:
             every = client.nodes()
-            console.print(tables.nodes_table(every))
-            found = every.items
-    for each in found if measured or node is not None else ():
+            if as_data(every):
+                return
+            console.print(nodes_table(every))
+            found = every.items if measured else ()
+        else:
+            one = client.node(node)
+            if as_data(one):
+                return
+            console.print(node_details(one))
+            found = (one,)
+    for each in found:
         for part in measured_parts(each):
             console.print(part)
 
 
-def node_details(node: NodeView) -> Table:
+def node_details(node: NodeView) -> Details:
     """What one wants to know of a node."""
-    table = _grid()
     inventory = node.inventory
-    table.add_row("node", f"{node.id} on {inventory.hostname}")
-    table.add_row("state", tables.state_text(node.state))
     lease = "over" if node.lease_s is None else f"{node.lease_s:.0f} s left"
-    table.add_row("lease", lease)
-    table.add_row("CPU slots", f"{node.cpu_slots_used} of {inventory.cpu_slots} taken")
-    table.add_row("cores, memory", f"{inventory.cpu_count}, {tables.size(inventory.memory_bytes)}")
-    for device in inventory.accelerators:
-        table.add_row(f"cuda:{device.index}", f"{device.name}, {tables.size(device.memory_bytes)}")
-    table.add_row("versions", ", ".join(f"{name} {v}" for name, v in inventory.versions.items()))
-    table.add_row("jobs", ", ".join(node.jobs) or "none")
-    return table
+    devices = (
+        (f"cuda:{device.index}", f"{device.name}, {size(device.memory_bytes)}")
+        for device in inventory.accelerators
+    )
+    rows: list[tuple[Cell, Cell | None]] = [
+        ("node", f"{node.id} on {inventory.hostname}"),
+        ("state", state_text(node.state)),
+        ("lease", lease),
+        ("CPU slots", f"{node.cpu_slots_used} of {inventory.cpu_slots} taken"),
+        ("cores, memory", f"{inventory.cpu_count}, {size(inventory.memory_bytes)}"),
+        *devices,
+        ("versions", ", ".join(f"{name} {v}" for name, v in inventory.versions.items())),
+        *(("jobs" if place == 0 else "", Exact(job)) for place, job in enumerate(node.jobs)),
+    ]
+    return Details(rows if node.jobs else [*rows, ("jobs", "none")])
 
 
 def measured_parts(node: NodeView) -> Iterator[RenderableType]:
@@ -70,19 +87,15 @@ def measured_parts(node: NodeView) -> Iterator[RenderableType]:
     if not node.measured:
         yield Text(f"\n{node.id} has measured nothing yet: the first plan has it do so", "dim")
     for device, found in node.measured.items():
-        when = f"{tables.age(found.measured_at)} ago"
+        when = f"{age(found.measured_at)} ago"
         yield Text(f"\n{node.id}, {device}: measured {when}", style="bold")
         yield _figures(found)
 
 
-def _figures(found: MeasuredView) -> Table:
-    table = _grid()
+def _figures(found: MeasuredView) -> Details:
     if found.facts is None:
-        table.add_row("not measured", found.failure or "it did not say why")
-        return table
-    for name, figure in figures(found.facts):
-        table.add_row(name, figure)
-    return table
+        return Details([("not measured", found.failure or "it did not say why")])
+    return Details(figures(found.facts))
 
 
 def figures(facts: NodeFacts) -> Iterator[tuple[str, str]]:
@@ -110,14 +123,7 @@ def figures(facts: NodeFacts) -> Iterator[tuple[str, str]]:
 
 
 def _rate(value: float, unit: str) -> str:
-    for size, prefix in _PREFIXES:
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
+    for step, prefix in _PREFIXES:
+        if value >= step:
+            return f"{value / step:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
-
-
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    return table

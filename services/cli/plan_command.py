@@ -4,79 +4,84 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from meshloom.client import RestClient as Client
-from services.cli.code_folder import with_code
+from services.cli.code_folder import Code, with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
-from services.cli.errors import CliError
+from services.cli.output import answers, as_data
 from services.cli.plan_tables import plan_parts, plans_table
-from services.cli.spec_file import read_spec
-from services.cli.terminal import console, errors, print_json
+from services.cli.references import plan_id_of
+from services.cli.spec_file import judged, read_text
+from services.cli.terminal import console, errors
 from services.contract.api.plan_views import PlanView
-from services.contract.words.ids import PlanId
 from services.contract.words.states import PlanState
 
 _EXIT_FAILED: Final = 1
 _EXIT_INFEASIBLE: Final = 3
 _LOOK_EVERY_S: Final = 0.5
-Code = Annotated[
-    Path | None,
-    typer.Option(
-        "--code",
-        metavar="DIR",
-        help="Upload this folder, without what .gitignore lists, for the job to import from first.",
-    ),
-]
-_PLAN_ID: Final = TypeAdapter(PlanId)
 
 
+@answers
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A job spec in YAML; - reads standard input.")
+    ],
     *,
-    json: Annotated[bool, typer.Option("--json", help="The plan as the API answers it.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Profile the model again.")] = False,
     code: Code = None,
 ) -> None:
-    """Say what the job in FILE will need, and whether it fits. Exit code 3: it does not."""
-    spec = read_spec(file)
-    with connect(WATCHING_PATIENCE_S) as client:
-        made = planned(client, with_code(client, spec, code), fresh=fresh)
-    if json:
-        print_json(made)
-    else:
-        show(made)
+    """Predict mesh, memory and step time of a job; allocates nothing.
+
+    The exit code is 3 if the job does not fit, and 1 if no plan could be made.
+
+    Examples:
+      meshloom plan job.yaml
+
+      meshloom plan job.yaml --code . -o json
+    """
+    source = read_text(file)
+    with connect(WATCHING_PATIENCE_S) as client, judged(source):
+        made = planned(client, with_code(client, dict(source.spec), code), fresh=fresh)
+    show(made)
     leave_unless_feasible(made)
 
 
+@answers
 def plans(
     plan: Annotated[
-        str | None, typer.Argument(metavar="PLAN", help="One plan's id, to see all of it.")
+        str | None,
+        typer.Argument(
+            metavar="PLAN",
+            help="One plan: its id or the beginning of one, a name, or 'last' for the newest.",
+        ),
     ] = None,
     *,
     state: Annotated[
-        PlanState | None, typer.Option(help="Only plans in this state.", case_sensitive=False)
+        PlanState | None,
+        typer.Option(help="Only plans in this state.", case_sensitive=False, metavar="STATE"),
     ] = None,
-    owner: Annotated[str | None, typer.Option(help="Only this person's plans.")] = None,
-    limit: Annotated[int, typer.Option(help="How many.", min=1, max=200)] = 20,
+    owner: Annotated[
+        str | None, typer.Option(help="Only this person's plans.", metavar="NAME")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="How many.", min=1, max=200, metavar="N")] = 20,
 ) -> None:
-    """List the plans of the last seven days, the newest first, or show one."""
+    """List the plans of the last seven days, or show one.
+
+    Examples:
+      meshloom plans --state ready
+
+      meshloom plans last
+    """
     if plan is not None:
         with connect() as client:
-            show(client.get_plan(_plan_id(plan)))
+            show(client.get_plan(plan_id_of(client, plan)))
         return
     given = {"state": state, "owner": owner}
     with connect() as client:
         page = client.plans(limit=limit, **{name: text for name, text in given.items() if text})
-    console.print(plans_table(page))
-
-
-def _plan_id(text: str) -> str:
-    try:
-        return _PLAN_ID.validate_python(text)
-    except ValidationError:
-        raise CliError(f"{text!r} is no plan id; `meshloom plans` lists them") from None
+    if not as_data(page):
+        console.print(plans_table(page))
 
 
 def planned(client: Client, spec: dict[str, Any], *, fresh: bool = False) -> PlanView:
@@ -95,6 +100,8 @@ def planned(client: Client, spec: dict[str, Any], *, fresh: bool = False) -> Pla
 
 def show(made: PlanView) -> None:
     """Print a plan."""
+    if as_data(made):
+        return
     for part in plan_parts(made):
         console.print(part)
     if made.failure is not None and made.failure.traceback:

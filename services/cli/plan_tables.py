@@ -5,13 +5,15 @@ from itertools import groupby
 from typing import Final
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fsdp_core.plan.model import MeshPlan
-from services.cli.tables import age, number, size
+from services.cli.figures import number, short_age, size
+from services.cli.layout import Cell, Column, Columns, Details, Exact, FittedTable, Flow
 from services.contract.api.plan_views import (
+    AxisTraffic,
     MemoryView,
+    PlanAlternative,
     PlanList,
     PlanSummary,
     PlanUnit,
@@ -54,24 +56,25 @@ def plan_parts(plan: PlanView) -> Iterator[RenderableType]:
         yield _alternatives_table(plan)
 
 
-def plans_table(page: PlanList) -> Table:
+def plans_table(page: PlanList) -> FittedTable[PlanSummary]:
     """One row a plan, the newest first."""
-    table = _table("plan", "verdict", "name", "ranks", "mesh", "peak", "step time", "age", "why")
-    table.columns[0].no_wrap = True
-    for plan in page.items:
-        limit = "" if plan.memory_limit_bytes is None else f" of {size(plan.memory_limit_bytes)}"
-        table.add_row(
-            plan.id,
-            _verdict(plan),
-            plan.name,
-            str(plan.ranks),
-            "-" if plan.mesh is None else _axes(plan.mesh),
-            "-" if plan.peak_bytes is None else size(plan.peak_bytes) + limit,
-            number(plan.step_time_s, "{:.4g} s"),
-            age(plan.created_at),
-            plan.reason,
-        )
-    return table
+    columns: Columns[PlanSummary] = (
+        Column("plan", lambda plan: plan.id),
+        Column("verdict", _verdict),
+        Column("name", lambda plan: plan.name, fit="cut"),
+        Column("ranks", lambda plan: str(plan.ranks), drop=3),
+        Column("mesh", lambda plan: "-" if plan.mesh is None else _axes(plan.mesh), drop=5),
+        Column("peak", _peak, drop=4),
+        Column("step time", lambda plan: number(plan.step_time_s, "{:.4g} s"), drop=2),
+        Column("age", lambda plan: short_age(plan.created_at), drop=1),
+        Column("why", lambda plan: plan.reason, fit="note"),
+    )
+    return FittedTable(columns, page.items)
+
+
+def _peak(plan: PlanSummary) -> str:
+    limit = "" if plan.memory_limit_bytes is None else f" of {size(plan.memory_limit_bytes)}"
+    return "-" if plan.peak_bytes is None else size(plan.peak_bytes) + limit
 
 
 def _verdict(plan: PlanView | PlanSummary) -> Text:
@@ -85,55 +88,64 @@ def _axes(mesh: MeshPlan) -> str:
     return f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}"
 
 
-def _summary(plan: PlanView) -> Table:
-    table = _grid()
-    table.add_row("plan", f"{plan.id}, until {plan.expires_at:%Y-%m-%d %H:%M} UTC")
-    table.add_row("verdict", _verdict(plan))
-    table.add_row("why", plan.reason)
-    if plan.failure is not None:
-        table.add_row("advice", plan.failure.advice)
-    for line in plan.advice:
-        table.add_row("advice", line)
+def _summary(plan: PlanView) -> Details:
+    rows: list[tuple[Cell, Cell | None]] = [
+        ("plan", Exact(plan.id)),
+        ("until", f"{plan.expires_at:%Y-%m-%d %H:%M} UTC"),
+        ("verdict", _verdict(plan)),
+        ("why", plan.reason),
+        ("advice", None if plan.failure is None else plan.failure.advice),
+        *(("advice", line) for line in plan.advice),
+        *_layout_rows(plan),
+        ("profiled on", f"{plan.probe.node_id} ({_took(plan)})"),
+    ]
+    return Details(rows)
+
+
+def _layout_rows(plan: PlanView) -> Iterator[tuple[Cell, Cell | None]]:
     if plan.mesh is not None:
-        table.add_row("mesh", f"{_axes(plan.mesh)} on {plan.device_type}")
-        table.add_row("micro batch", f"{plan.micro_batch}, {plan.accumulation} times a step")
+        yield "mesh", f"{_axes(plan.mesh)} on {plan.device_type}"
+        times = "once a step" if plan.accumulation == 1 else f"{plan.accumulation} times a step"
+        yield "micro-batch", f"{plan.micro_batch}, {times}"
     if plan.ranks:
         by_node = groupby(plan.ranks, key=lambda seat: seat.node_id)
         seats = (f"{node}: ranks {_listed(s.rank for s in some)}" for node, some in by_node)
-        table.add_row("room now", "; ".join(seats))
+        yield "room now", "; ".join(seats)
     elif plan.placement:
-        table.add_row("room now", f"none: {plan.placement}")
+        yield "room now", f"none: {plan.placement}"
     if plan.step_time is not None:
         time = plan.step_time
-        table.add_row(
+        yield (
             "step time",
-            f"{time.total_s:.4g} s ({time.compute_s:.4g} s of computation, "
-            f"{time.optimizer_s:.4g} s of the optimizer), {time.tokens_per_s:,.0f} tokens/s",
+            (
+                f"{time.total_s:.4g} s ({time.compute_s:.4g} s of computation, "
+                f"{time.optimizer_s:.4g} s of the optimizer), {time.tokens_per_s:,.0f} tokens/s"
+            ),
         )
     elif plan.mesh is not None:
-        table.add_row("step time", "not known: no node has measured its devices yet")
-    cached = (
-        "known from before" if plan.probe.cached else f"{number(plan.probe.took_s, '{:.1f}')} s"
-    )
-    table.add_row("profiled on", f"{plan.probe.node_id} ({cached})")
-    return table
+        yield "step time", "not known: no node has measured its devices yet"
 
 
-def _units_table(units: Iterable[PlanUnit]) -> Table:
+def _took(plan: PlanView) -> str:
+    return "known from before" if plan.probe.cached else f"{number(plan.probe.took_s, '{:.1f}')} s"
+
+
+def _units_table(units: Iterable[PlanUnit]) -> FittedTable[list[PlanUnit]]:
     """One row for units in a row that are alike."""
-    table = _table("modules", "units", "parameters", "kept by a rank", "after forward", "options")
-    for alike, some in groupby(units, key=_figures):
-        row = list(some)
-        first, last = ", ".join(row[0].modules) or "(root)", ", ".join(row[-1].modules)
-        table.add_row(
-            first if len(row) == 1 else f"{first} … {last}",
-            str(len(row)),
-            f"{row[0].parameters:,}",
-            size(row[0].rank_bytes),
-            _after_forward(row[0]),
-            ", ".join(alike[-1]),
-        )
-    return table
+    columns: Columns[list[PlanUnit]] = (
+        Column("modules", _modules),
+        Column("units", lambda row: str(len(row)), drop=2),
+        Column("parameters", lambda row: f"{row[0].parameters:,}", drop=1),
+        Column("kept by a rank", lambda row: size(row[0].rank_bytes), drop=3),
+        Column("after forward", lambda row: _after_forward(row[0]), drop=4),
+        Column("options", lambda row: ", ".join(_options(row[0])), drop=5),
+    )
+    return FittedTable(columns, [list(some) for _, some in groupby(units, key=_figures)])
+
+
+def _modules(row: list[PlanUnit]) -> str:
+    first, last = ", ".join(row[0].modules) or "(root)", ", ".join(row[-1].modules)
+    return first if len(row) == 1 else f"{first} … {last}"
 
 
 def _figures(unit: PlanUnit) -> tuple[int, int, bool | int, tuple[str, ...]]:
@@ -172,47 +184,46 @@ def _memory_bar(kind: RankMemory, limit: int | None) -> Iterator[RenderableType]
     bar.append("░" * max(_BAR_CELLS - len(bar), 0), style="dim")
     of = f" of {size(limit)}" if limit else ""
     where = kind.where + (f" of {kind.unit}" if kind.unit else "")
-    bar.append(f" {size(kind.peak.total)}{of}, in {where}")
-    yield Text(f"ranks {_listed(kind.ranks)}")
+    yield Text(f"ranks {_listed(kind.ranks)}: {size(kind.peak.total)}{of}, in {where}")
     yield bar
     yield _legend(kind.peak)
     if kind.host_bytes:
         yield Text(f"and {size(kind.host_bytes)} of the host")
 
 
-def _legend(memory: MemoryView) -> Text:
-    text = Text()
-    for name, style in _KINDS.items():
-        if getattr(memory, name):
-            text.append("■ ", style=style)
-            text.append(f"{name.replace('_', ' ')} {size(getattr(memory, name))}  ")
-    return text
+def _legend(memory: MemoryView) -> Flow:
+    parts = (
+        Text.assemble(("■ ", style), f"{name.replace('_', ' ')} {size(getattr(memory, name))}")
+        for name, style in _KINDS.items()
+        if getattr(memory, name)
+    )
+    return Flow(parts)
 
 
-def _traffic_table(plan: PlanView) -> Table:
-    table = _table("axis", "ranks", "sent", "collectives", "seconds")
-    for axis in plan.traffic:
-        table.add_row(
-            axis.axis,
-            str(axis.ranks),
-            size(axis.bytes_sent),
-            str(axis.collectives),
-            number(axis.seconds, "{:.4g}"),
-        )
-    return table
+def _traffic_table(plan: PlanView) -> FittedTable[AxisTraffic]:
+    columns: Columns[AxisTraffic] = (
+        Column("axis", lambda axis: axis.axis),
+        Column("ranks", lambda axis: str(axis.ranks)),
+        Column("sent", lambda axis: size(axis.bytes_sent)),
+        Column("collectives", lambda axis: str(axis.collectives)),
+        Column("seconds", lambda axis: number(axis.seconds, "{:.4g}")),
+    )
+    return FittedTable(columns, plan.traffic)
 
 
-def _alternatives_table(plan: PlanView) -> Table:
-    table = _table("layout", "micro batch", "peak", "step time", "why not")
-    for other in plan.alternatives:
-        table.add_row(
-            other.title,
-            str(other.micro_batch),
-            "-" if other.peak_bytes is None else size(other.peak_bytes),
-            number(other.step_time_s, "{:.4g} s"),
-            other.lost_because,
-        )
-    return table
+def _alternatives_table(plan: PlanView) -> FittedTable[PlanAlternative]:
+    columns: Columns[PlanAlternative] = (
+        Column("layout", lambda other: other.title),
+        Column("micro-batch", lambda other: str(other.micro_batch), drop=3),
+        Column(
+            "peak",
+            lambda other: "-" if other.peak_bytes is None else size(other.peak_bytes),
+            drop=2,
+        ),
+        Column("step time", lambda other: number(other.step_time_s, "{:.4g} s"), drop=1),
+        Column("why not", lambda other: other.lost_because, fit="note"),
+    )
+    return FittedTable(columns, plan.alternatives)
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -220,17 +231,3 @@ def _listed(ranks: Iterable[int]) -> str:
     if len(every) <= _RANKS_NAMED:
         return ", ".join(map(str, every))
     return f"{every[0]} … {every[-1]} ({len(every)} of them)"
-
-
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold dim", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
-    return table

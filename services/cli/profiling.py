@@ -8,10 +8,11 @@ from tenacity import Retrying, retry_if_result, wait_fixed
 from meshloom.client import RestClient as Client
 from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
-from services.cli.job_names import Job, resolve
+from services.cli.figures import size
+from services.cli.output import answers, as_data
+from services.cli.references import Job, job_id_of
 from services.cli.spec_file import read_model
-from services.cli.tables import size
-from services.cli.terminal import console, errors, print_json
+from services.cli.terminal import console, errors
 from services.contract.jobs.traces import MOST_STEPS, TraceRequest, TraceView
 from services.contract.words.states import TraceState
 
@@ -21,36 +22,42 @@ _LOOK_EVERY_S: Final = 0.5
 _OPEN_STATES: Final = frozenset({TraceState.REQUESTED, TraceState.RECORDING})
 
 
+@answers
 def profile(
     job: Job,
     *,
     steps: Annotated[
-        int, typer.Option(help="How many whole steps to record.", min=1, max=MOST_STEPS)
+        int,
+        typer.Option(help="How many whole steps to record.", min=1, max=MOST_STEPS, metavar="N"),
     ] = 3,
     ranks: Annotated[
-        str, typer.Option(help="Which ranks record: numbers by commas, such as 0,1, or all.")
+        str,
+        typer.Option(
+            help="Which ranks record: numbers by commas, such as 0,1, or all.", metavar="RANKS"
+        ),
     ] = "0",
     wait: Annotated[
         bool, typer.Option(help="Wait until it is done; else print the trace's id alone.")
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="The trace as the API answers it.")] = False,
 ) -> None:
-    """Record the next steps of a running job as a trace, which Perfetto opens.
+    """Record the next steps of a running job as a trace for Perfetto.
 
-    Training goes on, with the same numbers. Ends with code 1 if the trace failed.
+    Training goes on, with the same numbers. The exit code is 1 if the trace failed.
+
+    Example:
+      meshloom profile last --steps 3 --ranks 0,1
     """
     wanted = read_model(TraceRequest, {"steps": steps, "ranks": _ranks(ranks)})
     with connect(WATCHING_PATIENCE_S if wait else PATIENCE_S) as client:
-        job_id = resolve(client, job)
+        job_id = job_id_of(client, job)
         trace = client.record_trace(job_id, wanted)
         if wait:
             trace = _awaited(client, trace)
-    if json:
-        print_json(trace)
-    elif wait:
-        _show(trace)
-    else:
-        console.print(trace.id)
+    if not as_data(trace):
+        if wait:
+            _show(trace)
+        else:
+            console.print(trace.id)
     if trace.state is TraceState.FAILED:
         raise typer.Exit(_EXIT_FAILED)
 

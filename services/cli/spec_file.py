@@ -1,6 +1,8 @@
 """A job spec as people write it: a YAML 1.2 file, or single fields of one."""
 
+import contextlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,48 +21,107 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from services.cli.errors import CliError, SpecFileError
+from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefusedError
+from services.cli.spec_places import SpecText
+from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
+from services.contract.words.problems import Fault, listed
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""
+STANDARD_INPUT: Final = "-"
 _MAX_VALUES: Final = 65_536
 _M = TypeVar("_M", bound=BaseModel)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """The spec in ``path`` as it goes on the wire; the controller judges its content.
-
-    YAML 1.2, because in 1.1 a learning rate written ``1e-3`` is a string.
+    """The spec in ``path``, as ``read_text`` reads it.
 
     Raises:
         SpecFileError: The file cannot be read, is not YAML, holds no mapping, or values unknown to JSON.
     """
+    return dict(read_text(path).spec)
+
+
+def read_text(path: Path) -> SpecText:
+    """The spec in ``path``, or of standard input for ``-``; the controller judges what it says.
+
+    YAML 1.2, because in 1.1 a learning rate written ``1e-3`` is a string.
+
+    Raises:
+        SpecFileError: As ``read_spec``.
+    """
+    where = "standard input" if str(path) == STANDARD_INPUT else str(path)
+    text = _read(path, where)
+    return SpecText(spec_of(text, where), text, where)
+
+
+@contextlib.contextmanager
+def judged(source: SpecText | None) -> Iterator[None]:
+    """A refusal within the block is one of this spec: its faults are told with their lines.
+
+    Raises:
+        SpecRefusedError: The controller refused the spec.
+    """
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1).decode()
-    except OSError as error:
-        raise SpecFileError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SpecFileError(f"{path} is not UTF-8 text") from error
-    if len(text.encode()) > MAX_FILE_BYTES:
-        raise SpecFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes: it is no job spec")
-    loaded = _loaded(text, str(path))
+        yield
+    except RefusedError as error:
+        if source is None or not error.problem.errors:
+            raise
+        raise SpecRefusedError(error.problem, source.where, source.mark) from None
+
+
+def spec_of(text: str, where: str) -> dict[str, Any]:
+    """As ``read_spec`` of a text that was read; ``where`` is what errors call it.
+
+    Raises:
+        SpecFileError: It is not YAML, holds no mapping, or values unknown to JSON.
+    """
+    loaded = _loaded(text, where)
     if not isinstance(loaded, dict):
         raise SpecFileError(
-            f"{path} holds no job spec: it must be a mapping with model, data, train"
+            f"{where} holds no job spec: it must be a mapping with model, data, train"
         )
     for place, value in _beyond_json(loaded, ""):
-        where = f"{path}: {place or 'a key'}"
+        named = f"{where}: {place or 'a key'}"
         if isinstance(value, int) and not _is_of_json(value):  # too long to be shown, perhaps
-            raise SpecFileError(
-                f"{where} is a whole number beyond 64 bits; quote it if it is a text"
-            )
+            raise SpecFileError(f"{named} is an integer beyond 64 bits; quote it if it is a text")
         raise SpecFileError(
-            f"{where} is {value!r}, a {type(value).__name__}, which JSON cannot "
+            f"{named} is {value!r}, a {type(value).__name__}, which JSON cannot "
             "carry; write it as a number or a quoted text"
         )
     return loaded
+
+
+def faults_in(spec: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong with a spec, as far as it can be judged without the controller."""
+    # Not at the top: a submission does not need them, and they take a tenth of a second.
+    from services.contract.api.spec_faults import hidden_faults  # noqa: PLC0415
+    from services.contract.jobs.specs import JobSpec  # noqa: PLC0415
+
+    found: list[Fault] = []
+    try:
+        JobSpec.model_validate(spec)
+    except ValidationError as error:
+        found = faults_of(error.errors(include_url=False), spec, JobSpec)
+    return found + hidden_faults(spec, found)
+
+
+def _read(path: Path, where: str) -> str:
+    try:
+        if str(path) == STANDARD_INPUT:
+            read = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                read = file.read(MAX_FILE_BYTES + 1)
+        text = read.decode()
+    except OSError as error:
+        raise SpecFileError(f"cannot read {where}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecFileError(f"{where} is not UTF-8 text") from error
+    if len(read) > MAX_FILE_BYTES:
+        raise SpecFileError(f"{where} is larger than {MAX_FILE_BYTES} bytes: it is no job spec")
+    return text
 
 
 def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
@@ -99,8 +160,8 @@ def read_model(model: type[_M], value: Mapping[str, Any]) -> _M:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CliError("\n".join(faults)) from error
+        faults = faults_of(error.errors(include_url=False), value, model)
+        raise CliError(listed(faults)) from error
 
 
 def _loaded(text: str, where: str) -> Any:  # noqa: ANN401 whatever a document holds

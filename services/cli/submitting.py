@@ -7,63 +7,87 @@ import typer
 
 from meshloom.client import RestClient as Client
 from services.cli import plan_command
-from services.cli.code_folder import with_code
+from services.cli.code_folder import Code, with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
-from services.cli.spec_file import read_spec
+from services.cli.output import answers, as_data, for_programs
+from services.cli.references import plan_id_of
+from services.cli.spec_file import judged, read_text
+from services.cli.spec_places import SpecText
 from services.cli.terminal import console
-from services.cli.watching import Follow, watch
+from services.cli.watching import Follow, submitted
 from services.contract.api.views import JobView
 from services.contract.words.states import TERMINAL_STATES, JobState
 
 _JOBS_LOOKED_AT: Final = 200
 
 
+@answers
 def submit(  # noqa: PLR0913 one parameter an option
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A job spec in YAML.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A job spec in YAML; - reads standard input."),
+    ] = None,
     *,
     follow: Follow = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Plan it first, and submit that plan if it is feasible.")
     ] = False,
     plan_id: Annotated[
-        str | None, typer.Option("--plan-id", help="Submit this plan instead of a FILE.")
+        str | None,
+        typer.Option("--plan-id", help="Submit this plan instead of a FILE.", metavar="PLAN"),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say whether it would be accepted.")
     ] = False,
     key: Annotated[
         str | None,
-        typer.Option("--idempotency-key", help="The same key submits the same job only once."),
+        typer.Option(
+            "--idempotency-key", metavar="KEY", help="The same key submits the same job only once."
+        ),
     ] = None,
     rejoin: Annotated[
         bool, typer.Option("--rejoin", help="Attach to an unfinished job with this spec, if any.")
     ] = False,
-    code: plan_command.Code = None,
+    code: Code = None,
 ) -> None:
-    """Submit the job in FILE, or the one of a plan."""
-    spec = _what_to_submit(file, plan_id)
-    if code is not None and file is None:
+    """Submit a job.
+
+    FILE is its spec; or --plan-id names a plan, to run exactly that plan. With -f the exit code is 0 if the job
+    SUCCEEDED, else 1.
+
+    Examples:
+      meshloom submit job.yaml --code . -f
+
+      meshloom submit job.yaml --dry-run
+
+      sed 's/lr: .*/lr: 1e-4/' job.yaml | meshloom submit - -o json
+    """
+    source = _what_to_submit(file, plan_id)
+    if code is not None and source is None:
         raise CliError("--code is for a FILE; a plan names the code that it was made with")
-    with connect() as client:
-        spec = with_code(client, spec, code)
-        unfinished = _unfinished(client, spec) if rejoin and file and not dry_run else None
+    with connect() as client, judged(source):
+        if source is None:
+            spec: dict[str, Any] = {"plan_id": plan_id_of(client, plan_id or "")}
+        else:
+            spec = with_code(client, dict(source.spec), code)
+        unfinished = _unfinished(client, spec) if rejoin and source and not dry_run else None
         if plan and unfinished is None:
             spec = _through_a_plan(spec)
         job = unfinished or client.submit(spec, idempotency_key=key, dry_run=dry_run)
         if dry_run:
-            console.print(f"{file or plan_id} is a valid spec; nothing was submitted")
+            if not as_data(job):
+                console.print(f"{file or plan_id} is a valid spec; nothing was submitted")
             return
         verb = "submitted" if unfinished is None else "going on with"
-        console.print(f"{verb} {job.id}  {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
-        if follow:
-            watch(job.id)
+        submitted(client, job, verb=verb, follow=follow)
 
 
-def _what_to_submit(file: Path | None, plan_id: str | None) -> dict[str, Any]:
+def _what_to_submit(file: Path | None, plan_id: str | None) -> SpecText | None:
+    """What a FILE says; None: a plan is named."""
     if (file is None) == (plan_id is None):
         raise CliError("say what to submit: a FILE, or --plan-id with the id of a plan")
-    return {"plan_id": plan_id} if file is None else read_spec(file)
+    return None if file is None else read_text(file)
 
 
 def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +99,8 @@ def _through_a_plan(spec: dict[str, Any]) -> dict[str, Any]:
     if not made.feasible:
         plan_command.show(made)
     plan_command.leave_unless_feasible(made)
-    console.print(f"{made.id}: {made.reason}", soft_wrap=True)
+    if not for_programs():
+        console.print(f"{made.id}: {made.reason}")
     return {"plan_id": made.id}
 
 

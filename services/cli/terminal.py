@@ -4,13 +4,10 @@ Names, errors and log lines come from jobs and from whoever reaches the controll
 no markup, and a control character, which a terminal would obey, is shown as an escape (``\x1b``).
 """
 
-import json
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Span, Text
@@ -55,14 +52,10 @@ class Terminal(Console):
         return super().render(renderable, options)
 
 
-console: Final = Terminal()
+# Soft wrap: a line that is longer than the terminal is broken by the terminal, so that what is copied from it
+# has no line break in it.
+console: Final = Terminal(soft_wrap=True)
 errors: Final = Terminal(stderr=True, soft_wrap=True)
-
-
-def print_json(view: BaseModel) -> None:
-    """The view as JSON in ASCII: terminals obey control characters of other ranges, too."""
-    document = json.loads(view.model_dump_json())
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def _escape(found: re.Match[str]) -> str:

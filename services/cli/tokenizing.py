@@ -14,7 +14,9 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.cli.errors import CliError
-from services.cli.terminal import console
+from services.cli.lazy import Command, Group
+from services.cli.output import answers, as_data, for_programs
+from services.cli.terminal import console, errors
 from services.contract.storage.token_shards import (
     INDEX_NAME,
     MOST_IN_TWO_BYTES,
@@ -29,7 +31,14 @@ _AT_ONCE: Final = 4 << 20
 _TYPECODES: Final = {"uint16": "H", "uint32": "I"}
 _JSON_LINES: Final = frozenset({".jsonl", ".json", ".ndjson"})
 
-data = typer.Typer(help="Make data that jobs train on.", no_args_is_help=True)
+data = typer.Typer(
+    cls=Group, help="Prepare data for training.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+
+@data.callback()
+def _group() -> None:
+    """Prepare data for training."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +67,37 @@ class Piece:
     ends: bool
 
 
-@data.command()
+@data.command(cls=Command)
+@answers
 def tokenize(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Plain text (a document each), .jsonl or .parquet (a row each)."),
+        typer.Argument(
+            metavar="FILES", help="Plain text (a document each), .jsonl or .parquet (a row each)."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The folder to make.")],
     tokenizer: Annotated[
         str,
-        typer.Option("--tokenizer", help="A folder with tokenizer.json, or 'bytes' (256 tokens)."),
+        typer.Option(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="A folder with tokenizer.json, or 'bytes' (256 tokens).",
+        ),
     ] = _BYTES,
     field: Annotated[
-        str, typer.Option("--field", help="Of a row, what its text is called.")
+        str, typer.Option("--field", metavar="NAME", help="Of a row, what its text is called.")
     ] = "text",
     shard_tokens: Annotated[
-        int, typer.Option("--shard-tokens", min=1, help="How many tokens a file takes.")
+        int,
+        typer.Option("--shard-tokens", metavar="N", min=1, help="How many tokens a file takes."),
     ] = 100_000_000,
 ) -> None:
-    """Write the tokens of FILES to a folder that the data factory `tokens` reads."""
+    """Write the tokens of FILES to a folder that the data factory `tokens` reads.
+
+    Example:
+      meshloom data tokenize corpus.jsonl --out shards --tokenizer ./llama
+    """
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise CliError(f"{missing} is no file")
@@ -85,16 +106,17 @@ def tokenize(
     made = tokenizer_of(tokenizer)
     total = sum(file.stat().st_size for file in files)
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=errors if for_programs() else console) as progress:
         task = progress.add_task("", total=total)
         pieces = (piece for file in files for piece in pieces_of(file, field))
         index = write(pieces, made, out, shard_tokens, lambda n: progress.advance(task, n))
+    if as_data({"folder": str(out), **index.model_dump(mode="json")}):
+        return
     console.print(
         f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} "
         f"file{'s' * (len(index.shards) != 1)} at {out}; digest {index.digest[:12]}. "
         f"Train on them by data: {{factory: tokens, args: {{path: {out}, seq_len: 1024}}}}; the model "
-        f"needs {index.vocabulary:,} tokens.",
-        highlight=False,
+        f"needs {index.vocabulary:,} tokens."
     )
 
 

@@ -1,4 +1,4 @@
-"""What is shown of a job until it has ended, and then."""
+"""What is shown of a job until it has ended, and then; ``meshloom watch``."""
 
 from typing import Annotated, Final
 
@@ -8,17 +8,49 @@ from meshloom.client import RestClient as Client
 from services.cli import tables
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.follow import follow as follow_job
-from services.cli.terminal import console
+from services.cli.follow import rested
+from services.cli.output import answers, as_data, for_programs
+from services.cli.references import Job, job_id_of
+from services.cli.terminal import console, errors
 from services.contract.api.views import JobView
 from services.contract.words.states import CheckpointState, JobState
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Watch it until it has ended.")]
-_EXIT_JOB_FAILED: Final = 1
-_EXIT_INTERRUPTED: Final = 130
+EXIT_JOB_FAILED: Final = 1
+EXIT_INTERRUPTED: Final = 130
 
 
-def watch(job_id: str) -> None:
+@answers
+def watch(job: Job) -> None:
+    """Watch a job and its ranks live, until it ends.
+
+    Ctrl-C leaves the job alone. The exit code is 0 if the job SUCCEEDED, else 1.
+
+    Example:
+      meshloom watch last
+    """
+    with connect() as client:
+        job_id = job_id_of(client, job)
+    follow_to_its_end(job_id, every_rank=True)
+
+
+def submitted(client: Client, job: JobView, *, verb: str = "submitted", follow: bool) -> None:
+    """Say which job that is, and follow it if that is wanted; programs get the job itself."""
+    if not for_programs():
+        url = f"{client.base_url}/#/jobs/{job.id}"
+        console.print(f"{verb} {job.id}  {url}")
+    elif not follow:
+        as_data(job)
+    if follow:
+        follow_to_its_end(job.id)
+
+
+def follow_to_its_end(job_id: str, *, every_rank: bool = False) -> None:
     """Show how the job goes on until it has ended, then what came of it.
+
+    Args:
+        job_id: The job.
+        every_rank: With a table of the ranks.
 
     Raises:
         Exit: With code 1 unless it SUCCEEDED; with 130 after Ctrl-C, which leaves the job alone.
@@ -26,13 +58,17 @@ def watch(job_id: str) -> None:
     # Patient: a controller that restarts does not end the watching.
     with connect(WATCHING_PATIENCE_S) as client:
         try:
-            job = follow_job(client, job_id, console)
+            if for_programs():
+                job = rested(client, job_id)
+            else:
+                job = follow_job(client, job_id, console, every_rank=every_rank)
         except KeyboardInterrupt:
-            console.print(f"\nno longer watching; the job goes on: meshloom status -f {job_id}")
-            raise typer.Exit(_EXIT_INTERRUPTED) from None
-        _print_summary(client, job)
+            errors.print(f"\nno longer watching; the job goes on: meshloom status -f {job_id}")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        if not as_data(job):
+            _print_summary(client, job)
     if job.state is not JobState.SUCCEEDED:
-        raise typer.Exit(_EXIT_JOB_FAILED)
+        raise typer.Exit(EXIT_JOB_FAILED)
 
 
 def _print_summary(client: Client, job: JobView) -> None:
@@ -46,10 +82,9 @@ def _print_summary(client: Client, job: JobView) -> None:
         newest = max(committed, key=lambda checkpoint: checkpoint.step)
         console.print(
             f"committed checkpoint {newest.id}: step {newest.step}, {len(newest.shards)} shards, "
-            f"{newest.bytes:,} bytes",
-            soft_wrap=True,
+            f"{newest.bytes:,} bytes"
         )
-    console.print(f"dashboard {client.base_url}/#/jobs/{job.id}", soft_wrap=True)
+    console.print(f"dashboard {client.base_url}/#/jobs/{job.id}")
     print_failure(job)
 
 

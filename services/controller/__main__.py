@@ -4,6 +4,8 @@ Ends with code 2 if its settings are wrong, with 1 if its port is taken, with 0 
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
@@ -18,6 +20,7 @@ from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
 from services.contract.system.short_collections import keep_collections_short
+from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
@@ -32,6 +35,9 @@ from services.controller.domain.access.rate import Rate
 from services.controller.domain.scheduling.elastic import GrowthDelay
 from services.controller.loops.leader import Leader
 from services.controller.loops.leadership import run_term
+from services.controller.loops.observer import Observer
+from services.controller.ports.coordination import Ports
+from services.controller.ports.tracing import Tracing
 from services.controller.settings import Settings
 from services.controller.use_cases.plans import Drawing
 
@@ -90,18 +96,34 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
-    async with redis_ports(settings.redis_address, settings.max_streams, kept_s) as ports:
+    async with (
+        redis_ports(settings.redis_address, settings.max_streams, kept_s) as bare_ports,
+        HttpWebhooks(settings.webhook_hosts) as webhooks,
+        contextlib.AsyncExitStack() as tracing_ends,
+    ):
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
+        monitor = Monitor()
+        ports, tracing = _traced(bare_ports, settings.otel_endpoint, tracing_ends)
         rule = functools.partial(
-            run_term, ports, drawing=drawing, growth_delay=growth_delay, troubles=troubles
+            run_term,
+            ports,
+            drawing=drawing,
+            growth_delay=growth_delay,
+            troubles=troubles,
+            observer=Observer(
+                monitor.looked,
+                monitor.fact_handled,
+                contextlib.nullcontext if tracing is None else tracing.looking,
+            ),
+            webhooks=webhooks,
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
             ports,
-            Monitor(),
+            monitor,
             stopping,
             lambda: leader.epoch,
             settings.entry_points,
@@ -111,6 +133,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
             settings.max_unfinished_jobs,
             FolderExports(settings.checkpoint_root),
+            webhooks,
+            tracing,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
@@ -135,6 +159,28 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             leading.cancel()
             await asyncio.wait([leading])
             _log.info("stopped")
+
+
+def _traced(
+    ports: Ports, endpoint: str | None, ends: contextlib.AsyncExitStack
+) -> tuple[Ports, Tracing | None]:
+    """The ports, traced if there is an endpoint; traces are sent to their end when ``ends`` does."""
+    if endpoint is None:
+        return ports, None
+    try:
+        from services.controller.adapters.otel.tracing import (  # noqa: PLC0415 an extra
+            OtelTracing,
+        )
+    except ImportError as error:
+        sys.stderr.write(
+            f"meshloom-controller: MESHLOOM_OTEL_ENDPOINT is set, but {error.name} is not "
+            "installed: pip install 'meshloom[otel]', or unset it\n"
+        )
+        sys.exit(2)
+    tracing = OtelTracing(endpoint)
+    # It may wait for the collector: leases are renewed meanwhile.
+    ends.push_async_callback(asyncio.to_thread, tracing.close)
+    return dataclasses.replace(ports, jobs=tracing.traced(ports.jobs)), tracing
 
 
 def _die_with_the_leader(leading: "asyncio.Task[None]") -> None:

@@ -133,6 +133,14 @@ class Settings(BaseSettings):
         le=3_650,
         description="Days after a job's end for which Redis keeps samples and stacks, and records that storage could not take.",
     )
+    otel_endpoint: str | None = Field(
+        default=None,
+        description="Where traces go, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; needs the extra `otel`. Unset: no traces.",
+    )
+    webhook_hosts: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        description="Hosts of webhooks that need no public address and no TLS, separated by commas. Others need both.",
+    )
     checkpoint_root: Path | None = Field(
         default=None,
         description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
@@ -175,7 +183,7 @@ class Settings(BaseSettings):
     def _split_prefixes(cls, value: object) -> object:
         return tuple(value.split(",")) if isinstance(value, str) else value
 
-    @field_validator("allowed_hosts", mode="before")
+    @field_validator("allowed_hosts", "webhook_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):

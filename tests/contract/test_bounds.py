@@ -16,6 +16,7 @@ from services.contract.messages.facts import (
     LaunchRefused,
     NodeJoined,
 )
+from services.contract.messages.probing import ModelProbed
 from services.contract.messages.telemetry import LogLine, RankSample, RankStacks
 from services.contract.storage.exports import ExportManifest
 from services.contract.storage.manifests import Manifest
@@ -111,3 +112,14 @@ def test_of_many_faults_in_a_record_the_first_is_told(record: type[BaseModel], f
     with pytest.raises(ValidationError) as refused:
         record.model_validate_json(f'{{"{field}": [{"1," * 1_000}1]}}')
     assert sum(fault["loc"][0] == field for fault in refused.value.errors()) == 1
+
+
+def test_of_many_errors_in_a_profile_the_first_of_each_list_is_reported() -> None:
+    profile = {"units": [1] * 9_000, "parameters": [1] * 9_000}
+    with pytest.raises(ValidationError) as refused:
+        ModelProbed.model_validate({"node_id": "loom-1", "took_s": 1, "profile": profile})
+    places = [fault["loc"] for fault in refused.value.errors()]
+    assert [place for place in places if place[1:2] in (("units",), ("parameters",))] == [
+        ("profile", "parameters", 0),
+        ("profile", "units", 0),
+    ]

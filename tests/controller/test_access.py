@@ -491,7 +491,14 @@ def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) ->
     path = f"/v1/jobs/{quiet_house.submit()}"
     answer = quiet_house.client.patch(path, json=written, headers={"If-Match": "*"})
     assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/labels/api-key")
-    named = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": {"secret": "HUB"}}})
+    typed = {"dim": "ghp_" + "x" * 36}
+    answer = quiet_house.client.post(
+        "/v1/jobs",
+        json=job_body(model={"factory": "decoder", "args": typed}, priority=typed["dim"]),
+    )
+    assert {each["pointer"] for each in answer.json()["errors"]} == {"/model/args/dim", "/priority"}
+    assert "ghp_" not in answer.text
+    named = job_body(data={"factory": "mine:load", "args": {"hf_token": {"secret": "HUB"}}})
     assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201
 
 

@@ -417,7 +417,7 @@ def test_a_plan_for_which_the_spec_has_no_room_is_missed_and_not_made_again_fore
     async def course(office: Office) -> None:
         def data(count: int) -> dict[str, object]:
             note = [*["x" * 4000] * 15, "x" * count]
-            return {"factory": "stdlib_bytes", "args": {"seq_len": 32, "note": note}}
+            return {"factory": "mine.data:load", "args": {"note": note}}
 
         args = {"model": {"factory": "decoder", "args": ARGS}, "plan": "auto", "data": data(1)}
         small = JobSpec.model_validate(job_body(**args))

@@ -8,7 +8,7 @@ import pytest
 import meshloom
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import House, job_body
-from tests.dashboard.conftest import Controller
+from tests.dashboard.tabs import Controller
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from rich.text import Text
+from ruamel.yaml import YAML
 
 from meshloom.client import RestClient as Client
 from services.cli.__main__ import main
@@ -21,9 +22,10 @@ from services.cli.follow import follow
 from services.cli.terminal import Terminal, console, harmless, one_line
 from services.contract.messages.facts import CheckpointCorrupt, Inventory, NodeJoined
 from services.contract.messages.probing import NodeMeasured, ProbeFailure
-from services.contract.messages.telemetry import RankSample
+from services.contract.messages.telemetry import MetricRecord, RankSample
 from services.contract.redis import redis_keys as keys
 from services.local.embedded_redis import EmbeddedRedis
+from tests.cli.tree import GROUPS, leaves
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
@@ -65,6 +67,7 @@ def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
     agent.trains(gang, [1, 2, 3])
     checkpoint = agent.saves(gang, 3)
     _hostile_rank(redis, failed)
+    agent.tells_metrics(gang, MetricRecord(step=2, fence=1, values={EVIL: 1.0, "[/nope]": 2.0}))
     agent.writes(gang, 0, f"{EVIL}\n[1] not of rank 1")
     agent.tell(
         CheckpointCorrupt(
@@ -78,6 +81,7 @@ def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
 
     spec = job_body(plan="auto")
     (folder / "[spec].yaml").write_text(json.dumps(spec))
+    (folder / "script.py").write_text(f"parser.add_argument({EVIL!r})")
     (folder / "bad.yaml").write_text(json.dumps(spec | {EVIL: 1}))
     drawn = client.post("/v1/plans", json=spec).json()
     failure = ProbeFailure(code="raised", reason=EVIL, traceback=EVIL)
@@ -113,6 +117,7 @@ def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
         "plan": plan,
         "spec": str(folder / "[spec].yaml"),
         "bad": str(folder / "bad.yaml"),
+        "script": str(folder / "script.py"),
     }
 
 
@@ -151,51 +156,77 @@ def typed(
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "shows"),
-    [
-        ("status {failed}", 0, True),
-        ("status {failed} --json", 0, True),
-        ("status -f {failed}", 1, True),
-        ("ls", 0, False),
-        ("ranks {running}", 0, True),
-        ("ranks {running} --json", 0, True),
-        ("events {failed}", 0, True),
-        ("logs {failed}", 0, True),
-        ("logs -f {failed}", 0, True),
-        ("attempts {failed}", 0, False),
-        ("diagnose {failed}", 0, True),
-        ("diagnose --last --stacks {failed}", 0, True),
-        ("checkpoints {failed}", 0, False),
-        ("verify --no-wait {ckpt}", 1, True),
-        ("export --no-wait {ckpt}", 2, False),
-        ("pin {ckpt}", 0, True),
-        ("unpin {ckpt}", 0, True),
-        ("rm-checkpoint {ckpt}", 0, True),
-        ("plans", 0, True),
-        ("plans {plan}", 0, True),
-        ("submit --dry-run {spec}", 0, False),
-        ("submit {bad}", 2, False),
-        ("submit --plan-id {plan}", 2, True),
-        ("nodes", 0, False),
-        ("nodes --measured loom-1", 0, True),
-        ("queue", 0, False),
-        ("capacity", 0, False),
-        ("doctor", 0, False),
-        ("tokens ls", 0, True),
-        ("audit", 0, True),
-        ("patch {waiting} --label a=[/nope]", 0, False),
-        ("clone {failed} --set name=[/nope]", 2, False),
-        ("clone {failed}", 0, False),
-        ("pause {waiting}", 0, False),
-        ("resume {waiting}", 0, False),
-        ("cancel {waiting}", 0, False),
-        ("drain loom-1", 0, False),
-        ("undrain loom-1", 0, False),
-        ("kill {running}", 0, False),
-        ("delete {waiting}", 0, False),
-    ],
-)
+# What is typed, how it ends, and whether it shows the hostile text; in this order, for some change what others need.
+READING = [
+    ("status {failed}", 0, True),
+    ("ls", 0, False),
+    ("ranks {running}", 0, True),
+    ("events {failed}", 0, True),
+    ("logs {failed}", 0, True),
+    ("logs --timestamps --tail 3 --grep nope {failed}", 0, True),
+    ("metrics {failed}", 0, True),
+    ("metrics --name [/nope] {failed}", 0, True),
+    ("compare {failed} {running}", 0, True),
+    ("attempts {failed}", 0, False),
+    ("diagnose --last {failed}", 0, True),
+    ("checkpoints {failed}", 0, False),
+    ("plans", 0, True),
+    ("plans {plan}", 0, True),
+    ("nodes", 0, False),
+    ("nodes loom-1", 0, True),
+    ("top --once", 0, False),
+    ("queue", 0, False),
+    ("capacity", 0, False),
+    ("doctor", 0, False),
+    ("tokens ls", 0, True),
+    ("audit", 0, True),
+    ("wait {failed}", 1, False),
+    ("watch {failed}", 1, True),
+    ("submit --dry-run {spec}", 0, False),
+]
+CHANGING = [
+    ("status -f {failed}", 1, True),
+    ("logs -f {failed}", 0, True),
+    ("logs -f --tail 1 {failed}", 0, True),
+    ("metrics --csv {failed}", 0, True),
+    ("diagnose {failed}", 0, True),
+    ("diagnose --last --stacks {failed}", 0, True),
+    ("nodes --measured", 0, True),
+    ("verify --no-wait {ckpt}", 1, True),
+    ("export --no-wait {ckpt}", 2, False),
+    ("pin {ckpt}", 0, True),
+    ("unpin {ckpt}", 0, True),
+    ("rm-checkpoint {ckpt}", 0, True),
+    ("plan {bad}", 2, False),
+    ("submit {bad}", 2, False),
+    ("submit --plan-id {plan}", 2, True),
+    ("submit {spec}", 0, False),
+    ("init [/nope]/job.yaml --yes", 2, True),
+    ("init {spec}.new --yes", 0, False),
+    ("init {spec}.newer --from-script {script} --name a", 0, False),
+    ("patch {waiting} --label a=[/nope]", 0, False),
+    ("clone {failed} --set name=[/nope]", 2, False),
+    ("clone {failed}", 0, False),
+    ("profile {waiting}", 2, False),
+    ("wait {running} --timeout 0", 124, False),
+    ("pause {waiting}", 0, False),
+    ("wait {waiting}", 5, False),
+    ("resume {waiting}", 0, False),
+    ("cancel {waiting}", 0, False),
+    ("wait {waiting}", 4, False),
+    ("drain loom-1", 0, False),
+    ("undrain loom-1", 0, False),
+    ("forget loom-1", 2, False),
+    ("forget [/nope]", 2, False),
+    ("tokens create al --label [/nope]", 0, False),
+    ("tokens revoke [/nope]", 2, False),
+    ("kill {running}", 0, False),
+    ("delete {waiting}", 0, False),
+    ("data tokenize [/nope] --out x", 2, True),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "shows"), [*READING, *CHANGING])
 def test_a_command_shows_hostile_texts_and_obeys_none(
     typed: Typed,
     words: str,
@@ -203,10 +234,52 @@ def test_a_command_shows_hostile_texts_and_obeys_none(
     shows: bool,  # noqa: FBT001 a case's expectation
 ) -> None:
     ended, said = typed(*words.split())
-    assert said == harmless(said).replace("\r", ""), "a control character reached the terminal"
-    assert said.isascii() or "\u202e" not in said
+    _is_harmless(said)
     assert ended == code, said
     assert ("[/nope]" in said) or not shows, said
+
+
+@pytest.mark.parametrize(("words", "code", "_shows"), READING)
+def test_every_answer_is_json_and_yaml_too_and_fits_a_terminal(
+    typed: Typed,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    code: int,
+    _shows: bool,  # noqa: FBT001 a case's expectation, of the other test
+) -> None:
+    ended, as_json = typed(*words.split(), "--json")
+    assert ended == code, as_json
+    if words.startswith("logs"):
+        documents = [json.loads(line) for line in as_json.splitlines()]
+    else:
+        documents = [json.loads(as_json)]
+    assert documents
+    assert as_json.isascii()
+    ended, as_yaml = typed(*words.split(), "-o", "yaml")
+    _is_harmless(as_yaml)
+    read = list(YAML(typ="safe").load_all(as_yaml))
+    assert list(map(_shape, read)) == list(map(_shape, documents))
+    monkeypatch.setattr(console, "_width", 60)
+    _is_harmless(typed(*words.split())[1])
+
+
+def test_every_command_is_tried() -> None:
+    tried = {tuple(words.split()[: 1 + (words.split()[0] in GROUPS)]) for words, *_ in [*READING, *CHANGING]}  # fmt: skip
+    assert tried == {leaf.words for leaf in leaves()}
+
+
+def _is_harmless(said: str) -> None:
+    assert said == harmless(said).replace("\r", ""), "a control character reached the terminal"
+    assert said.isascii() or "\u202e" not in said
+
+
+def _shape(answer: object) -> object:
+    """An answer without its numbers and times, which differ from one request to the next."""
+    if isinstance(answer, dict):
+        return {name: _shape(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [_shape(each) for each in answer]
+    return EVIL in answer if isinstance(answer, str) else None
 
 
 def test_a_line_cannot_pose_as_another_ranks_nor_an_entry_as_another(typed: Typed) -> None:
@@ -220,12 +293,13 @@ def test_a_line_cannot_pose_as_another_ranks_nor_an_entry_as_another(typed: Type
     assert r"\n2026-01-01 00:00:00  boss" in trail
 
 
-def test_the_live_view_obeys_nothing_either(place: Place) -> None:
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_the_live_view_obeys_nothing_either(place: Place, every_rank: bool) -> None:  # noqa: FBT001 a case
     screen = io.StringIO()
     console = Terminal(file=screen, force_terminal=True, width=1000)
     url = str(place.controller.client.base_url)
     with Client(url, BOOTSTRAP) as client:
-        follow(client, place.names["failed"], console)
+        follow(client, place.names["failed"], console, every_rank=every_rank)
     assert SHOWN in screen.getvalue()
     assert "\x1b]" not in screen.getvalue()
     assert not set("\x07\x9b\u202e") & set(screen.getvalue())

@@ -1,5 +1,6 @@
 """``meshloom ls`` and ``logs`` narrowed down, and moments as people type them."""
 
+import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -9,7 +10,9 @@ import typer
 from redis import Redis
 from typer.testing import CliRunner
 
+from services.cli import jobs
 from services.cli.app import app
+from services.cli.errors import CliError
 from services.cli.terminal import console
 from services.cli.times import moment
 from services.contract.messages.commands import LaunchGang
@@ -17,7 +20,7 @@ from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
-from tests.controller.test_process import started
+from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
 HOUR_MS = 3_600_000
@@ -66,6 +69,89 @@ def test_jobs_and_lines_are_sorted_and_narrowed(
         assert typed("logs", newest, "--until", "2h") == "[0] before\n"
         since = datetime.fromtimestamp(now_ms / 1000 - 4 * 3600, tz=UTC).isoformat()
         assert typed("logs", newest, "--since", since, "--until", "1h") == "[0] before\n"
+        _lines_are_narrowed(newest, typed)
+        _things_are_named(controller, agent, gang, typed)
+        _events_of_all_pages_are_listed(newest, typed, monkeypatch)
+        _a_spec_is_read_from_standard_input()
+
+
+def _lines_are_narrowed(job_id: str, typed: Callable[..., str]) -> None:
+    assert typed("logs", job_id, "--tail", "1") == "[0] lately\n"
+    assert typed("logs", job_id, "--grep", "be.ore|nothing") == "[0] before\n"
+    assert typed("logs", job_id, "--grep", "e", "--tail", "1", "--rank", "0") == "[0] lately\n"
+    stamped = typed("logs", job_id, "--timestamps", "--tail", "1")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[0\] lately\n", stamped)
+    (line,) = typed("logs", job_id, "--tail", "1", "--json").splitlines()
+    assert json.loads(line)["text"] == "lately"
+    assert "its ranks are 0 to 1" in _refused("logs", job_id, "--rank", "9")
+    assert "no regular expression" in _refused("logs", job_id, "--grep", "(")
+
+
+def _things_are_named(
+    controller: Controller, agent: AgentDouble, gang: LaunchGang, typed: Callable[..., str]
+) -> None:
+    """Jobs and checkpoints by name, by the beginning of an id, and as the last one."""
+    body = job_body(name="other", priority=9)
+    again = str(controller.client.post("/v1/jobs", json=body).json()["id"])
+    found = {
+        name: str(controller.client.get(f"/v1/jobs?q={name}").json()["items"][0]["id"])
+        for name in ("slow", "fast")
+    }
+    for said, meant in (
+        ("other", again),  # the newest of the name
+        ("last", again),
+        ("slow", found["slow"]),
+        (found["fast"][:-1], found["fast"]),
+        (found["fast"].removeprefix("job_")[:-1], found["fast"]),
+        (gang.job_id, gang.job_id),
+    ):
+        assert json.loads(typed("status", said, "--json"))["id"] == meant, said
+    several = _refused("status", "job_0")
+    assert "begins the ids of 4 jobs" in several
+    for each in (*found.values(), gang.job_id, again):
+        assert each in several
+    assert "no job has the name 'nobody'" in _refused("status", "nobody")
+    first, second = agent.saves(gang, 2), agent.saves(gang, 3)
+    until(lambda: typed("checkpoints", gang.job_id).count("COMMITTED") == 2)
+    for said, meant in (
+        (second, second),
+        (gang.job_id, second),  # a job: its newest committed one
+        (first.partition("-a")[0], first),
+    ):
+        assert json.loads(typed("pin", said, "--json"))["id"] == meant, said
+    both = _refused("pin", first[:30])
+    assert first in both
+    assert second in both
+    assert "has no committed checkpoint yet" in _refused("verify", "slow")
+    assert "no checkpoint has an id that begins with 'x'" in _refused("verify", "x")
+    wrong = _refused("status", first)
+    assert wrong == f"{first} is the id of a checkpoint, not of a job; its job is {gang.job_id}"
+    assert "give the id of the checkpoint" in _refused("rm-checkpoint", gang.job_id)
+
+
+def _events_of_all_pages_are_listed(
+    job_id: str, typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(typed("events", job_id, "--json"))["items"]
+    assert len(whole) > 3
+    monkeypatch.setattr(jobs, "_EVENTS_AT_ONCE", 2)
+    assert json.loads(typed("events", job_id, "--json")) == {"items": whole, "next_cursor": None}
+
+
+def _a_spec_is_read_from_standard_input() -> None:
+    done = CliRunner().invoke(
+        app, ["submit", "-", "--json"], input=json.dumps(job_body(name="piped"))
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["name"] == "piped"
+    refused = CliRunner().invoke(app, ["submit", "-"], input="a: [")
+    assert "standard input is not valid YAML: line 1" in str(refused.exception)
+
+
+def _refused(*words: str) -> str:
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, CliError), (words, refused)
+    return str(refused)
 
 
 def test_a_moment_is_a_time_or_an_age() -> None:

@@ -136,6 +136,11 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_one_that_failed_with_1(
     only = terminal.types("plans", "--state", "failed", "--limit", "1").stdout
     assert "infeasible" not in only
     plan_id = next(word for word in only.split() if word.startswith("plan_"))
+    for named in (plan_id, plan_id[:-1], plan_id.removeprefix("plan_")[:-1], "last", "typed"):
+        assert json.loads(terminal.types("plans", named, "--json").stdout)["id"] == plan_id, named
+    several = str(terminal.types("plans", "plan_0").exception)
+    assert "begins the ids of 2 plans" in several
+    assert plan_id in several
     assert "may still train" in terminal.types("plans", plan_id).stdout
 
 

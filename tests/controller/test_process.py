@@ -226,7 +226,7 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
             until(lambda: controller.state(job_id) == "STARTING")
             until(lambda: controller.client.get("/readyz").status_code == 200)
             warnings = [line for line in controller.lines if line["event"] == "store_unavailable"]
-            assert len(warnings) <= 3
+            assert len(warnings) <= 4  # once a loop: leader, facts, reconciler, webhooks
 
 
 def _full(redis: Redis, _folder: Path) -> None:

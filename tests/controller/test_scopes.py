@@ -32,6 +32,7 @@ LET_IN: dict[str, set[str]] = {
     "GET /v1/jobs/{job_id}/attempts": LOOKING,
     "GET /v1/jobs/{job_id}/events": LOOKING,
     "GET /v1/events": LOOKING,
+    "GET /v1/metrics": LOOKING,
     "GET /v1/jobs/{job_id}/logs": LOOKING,
     "GET /v1/jobs/{job_id}/ranks": LOOKING,
     "GET /v1/jobs/{job_id}/ranks/{rank}": LOOKING,
@@ -65,6 +66,9 @@ LET_IN: dict[str, set[str]] = {
     "GET /v1/tokens": OPERATING,
     "DELETE /v1/tokens/{token_id}": OPERATING,
     "GET /v1/audit": OPERATING,
+    "POST /v1/webhooks": SUBMITTING,
+    "GET /v1/webhooks": SUBMITTING,
+    "DELETE /v1/webhooks/{webhook_id}": SUBMITTING,
     "GET /v1/unreadable": OPERATING,
     "PUT /v1/code/{digest}": SUBMITTING,
     "GET /v1/code/{digest}": SUBMITTING,
@@ -114,6 +118,7 @@ def test_a_route_lets_in_whom_it_should_and_nobody_else(
     made = guarded.client.post("/v1/jobs", json=job_body(), headers=tokens["sue"])
     job_id = str(made.json()["id"])
     names = {"job_id": job_id, "rank": "0", "node_id": "loom-1", "token_id": "tok_x"}
+    names |= {"webhook_id": "webhook_x"}
     names |= {"digest": f"sha256:{'0' * 64}"}
     names |= {"trace_id": "trace_x", "name": "model.safetensors"}
     names |= {"plan_id": "plan_x", "checkpoint_id": checkpoint_id(job_id, 1, 1)}

@@ -48,9 +48,12 @@ class Controller:
         redis_url: The Redis on which it works.
         home: A folder for its output.
         token: The bearer token that it asks for, if any.
+        settings: More of them, by the names of their variables.
     """
 
-    def __init__(self, redis_url: str, home: Path, token: str | None = None) -> None:
+    def __init__(
+        self, redis_url: str, home: Path, token: str | None = None, **settings: str
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -62,6 +65,7 @@ class Controller:
             "MESHLOOM_HOME": str(home),
             "MESHLOOM_HOST": "127.0.0.1",
             "MESHLOOM_PORT": str(port),
+            **settings,
         } | ({"MESHLOOM_TOKEN": token} if token else {})
         inherited = child_environment()
         self._environment = {

@@ -1,4 +1,4 @@
-"""The reference pages that are made from the code: the job spec, settings, REST API and lifecycle.
+"""The reference pages made from the code: job spec, settings, REST API, lifecycle, command line.
 
 ``python -m tests.docs.generated_pages`` writes them. Readers then see each field as it is declared,
 and ``test_generated_pages.py`` fails when a page is older than the code.
@@ -17,6 +17,7 @@ from services.controller.domain.job.lifecycle_page import lifecycle_page
 from services.controller.settings import Settings
 from services.local.settings import LocalSettings
 from services.worker.agent.settings import AgentSettings
+from tests.docs.command_line_page import command_line_page
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 _OPENAPI: Final = Path(__file__).parents[1] / "controller/openapi.json"
@@ -126,6 +127,7 @@ def rest_page() -> str:
 PAGES: Final[Mapping[Path, Callable[[], str]]] = {
     DOCS / "configuration.md": configuration_page,
     DOCS / "lifecycle.md": lifecycle_page,
+    DOCS / "reference/command-line.md": command_line_page,
     DOCS / "reference/job-spec.md": spec_page,
     DOCS / "reference/rest-api.md": rest_page,
 }

@@ -50,13 +50,15 @@ def test_a_job_from_submission_to_its_checkpoints(meshloom: Meshloom, spec_file:
     assert "typed" in listed.stdout
     status = meshloom("status", "last")
     assert "FINISHED" in status.stdout
-    assert "waited for" in meshloom("ranks", "last").stdout
+    assert "waited for" in meshloom("ranks", "last", "-o", "wide").stdout
     ranks = json.loads(meshloom("ranks", "last", "--json").stdout)["items"]
     assert len(ranks) == 2
     assert all(0 < rank["data_wait_s"] < rank["step_time_s"] for rank in ranks)
     assert "was inspected" in meshloom("diagnose", "last").stderr
     as_json = json.loads(meshloom("status", "last", "--json").stdout)
     assert as_json["state"] == "SUCCEEDED"
+    waited = meshloom("wait", "typed", "--timeout", 60)
+    assert (waited.returncode, "SUCCEEDED at step 40/40" in waited.stdout) == (0, True)
     assert "COMMITTED" in meshloom("checkpoints", "last").stdout
     assert "job.succeeded" in meshloom("events", "last").stdout
     assert meshloom("logs", "-f", "last").stdout == meshloom("logs", "last").stdout != ""
@@ -118,7 +120,6 @@ def test_a_dry_run_submits_nothing(meshloom: Meshloom, stack: Stack, spec_file: 
         ("submit", "/no/such.yaml"),
         ("resume", "job_00000000000000000000000000", "--from", "garbage"),
         ("cancel", "job_00000000000000000000000000", "--grace", "1000000"),
-        ("pause", "job_00000000000000000000000000", "--checkpoint", "maybe"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(
@@ -134,6 +135,10 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
 def test_a_bad_environment_is_one_line_and_exit_code_2(stack: Stack, bad: dict[str, str]) -> None:
     done = _call(stack.url, "ls", **bad)
     assert done.returncode == 2
+    assert (
+        "MESHLOOM_PORT" not in bad
+        or "MESHLOOM_PORT: must be a whole number, not 'abc'" in done.stderr
+    )
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -199,9 +204,9 @@ def test_a_job_is_changed_cloned_and_forgotten(meshloom: Meshloom, spec_file: Pa
     refused = meshloom("clone", source, "--from", "latest")
     assert (refused.returncode, "/overrides/train/steps" in refused.stderr) == (2, True)
     removed = meshloom("delete", view["id"], "--purge-checkpoints")
-    assert "is forgotten once its checkpoints are removed" in removed.stdout
+    assert "is deleted once its checkpoints are removed" in removed.stdout
     until(lambda: meshloom("status", view["id"]).returncode == 2)
-    assert meshloom("delete", source).stdout == f"{source} is forgotten\n"
+    assert meshloom("delete", source).stdout == f"{source} is deleted\n"
 
 
 def _shown(text: str, word: str) -> str:

@@ -11,6 +11,12 @@ from meshloom.client.settings import client_settings
 from services.contract.api.plan_views import PlanSummary, PlanView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
+from services.contract.api.webhooks import (
+    WebhookCreated,
+    WebhookFormat,
+    WebhookRequest,
+    WebhookView,
+)
 
 
 class AsyncPlans:
@@ -131,6 +137,40 @@ class AsyncEvents:
             yield event
 
 
+class AsyncWebhooks:
+    """Where events are sent: ``client.webhooks``."""
+
+    def __init__(self, rest: AsyncRestClient) -> None:
+        self._rest = rest
+
+    async def create(
+        self,
+        url: str,
+        *,
+        kinds: Sequence[str] = (),
+        labels: Sequence[str] = (),
+        format: WebhookFormat = "standard",  # noqa: A002 as in the API
+    ) -> WebhookCreated:
+        """Have events sent to a URL from now on; ``secret`` of the answer is shown only there.
+
+        Args:
+            url: Of the receiver; https, at a public address.
+            kinds: Any of these, ``checkpoint.*`` means all that begin so; none: all.
+            labels: Of jobs with all of these, each ``key`` or ``key=value``.
+            format: ``standard``, or ``slack`` for an incoming webhook of Slack.
+        """
+        body = {"url": url, "kinds": kinds, "labels": labels, "format": format}
+        return await self._rest.create_webhook(WebhookRequest.model_validate(body))
+
+    async def list(self) -> Sequence[WebhookView]:
+        """One's own, for an operator all, and how their deliveries go."""
+        return (await self._rest.webhooks()).items
+
+    async def delete(self, webhook_id: str) -> None:
+        """Remove one."""
+        await self._rest.remove_webhook(webhook_id)
+
+
 class AsyncClient:
     """A client of one controller.
 
@@ -152,6 +192,7 @@ class AsyncClient:
         nodes: Get, list and drain nodes.
         queue: Who waits, and what room there is.
         events: What happens to all jobs.
+        webhooks: Where events are sent.
     """
 
     def __init__(
@@ -173,6 +214,7 @@ class AsyncClient:
         self.nodes = AsyncNodes(self.rest)
         self.queue = AsyncQueue(self.rest)
         self.events = AsyncEvents(self.rest)
+        self.webhooks = AsyncWebhooks(self.rest)
 
     def __repr__(self) -> str:
         return f"<Meshloom client of {self.rest.base_url}>"

@@ -11,6 +11,12 @@ from meshloom.client.synchronous.rest import RestClient
 from services.contract.api.plan_views import PlanSummary, PlanView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
+from services.contract.api.webhooks import (
+    WebhookCreated,
+    WebhookFormat,
+    WebhookRequest,
+    WebhookView,
+)
 
 
 class Plans:
@@ -131,6 +137,40 @@ class Events:
             yield event
 
 
+class Webhooks:
+    """Where events are sent: ``client.webhooks``."""
+
+    def __init__(self, rest: RestClient) -> None:
+        self._rest = rest
+
+    def create(
+        self,
+        url: str,
+        *,
+        kinds: Sequence[str] = (),
+        labels: Sequence[str] = (),
+        format: WebhookFormat = "standard",  # noqa: A002 as in the API
+    ) -> WebhookCreated:
+        """Have events sent to a URL from now on; ``secret`` of the answer is shown only there.
+
+        Args:
+            url: Of the receiver; https, at a public address.
+            kinds: Any of these, ``checkpoint.*`` means all that begin so; none: all.
+            labels: Of jobs with all of these, each ``key`` or ``key=value``.
+            format: ``standard``, or ``slack`` for an incoming webhook of Slack.
+        """
+        body = {"url": url, "kinds": kinds, "labels": labels, "format": format}
+        return self._rest.create_webhook(WebhookRequest.model_validate(body))
+
+    def list(self) -> Sequence[WebhookView]:
+        """One's own, for an operator all, and how their deliveries go."""
+        return (self._rest.webhooks()).items
+
+    def delete(self, webhook_id: str) -> None:
+        """Remove one."""
+        self._rest.remove_webhook(webhook_id)
+
+
 class Client:
     """A client of one controller.
 
@@ -152,6 +192,7 @@ class Client:
         nodes: Get, list and drain nodes.
         queue: Who waits, and what room there is.
         events: What happens to all jobs.
+        webhooks: Where events are sent.
     """
 
     def __init__(
@@ -173,6 +214,7 @@ class Client:
         self.nodes = Nodes(self.rest)
         self.queue = Queue(self.rest)
         self.events = Events(self.rest)
+        self.webhooks = Webhooks(self.rest)
 
     def __repr__(self) -> str:
         return f"<Meshloom client of {self.rest.base_url}>"

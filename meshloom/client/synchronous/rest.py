@@ -37,6 +37,7 @@ from services.contract.api.views import (
     UnreadableList,
     Version,
 )
+from services.contract.api.webhooks import WebhookCreated, WebhookList, WebhookRequest
 from services.contract.jobs.code_archives import digest_of
 from services.contract.jobs.traces import TraceList, TraceRequest, TraceView
 from services.contract.storage.exports import ExportManifest
@@ -335,6 +336,19 @@ class RestClient(Transport):
     def revoke_token(self, token_id: str) -> None:
         """Revoke a token."""
         self.request("DELETE", f"/v1/tokens/{token_id}")
+
+    def create_webhook(self, wanted: WebhookRequest) -> WebhookCreated:
+        """Have events sent to a URL; the answer is the only place where its secret stands."""
+        response = self.request("POST", "/v1/webhooks", json=wanted.model_dump(mode="json"))
+        return WebhookCreated.model_validate_json(response.content)
+
+    def webhooks(self) -> WebhookList:
+        """One's own webhooks; for an operator all."""
+        return self.get("/v1/webhooks", WebhookList)
+
+    def remove_webhook(self, webhook_id: str) -> None:
+        """Remove a webhook."""
+        self.request("DELETE", f"/v1/webhooks/{webhook_id}")
 
     def audit(self, *, limit: int = 100) -> AuditPage:
         """The newest requests that changed something or were refused."""

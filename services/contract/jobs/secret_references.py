@@ -85,6 +85,11 @@ def written_out(args: object, pointer: str) -> Iterator[Fault]:
         yield _fault(pointer, f"this looks like a credential; {_ADVICE}")
 
 
+def looks_secret(name: str, value: object) -> bool:
+    """Whether a value of this name may be a credential: then no error shows it."""
+    return next(written_out({name: value}, ""), None) is not None
+
+
 def _is_credential(key: str) -> bool:
     words = _CAMEL.sub("_", key)
     return _CREDENTIAL.search(re.sub(r"[-. ]", "_", words)) is not None

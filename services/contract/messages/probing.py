@@ -1,8 +1,9 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
-from typing import Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, TypeAdapter, WrapValidator
+from pydantic_core import SchemaValidator
 
 from fsdp_core.plan.model import (
     Conditions,
@@ -17,6 +18,24 @@ from services.contract.words.bounds import Incarnation, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
+
+
+def _failing_fast(schema: Any) -> Any:  # noqa: ANN401 (any part of a core schema)
+    if isinstance(schema, list):
+        return [_failing_fast(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {name: _failing_fast(part) for name, part in schema.items()}
+    if changed.get("type") in ("list", "tuple"):
+        changed["fail_fast"] = True
+    return changed
+
+
+# The engine's dataclasses know nothing of pydantic, so ``FailFast`` cannot stand in them.
+_PROFILE: Final = SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
+"""Reports the first error of each list: a profile comes from a process that ran user code, and a
+million errors would take a gigabyte."""
+Profile = Annotated[ModelProfile, WrapValidator(lambda value, _: _PROFILE.validate_python(value))]
 
 
 class ProbeModel(Message):
@@ -66,7 +85,7 @@ class ModelProbed(Message):
     probe_id: ProbeId
     node_id: NodeId
     took_s: float = Field(ge=0)
-    profile: ModelProfile | None = None
+    profile: Profile | None = None
     optimizer: OptimizerFacts | None = None
     sequence_tokens: int | None = Field(default=None, ge=1)
     failure: ProbeFailure | None = None

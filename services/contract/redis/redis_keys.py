@@ -48,6 +48,8 @@
 | ``ml:code:<hex>`` | hash: ``doc``, and by its number each part of the archive | a day after its last use, while no job names it |
 | ``ml:code:<hex>:draft:<random>`` | hash: the same, as it is being written | TTL 10 min |
 | ``ml:tokens`` | hash: token id to JSON, with the digest of its secret | permanent |
+| ``ml:webhooks`` | hash: webhook id to JSON, with the secret that signs | permanent |
+| ``ml:webhooks:deliveries`` | hash: webhook id to JSON: how far it is | with the webhook |
 | ``ml:audit`` | stream: ``m`` = JSON entry of what an operator asked for | permanent, trimmed |
 | ``ml:audit:others`` | stream: the same of everybody else | permanent, trimmed |
 | ``ml:audit:refused`` | stream: the same of what was refused | permanent, trimmed |
@@ -80,6 +82,8 @@ EPOCH: Final = "ml:epoch"
 TOKENS: Final = "ml:tokens"
 # Apart, for each is trimmed: neither refusals nor what submitters do may push out what operators did. No two
 # have an id in common.
+WEBHOOKS: Final = "ml:webhooks"
+WEBHOOK_DELIVERIES: Final = "ml:webhooks:deliveries"
 AUDIT: Final = "ml:audit"
 AUDIT_OF_OTHERS: Final = "ml:audit:others"
 AUDIT_OF_REFUSALS: Final = "ml:audit:refused"

@@ -20,6 +20,7 @@ CheckpointId = Annotated[
 ]
 TokenId = Annotated[str, StringConstraints(pattern=rf"^tok_{_ULID}$")]
 PlanId = Annotated[str, StringConstraints(pattern=rf"^plan_{_ULID}$")]
+WebhookId = Annotated[str, StringConstraints(pattern=rf"^webhook_{_ULID}$")]
 TraceId = Annotated[str, StringConstraints(pattern=rf"^trace_{_ULID}$")]
 ProbeId = Annotated[str, StringConstraints(pattern=r"^probe_[0-9a-f]{32}$")]
 NodeId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
@@ -46,6 +47,11 @@ def new_plan_id(now_ms: int, randomness: bytes) -> str:
 def new_token_id(now_ms: int, randomness: bytes) -> str:
     """A token id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
     return f"tok_{_ulid(now_ms, randomness)}"
+
+
+def new_webhook_id(now_ms: int, randomness: bytes) -> str:
+    """A webhook id for the moment ``now_ms`` (Unix milliseconds) from 10 random bytes."""
+    return f"webhook_{_ulid(now_ms, randomness)}"
 
 
 def new_trace_id(now_ms: int, randomness: bytes) -> str:

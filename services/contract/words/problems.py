@@ -1,6 +1,6 @@
 """Problem details for HTTP APIs (RFC 9457), with a stable ``code`` and every fault at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -36,6 +36,20 @@ def first_faults(faults: Iterable[Fault], unseen: int = 0) -> list[Fault]:
     count = f"at least {unseen} more faults are" if unseen else "further faults are"
     more = Fault(pointer="", detail=f"{count} not listed", code=_MORE)
     return [*(fault for fault in seen[:MOST_FAULTS] if fault.code != _MORE), more]
+
+
+def in_a_line(fault: Fault) -> str:
+    """Where, and what is wrong; the place only once."""
+    if not fault.pointer:
+        return fault.detail
+    dotted = fault.pointer.removeprefix("/").replace("/", ".")
+    return f"{fault.pointer}: {fault.detail.removeprefix(f'{dotted}: ')}"
+
+
+def listed(faults: Sequence[Fault]) -> str:
+    """Faults as text: one as it is, several a line each."""
+    lines = [in_a_line(fault) for fault in faults]
+    return lines[0] if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
 
 
 class Problem(BaseModel):

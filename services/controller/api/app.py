@@ -17,6 +17,7 @@ from services.controller.api.routes import (
     checkpoints,
     code,
     events,
+    figures,
     inspect,
     jobs,
     plans,
@@ -26,13 +27,15 @@ from services.controller.api.routes import (
     traces,
     unreadable,
     watch,
+    webhooks,
 )
 from services.controller.api.scopes import unscoped
+from services.controller.api.tracing import Traced
 
 ROUTERS: Final = (
     *(jobs.router, watch.router, events.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
-    *(tokens.router, audit.router, unreadable.router),
+    *(figures.router, tokens.router, webhooks.router, audit.router, unreadable.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 
@@ -88,5 +91,7 @@ def create_app(
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, policy=policy, ports=context.ports)
     app.add_middleware(Audit, ports=context.ports)
+    if context.tracing is not None:
+        app.add_middleware(Traced, tracing=context.tracing)
     app.add_middleware(Framing, monitor=context.monitor)
     return app

@@ -16,6 +16,8 @@ from services.controller.domain.access.token import Principal
 from services.controller.ports.coordination import Ports
 from services.controller.ports.exports import ExportStore
 from services.controller.ports.jobs import Actor
+from services.controller.ports.tracing import Tracing
+from services.controller.ports.webhooks import WebhookSender
 from services.controller.use_cases.plans import Drawing
 from services.controller.use_cases.submit import MOST_UNFINISHED
 
@@ -28,7 +30,7 @@ class Context:
     epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere.
+    ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces.
     """
 
     ports: Ports
@@ -42,6 +44,8 @@ class Context:
     uploads: Uploads = field(default_factory=Uploads)
     most_unfinished: int = MOST_UNFINISHED
     exports: ExportStore | None = None
+    webhooks: WebhookSender | None = None
+    tracing: Tracing | None = None
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     turns: Turns = field(default_factory=Turns)
 

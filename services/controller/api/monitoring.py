@@ -8,12 +8,16 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from services.contract.words.states import JobState
+from services.contract.words.states import JobState, NodeState
+from services.controller.api.job_series import job_series
 from services.controller.ports.coordination import Ports
+from services.controller.use_cases.figures import cluster_figures, job_figures
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _CHEAP_S: Final = 0.05
 _REST: Final = 20
+_LOOK_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_LAG_BUCKETS_S: Final = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -49,6 +53,43 @@ class Monitor:
             ["device"],
             registry=self._registry,
         )
+        self._queued = self._gauge("meshloom_queue_jobs", "Jobs that wait for slots")
+        self._queue_age = self._gauge(
+            "meshloom_queue_oldest_seconds", "How long the job waits that waits longest"
+        )
+        self._nodes = self._gauge("meshloom_nodes", "Nodes by state", "state")
+        self._slots = self._gauge("meshloom_slots", "Slots of nodes that live", "device")
+        self._slots_free = self._gauge(
+            "meshloom_slots_free", "Slots that a gang could have now", "device"
+        )
+        self._leading = self._gauge("meshloom_leading", "1 while this controller leads")
+        self._looks = Histogram(
+            "meshloom_look_seconds",
+            "Seconds that a look of the reconciler at all jobs and nodes takes",
+            buckets=_LOOK_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._fact_lag = Histogram(
+            "meshloom_fact_lag_seconds",
+            "Seconds from the arrival of an agent's fact until it is handled",
+            buckets=_LAG_BUCKETS_S,
+            registry=self._registry,
+        )
+
+    def _gauge(self, name: str, told: str, *labels: str) -> Gauge:
+        return Gauge(name, told, labels, registry=self._registry)
+
+    def looked(self, seconds: float) -> None:
+        """A look of the reconciler took so long."""
+        self._looks.observe(seconds)
+
+    def fact_handled(self, seconds: float) -> None:
+        """A fact was handled so long after it arrived."""
+        self._fact_lag.observe(seconds)
+
+    def leads(self, is_leading: bool) -> None:  # noqa: FBT001 its only argument
+        """Whether this controller leads now."""
+        self._leading.set(is_leading)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request; ``route`` is the pattern, so that ids make no series.
@@ -74,13 +115,21 @@ class Monitor:
                 self._rests_until = began if took_s < _CHEAP_S else began + _REST * took_s
         return generate_latest(self._registry)
 
+    async def job_exposition(self, ports: Ports) -> bytes:
+        """The same, and behind it the series of running jobs. Raises StoreUnavailableError."""
+        text = await self.exposition(ports)
+        return text + job_series(*await job_figures(ports))
+
     async def _count(self, ports: Ports) -> None:
-        for state, count in (await ports.jobs.counts()).items():
+        figures = await cluster_figures(ports)
+        for state, count in figures.jobs.items():
             self._jobs.labels(JobState(state).value).set(count)
-        ranks = {"cpu": 0, "cuda": 0}
-        for stored in await ports.jobs.active():
-            plan, attempt = stored.job.plan, stored.job.attempt
-            if plan is not None and attempt is not None and attempt.live_nodes:
-                ranks[plan.device_type] += plan.world_size
-        for device, count in ranks.items():
+        for device, count in figures.ranks.items():
             self._ranks.labels(device).set(count)
+        self._queued.set(figures.queued)
+        self._queue_age.set(figures.queue_age_s)
+        for node_state in NodeState:
+            self._nodes.labels(node_state.value).set(figures.nodes.get(node_state.value, 0))
+        for device in figures.slots:
+            self._slots.labels(device).set(figures.slots[device])
+            self._slots_free.labels(device).set(figures.slots_free[device])

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from services.contract.api.pointers import faults_of
+from services.contract.api.spec_faults import hidden_faults
 from services.contract.jobs.specs import TOO_LARGE, JobSpec
 from services.contract.words.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
 from services.controller.domain.errors import MeshloomError
@@ -100,9 +100,11 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
             code="malformed_json",
             scope=request.scope,
         )
-    faults = faults_of(errors, error.body)
-    if request.url.path.endswith(("/jobs", "/plans")):
-        faults += _hidden_faults(error.body, faults)
+    is_spec = request.url.path.endswith(("/jobs", "/plans")) and request.method == "POST"
+    names_plan = isinstance(error.body, dict) and "plan_id" in error.body
+    faults = faults_of(errors, error.body, JobSpec if is_spec and not names_plan else None)
+    if is_spec and not names_plan:
+        faults += hidden_faults(error.body, faults)
     is_large = any(fault.code == TOO_LARGE for fault in faults)
     if request.method == "PATCH":
         faults = [_unchangeable(fault) for fault in faults]
@@ -125,17 +127,6 @@ def _unchangeable(fault: Fault) -> Fault:
         "checkpoint.keep_best, faults.max_restarts and resources.world can): clone the job with overrides"
     )
     return fault.model_copy(update={"detail": detail})
-
-
-def _hidden_faults(body: object, found: Sequence[Fault]) -> list[Fault]:
-    """What a spec's first cross-field fault hides: a model validator that fails stops the rest."""
-    if not isinstance(body, dict) or [fault.pointer for fault in found] != ["/mesh"]:
-        return []
-    try:
-        JobSpec.model_validate({**body, "mesh": "auto"})
-    except ValidationError as error:
-        return faults_of(error.errors(), body)
-    return []
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

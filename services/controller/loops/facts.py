@@ -7,6 +7,7 @@ from typing import Final
 import structlog
 
 from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
+from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
@@ -17,6 +18,7 @@ _BATCH: Final = 128
 _BLOCK_S: Final = 2.0
 _LOOK_BACK_EVERY_S: Final = 5.0
 _TRIES: Final = 5
+_UNOBSERVED: Final = Observer()
 
 
 class FactLoop:
@@ -26,9 +28,17 @@ class FactLoop:
         ports: The world.
         epoch: The term.
         troubles: As of ``StoreRetry``.
+        observer: Is told how long facts wait.
     """
 
-    def __init__(self, ports: Ports, epoch: int, troubles: Troubles | None = None) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        epoch: int,
+        troubles: Troubles | None = None,
+        observer: Observer = _UNOBSERVED,
+    ) -> None:
+        self._observer = observer
         self._ports = ports
         self._troubles = troubles
         self._epoch = epoch
@@ -73,6 +83,9 @@ class FactLoop:
             await self._apply_singly(entries)
             return
         await self._ports.facts.acknowledge([entry.id for entry in entries])
+        now_ms = await self._ports.clock.now_ms()
+        for entry in entries:
+            self._observer.fact_handled(max(now_ms - entry.time_ms, 0) / 1000)
 
     async def _apply_singly(self, entries: Sequence[Entry]) -> None:
         """One fact that trips us up must not hold up all others: it is given up after some tries."""

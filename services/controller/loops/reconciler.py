@@ -7,18 +7,24 @@ from typing import Final
 from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.scheduling.elastic import GrowthDelay
+from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.reconcile import Reconciler
 
 _WATCH_EVERY_S: Final = 1.0
+_UNOBSERVED: Final = Observer()
 _LONGEST_GAP_S: Final = 0.25
 
 
 async def reconcile(
-    ports: Ports, epoch: int, growth_delay: GrowthDelay, troubles: Troubles | None = None
+    ports: Ports,
+    epoch: int,
+    growth_delay: GrowthDelay,
+    troubles: Troubles | None = None,
+    observer: Observer = _UNOBSERVED,
 ) -> None:
-    """Reconcile until cancelled.
+    """Reconcile until cancelled; ``observer`` is told how long each look takes.
 
     Raises:
         ExceptionGroup: With the DeposedError that says that the term is over.
@@ -30,9 +36,11 @@ async def reconcile(
         async with ports.listen() as waker:
             while True:
                 began = time.monotonic()
-                rest_s = await reconciler.look()
-                retry.succeeded()
+                with observer.looking():
+                    rest_s = await reconciler.look()
                 ended = time.monotonic()
+                observer.looked(ended - began)
+                retry.succeeded()
                 await waker.wait(rest_s)
                 # While one change follows another, requests have every other moment to themselves.
                 gap_s = min(ended - began, _LONGEST_GAP_S) - (time.monotonic() - ended)

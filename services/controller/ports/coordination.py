@@ -13,6 +13,7 @@ from services.controller.ports.event_feed import EventFeed
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
+from services.controller.ports.webhooks import WebhookStore
 
 
 class Leadership(Protocol):
@@ -66,6 +67,7 @@ class Ports:
     clock: Clock
     tokens: TokenStore
     audit: AuditLog
+    webhooks: WebhookStore
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]
     unreadable: Callable[[], Sequence[str]] = tuple

@@ -233,7 +233,8 @@ _DEVICES: Final = {"cpu": "CPU slots", "cuda": "GPUs"}
 
 
 async def _refuse_faulty(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> None:
-    faults = against_the_rules(spec, allowed) + unsupported(spec)
+    faults = against_the_rules(spec, allowed)
+    faults += unsupported(spec, faults)
     faults += await code_faults(ports, spec, allowed)
     try:
         default_plan.shard(spec)

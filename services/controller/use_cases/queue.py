@@ -113,12 +113,12 @@ def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
         device=job.spec.resources.device,
         reason=reason,
         blocked_by=blocked_by,
-        waiting_since=moment(_since_ms(job)),
+        waiting_since=moment(waits_since_ms(job)),
         expected_start_at=maybe_moment(start_ms),
     )
 
 
-def _since_ms(job: Job) -> int:
+def waits_since_ms(job: Job) -> int:
     """When it joined the queue: at its submission, or when its last attempt ended."""
     ended = [a.ended_ms for a in job.attempts if a.ended_ms is not None]
     return max([job.created_ms, *ended])

@@ -131,7 +131,8 @@ def predicted(job: Job, outcome: Placed | NotNow) -> JobView:
 
 async def _predict(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
-    faults = against_the_rules(spec, allowed) + unsupported(spec)
+    faults = against_the_rules(spec, allowed)
+    faults += unsupported(spec, faults)
     faults += await code_faults(ports, spec, allowed)
     try:
         default_plan.shard(spec)

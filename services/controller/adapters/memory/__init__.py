@@ -15,6 +15,7 @@ from services.controller.adapters.memory.jobs import MemoryJobs
 from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
 from services.controller.adapters.memory.plans import MemoryPlans
 from services.controller.adapters.memory.server import MemoryServer
+from services.controller.adapters.memory.webhooks import MemoryWebhooks
 from services.controller.ports.coordination import Ports
 
 
@@ -32,6 +33,7 @@ def memory_ports(server: MemoryServer) -> Ports:
         clock=MemoryClock(server),
         tokens=MemoryTokens(server),
         audit=MemoryAudit(server),
+        webhooks=MemoryWebhooks(server),
         listen=functools.partial(listening, server),
         entropy=os.urandom,
     )

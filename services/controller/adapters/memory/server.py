@@ -10,6 +10,7 @@ from services.contract.messages.probing import DeviceType, ModelProbed
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.controller.domain.access.code import UploadedCode
 from services.controller.domain.access.token import Token
+from services.controller.domain.access.webhook import Deliveries, Webhook
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import Pace
@@ -44,6 +45,8 @@ class MemoryServer:
     facts: list[Entry] = field(default_factory=list)
     delivered: dict[str, Entry] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)
+    webhooks: dict[str, Webhook] = field(default_factory=dict)
+    deliveries: dict[str, Deliveries] = field(default_factory=dict)
     audit: list[Entry] = field(default_factory=list)
     measured: dict[tuple[str, DeviceType], Measurement] = field(default_factory=dict)
     plans: dict[str, tuple[int, Plan]] = field(default_factory=dict)

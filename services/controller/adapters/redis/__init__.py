@@ -15,6 +15,7 @@ from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
 from services.controller.adapters.redis.telemetry import RedisTelemetry
+from services.controller.adapters.redis.webhooks import RedisWebhooks
 from services.controller.ports.coordination import Ports
 
 
@@ -39,6 +40,7 @@ async def redis_ports(
             clock=RedisClock(clients),
             tokens=RedisTokens(clients),
             audit=RedisAudit(clients),
+            webhooks=RedisWebhooks(clients),
             listen=functools.partial(listening, clients),
             entropy=os.urandom,
             unreadable=lambda: clients.unreadable.names,

@@ -12,7 +12,8 @@ from services.contract.storage.exports import EXPORT_MANIFEST, ExportManifest
 from services.contract.system.durable import open_plain
 from services.controller.domain.errors import StateConflictError
 
-_PART_BYTES: Final = 1 << 20
+# A slow client reads each within the time in which an answer must be read.
+_PART_BYTES: Final = 1 << 18
 _LONGEST_MANIFEST: Final = 16 << 20
 _AGAIN: Final = "export the checkpoint again"
 

@@ -57,7 +57,8 @@ async def readyz(context: WithContext) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(context: WithContext) -> Response:
-    """Figures for Prometheus."""
+    """Figures of the whole cluster for Prometheus; nothing of a single job."""
+    context.monitor.leads(context.epoch() is not None)
     return Response(
         await context.monitor.exposition(context.ports), headers={"Content-Type": CONTENT_TYPE}
     )

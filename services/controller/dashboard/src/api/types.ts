@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 71de9f094a4d6a768a3e2f75407309deaba57bf5009000738525477f3eab0406
-// types d785c74820c92f391369aa41cae3168b4e21298306375afc86da50a106a803e8
+// document 223c33297bf5a4953f8b2421226b667ee5014b6df54b847da67a25be78451c42
+// types 473a3b7a98579af2d6bda0da710c12336e4901cdbdecdebb3ba77ed5e32b22d2
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2787,6 +2787,173 @@ export interface components {
             tags: string[];
         };
         /**
+         * WebhookCreated
+         * @description A new webhook. ``secret`` signs what is sent; it is shown here and never again.
+         */
+        WebhookCreated: {
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Created By */
+            created_by: string;
+            /**
+             * Delivered
+             * @default 0
+             */
+            delivered: number;
+            /** Delivered At */
+            delivered_at: string | null;
+            /**
+             * Disabled
+             * @description the receiver answered 410 Gone
+             * @default false
+             */
+            disabled: boolean;
+            /**
+             * Dropped
+             * @default 0
+             */
+            dropped: number;
+            /**
+             * Format
+             * @enum {string}
+             */
+            format: "standard" | "slack";
+            /** Id */
+            id: string;
+            /**
+             * Kinds
+             * @default []
+             */
+            kinds: string[];
+            /**
+             * Labels
+             * @default []
+             */
+            labels: string[];
+            /**
+             * Last Error
+             * @description why the last try failed; null: it did not
+             */
+            last_error: string | null;
+            /**
+             * Owner
+             * @description whose jobs' events it gets; null: everybody's
+             */
+            owner: string | null;
+            /** Secret */
+            secret: string;
+            /**
+             * Url
+             * @description scheme, host and port: what follows them may be a secret
+             */
+            url: string;
+        };
+        /**
+         * WebhookList
+         * @description Webhooks, oldest first: all of them for operators, else one's own.
+         */
+        WebhookList: {
+            /** Items */
+            items: components["schemas"]["WebhookView"][];
+        };
+        /**
+         * WebhookRequest
+         * @description Where to send which events.
+         *
+         *     ``kinds``: any of these, `checkpoint.*` means all that begin so; none: all. ``labels``: of jobs with all
+         *     of these, each `key=value` or `key`. ``format``: as Standard Webhooks describes, or a text for Slack.
+         *     A submitter's webhook gets the events of the submitter's own jobs.
+         */
+        WebhookRequest: {
+            /**
+             * Format
+             * @default standard
+             * @enum {string}
+             */
+            format: "standard" | "slack";
+            /**
+             * Kinds
+             * @default []
+             */
+            kinds: string[];
+            /**
+             * Labels
+             * @default []
+             */
+            labels: string[];
+            /**
+             * Url
+             * Format: uri
+             */
+            url: string;
+        };
+        /**
+         * WebhookView
+         * @description A webhook and how its deliveries go. ``dropped``: events that were given up or trimmed.
+         */
+        WebhookView: {
+            /**
+             * Created At
+             * Format: date-time
+             */
+            created_at: string;
+            /** Created By */
+            created_by: string;
+            /**
+             * Delivered
+             * @default 0
+             */
+            delivered: number;
+            /** Delivered At */
+            delivered_at: string | null;
+            /**
+             * Disabled
+             * @description the receiver answered 410 Gone
+             * @default false
+             */
+            disabled: boolean;
+            /**
+             * Dropped
+             * @default 0
+             */
+            dropped: number;
+            /**
+             * Format
+             * @enum {string}
+             */
+            format: "standard" | "slack";
+            /** Id */
+            id: string;
+            /**
+             * Kinds
+             * @default []
+             */
+            kinds: string[];
+            /**
+             * Labels
+             * @default []
+             */
+            labels: string[];
+            /**
+             * Last Error
+             * @description why the last try failed; null: it did not
+             */
+            last_error: string | null;
+            /**
+             * Owner
+             * @description whose jobs' events it gets; null: everybody's
+             */
+            owner: string | null;
+            /**
+             * Url
+             * @description scheme, host and port: what follows them may be a secret
+             */
+            url: string;
+        };
+        /**
          * WorldSpec
          * @description An elastic job's bounds: it runs with as many ranks between them as fit.
          */
@@ -2922,6 +3089,10 @@ export type UnitPlan = components['schemas']['UnitPlan'];
 export type UnreadableList = components['schemas']['UnreadableList'];
 export type Version = components['schemas']['Version'];
 export type WandbSpec = components['schemas']['WandbSpec'];
+export type WebhookCreated = components['schemas']['WebhookCreated'];
+export type WebhookList = components['schemas']['WebhookList'];
+export type WebhookRequest = components['schemas']['WebhookRequest'];
+export type WebhookView = components['schemas']['WebhookView'];
 export type WorldSpec = components['schemas']['WorldSpec'];
 export type $defs = Record<string, never>;
 export type operations = Record<string, never>;

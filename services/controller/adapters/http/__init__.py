@@ -1,0 +1,1 @@
+"""What the controller sends over HTTP."""

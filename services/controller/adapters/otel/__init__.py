@@ -1,0 +1,1 @@
+"""Traces by OpenTelemetry, where the extra `otel` is installed and an endpoint is set."""
