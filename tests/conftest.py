@@ -34,6 +34,7 @@ LONGEST = (
     "test_checkpoint_faults.py",
     "test_memory_suite.py",
     "test_short_run.py",
+    "test_appearance.py",  # before those that change what it looks at
     "test_browser.py",
     "test_template.py",
     "test_sentinel.py",

@@ -17,7 +17,8 @@ from services.contract.messages.facts import (
     NodeJoined,
 )
 from services.contract.messages.probing import ModelProbed
-from services.contract.messages.telemetry import LogLine, RankSample, RankStacks
+from services.contract.messages.rank_pipe import RankMetrics, RankReady
+from services.contract.messages.telemetry import LogLine, RankSample, RankStacks, StepRecord
 from services.contract.storage.exports import ExportManifest
 from services.contract.storage.manifests import Manifest
 from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
@@ -105,7 +106,14 @@ def test_names_of_lives_and_groups_are_no_longer_than_names() -> None:
 
 @pytest.mark.parametrize(
     ("record", "field"),
-    [(ExportManifest, "files"), (GangPlan, "ranks"), (Manifest, "shards")],
+    [
+        (ExportManifest, "files"),
+        (GangPlan, "ranks"),
+        (Manifest, "shards"),
+        (RankMetrics, "points"),
+        (RankReady, "units"),
+        (RankReady, "groups"),
+    ],
 )
 def test_of_many_faults_in_a_record_the_first_is_told(record: type[BaseModel], field: str) -> None:
     """Each takes 700 bytes: of a record of some MiB all of them would be more than a node has."""
@@ -123,3 +131,12 @@ def test_of_many_errors_in_a_profile_the_first_of_each_list_is_reported() -> Non
         ("profile", "parameters", 0),
         ("profile", "units", 0),
     ]
+
+
+@pytest.mark.parametrize("seconds", [1e308, "Infinity", "NaN", -1.0])
+def test_a_duration_that_no_step_takes_is_refused(seconds: float | str) -> None:
+    """Times the steps that are left it would overflow in every look at the queue."""
+    with pytest.raises(ValidationError, match="step_time_s"):
+        StepRecord.model_validate_json(
+            f'{{"step":1,"fence":1,"loss":1,"tokens_per_s":1,"step_time_s":{seconds}}}'
+        )

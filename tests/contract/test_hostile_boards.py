@@ -1,5 +1,6 @@
 """A board that a rank filled with whatever it liked: its reader answers or raises one error."""
 
+import math
 import os
 import struct
 import zlib
@@ -76,6 +77,16 @@ def board(tmp_path: Path) -> Path:
         (SLOT_A, snapshot(step=2**60), f"wrote step {2**60} to its board"),
         (RING, checked(STEP.pack(2**60, *[0.0] * 5, 0)), f"wrote step {2**60} to its board"),
         (RING, checked(STEP.pack(5, *[0.0] * 4, -5.0, 0)), "wrote a step of -5.0 s to its board"),
+        (
+            RING,
+            checked(STEP.pack(5, *[0.0] * 4, 1e308, 0)),
+            "wrote a step of 1e+308 s to its board",
+        ),
+        (
+            RING,
+            checked(STEP.pack(5, *[0.0] * 4, math.inf, 0)),
+            "wrote a step of inf s to its board",
+        ),
     ],
 )
 def test_a_whole_record_that_says_what_cannot_be_is_an_error_that_says_so(

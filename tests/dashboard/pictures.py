@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 from redis import Redis
 
 from services.contract.api.plan_views import PlanView
@@ -175,7 +175,7 @@ def main() -> None:
         for name, (route, landmark) in routes(scene, plan).items():
             if chosen.baselines and name not in COMPARED:
                 continue
-            viewport = {"width": chosen.width, "height": HEIGHT}
+            viewport = ViewportSize(width=chosen.width, height=HEIGHT)
             page = browser.new_page(viewport=viewport, color_scheme=chosen.scheme)
             tab = Visit(page, scene.controller.url)
             tab.listen()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, ViewportSize, expect
 from tenacity import RetryError
 
 from services.contract.api.plan_views import PlanView
@@ -55,7 +55,7 @@ def walk(
     axe = (installed / "node_modules/axe-core/axe.min.js").read_text()
     comparison = Comparison(browser)
     found = Walk(comparison.fonts)
-    size = {"width": WIDTH, "height": HEIGHT}
+    size = ViewportSize(width=WIDTH, height=HEIGHT)
     tab = Visit(browser.new_page(viewport=size), controller.url)
     tab.listen()
     for name, (route, landmark) in routes(scene, plan).items():
@@ -75,7 +75,7 @@ def walk(
         if faults:
             found.faults[name] = faults
         for width in _WIDTHS:
-            page.set_viewport_size({"width": width, "height": HEIGHT})
+            page.set_viewport_size(ViewportSize(width=width, height=HEIGHT))
             try:
                 until(functools.partial(page.evaluate, _FITS), timeout_s=3)
             except RetryError:

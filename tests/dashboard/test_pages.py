@@ -225,8 +225,8 @@ def test_chosen_jobs_are_stopped_together_and_sorted(scene: Scene, visit: Open) 
     chosen = page.get_by_role("group", name="Chosen jobs")
     chosen.get_by_role("button", name="Cancel").click()
     chosen.get_by_role("button", name="Cancel now 2").click()
-    for job in made:
-        until(lambda job=job: client.job(job.id).state == JobState.CANCELLED)
+    ended = JobState.CANCELLED
+    until(lambda: all(client.job(job.id).state == ended for job in made))
     expect(page.locator("tr[data-job]").first).to_contain_text("cancelled")
     page.goto(page.url.split("#")[0] + f"#/jobs/{made[0].id}")
     expect(page.get_by_text("The job ended before its first attempt.")).to_be_visible()

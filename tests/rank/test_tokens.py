@@ -144,7 +144,9 @@ def test_a_file_that_was_changed_is_found_unless_it_is_not_to_be_read(shards: Pa
 def test_an_index_whose_tokens_are_beyond_its_vocabulary_is_refused(shards: Path) -> None:
     index = json.loads((shards / "index.json").read_text(encoding="utf-8"))
     (shards / "index.json").write_text(json.dumps({**index, "vocabulary": 100}), encoding="utf-8")
-    with pytest.raises(TokenShardError, match=r"index\.json: largest: 195 is no token .* of 100"):
+    with pytest.raises(
+        TokenShardError, match=r"index\.json: largest: 195 is not a token .* of 100"
+    ):
         rows(shards, 4)
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from services.contract.system.durable import open_plain
+from services.contract.words.bounds import MOST_SECONDS
 from services.contract.words.states import RankPhase
 
 BOARD_BYTES: Final = 65_536
@@ -410,7 +411,7 @@ def _board_step(fields: Sequence[Any], all_steps: int) -> BoardStep:
         entry = replace(entry, data_wait_s=math.nan)
     _check_step(entry.step)
     for seconds in (entry.step_time_s, entry.data_wait_s):
-        if seconds < 0:
+        if seconds < 0 or seconds > MOST_SECONDS:
             raise BoardError(f"wrote a step of {seconds} s to its board")
     return entry
 

@@ -6,7 +6,7 @@ people read is cut with a mark, what must be exact is refused.
 
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import FailFast, Field, TypeAdapter
 
 from services.contract.jobs.plans import GangPlan
 from services.contract.jobs.specs import CarriedSpec
@@ -77,8 +77,9 @@ class RankReady(Message):
     """
 
     kind: Literal["rank_ready"] = "rank_ready"
-    units: tuple[Name, ...] = Field(max_length=_MOST_UNITS)
-    groups: tuple[GroupName, ...] = Field(max_length=MAX_GROUPS)
+    # A line of a megabyte has room for a third of a million errors: the first is enough.
+    units: Annotated[tuple[Name, ...], Field(max_length=_MOST_UNITS), FailFast()]
+    groups: Annotated[tuple[GroupName, ...], Field(max_length=MAX_GROUPS), FailFast()]
     parameters: int = Field(ge=0, le=_MOST)
     data_digest: Digest
     throughput_unit: ThroughputUnit = "tokens"
@@ -167,7 +168,7 @@ class RankMetrics(Message):
     """
 
     kind: Literal["rank_metrics"] = "rank_metrics"
-    points: tuple[MetricPoint, ...] = Field(max_length=64)
+    points: Annotated[tuple[MetricPoint, ...], Field(max_length=64), FailFast()]
     left_out: int = Field(
         default=0, ge=0, le=_MOST, description="further names, which are not reported"
     )

@@ -5,7 +5,14 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from services.contract.messages.base import Message
-from services.contract.words.bounds import MetricValues, Name, Numbers, Traceback, cut_to
+from services.contract.words.bounds import (
+    MOST_SECONDS,
+    MetricValues,
+    Name,
+    Numbers,
+    Traceback,
+    cut_to,
+)
 from services.contract.words.ids import NodeId
 
 LINE_CHARACTERS: Final = 16_384
@@ -37,9 +44,12 @@ class RankSample(Message):
     step: int = Field(ge=0)
     loss: float | None = None
     tokens_per_s: float | None = None
-    step_time_s: float | None = None
+    step_time_s: float | None = Field(default=None, ge=0, le=MOST_SECONDS)
     data_wait_s: float | None = Field(
-        default=None, ge=0, description="of step_time_s, spent waiting for the rank's data"
+        default=None,
+        ge=0,
+        le=MOST_SECONDS,
+        description="of step_time_s, spent waiting for the rank's data",
     )
     memory_bytes: int = Field(default=0, ge=0)
     peak_bytes: int | None = Field(default=None, ge=0)
@@ -76,9 +86,12 @@ class StepRecord(Message):
     grad_norm: float | None = None
     learning_rate: float | None = None
     tokens_per_s: float
-    step_time_s: float
+    step_time_s: float = Field(ge=0, le=MOST_SECONDS)
     data_wait_s: float | None = Field(
-        default=None, description="of step_time_s, what rank 0 waited for its data"
+        default=None,
+        ge=0,
+        le=MOST_SECONDS,
+        description="of step_time_s, what rank 0 waited for its data",
     )
     of: int | None = Field(
         default=None, ge=1, description="how many steps there will be, as the job's script says"

@@ -24,6 +24,8 @@ _NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
 _MOST: Final = (1 << 63) - 1
+MOST_SECONDS: Final = 1e9
+"""No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
 
 
 def shortened(text: str, limit: int) -> str:

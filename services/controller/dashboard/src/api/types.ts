@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 223c33297bf5a4953f8b2421226b667ee5014b6df54b847da67a25be78451c42
+// document dacfb652c5b83a63473e74d728c1f87c2acfb9ffa4dac744974b826bffcc04d3
 // types 473a3b7a98579af2d6bda0da710c12336e4901cdbdecdebb3ba77ed5e32b22d2
 
 export type paths = Record<string, never>;
