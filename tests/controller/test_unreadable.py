@@ -136,7 +136,7 @@ UNAVAILABLE = {
     keys.JOBS: {"/v1/jobs", "/metrics"},
     keys.ACTIVE_JOBS: {"/v1/nodes", "/v1/queue", "/metrics"},
     keys.DELETED_JOBS: set(),
-    keys.NODES: {"/v1/nodes", "/v1/queue"},
+    keys.NODES: {"/v1/nodes", "/v1/queue", "/metrics"},
     keys.DRAINING_NODES: set(),
     keys.MEASURED_NODES: set(),
     keys.PLANS: {"/v1/plans"},

@@ -26,7 +26,7 @@ OFFLINE: Final = re.compile(
 )
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = chromium_program()
     if program is None:
@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def controller(
     redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Controller]:
@@ -44,7 +44,7 @@ def controller(
         yield controller
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def agent(controller: Controller, redis_server: EmbeddedRedis) -> Iterator[ScriptedAgent]:
     with Redis.from_url(redis_server.url, decode_responses=True) as redis:
         agent = ScriptedAgent(redis)
@@ -53,12 +53,12 @@ def agent(controller: Controller, redis_server: EmbeddedRedis) -> Iterator[Scrip
         yield agent
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def scene(controller: Controller, agent: ScriptedAgent) -> Scene:
     return set_scene(controller, agent)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def plan(scene: Scene) -> PlanView:
     return plan_in(scene)
 

@@ -66,6 +66,6 @@ def test_a_script_without_a_report_succeeds_and_the_job_says_what_it_lacks(stack
     assert done.state is JobState.SUCCEEDED
     assert done.reason is not None
     assert done.reason.startswith(
-        "silent_script.py ended with exit code 0 on all ranks without a report: "
+        "silent_script.py ended with exit code 0 on all ranks without a report, "
     )
     assert (done.progress.step, done.progress.of) == (0, None)
