@@ -112,8 +112,8 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         assert "NoNewPrivs:\t1" in Path(f"/proc/{ranks[0].pid}/status").read_text()
         of_rank_0 = {"metrics.jsonl", "events.out.tfevents.0000000001.attempt-1"}
         written = [file for file in home.glob("**/attempt-1/**/*") if file.name in of_rank_0]
-        assert all(file.stat().st_size for file in written)
         assert len(written) == 2
+        until(lambda: all(file.stat().st_size for file in written))
         trace = stack.client.record_trace(job_id, TraceRequest(steps=1))
         until(lambda: stack.client.trace(job_id, trace.id).state is TraceState.DONE)
         stack.client.diagnose(job_id)
