@@ -32,7 +32,7 @@ class RetryOptions(TypedDict):
 
 
 def retry_options(patience_s: float) -> RetryOptions:
-    """Ask again, with back-off and jitter, whoever does not answer or says 429 or 503.
+    """Retry, with back-off and jitter, a request without an answer or with 429 or 503.
 
     Args:
         patience_s: Seconds, counted from the first try. 0: one try.

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _told(error: Exception) -> str | None:
-    """What a person is told of an error; None: it is a fault of ours."""
+    """The message for the user; None: the error is a bug of Meshloom."""
     # Not at the top: help and completion do without the client.
     from pydantic import ValidationError  # noqa: PLC0415
 

@@ -60,7 +60,7 @@ COMMANDS: Final = (
     *_of(
         _JOBS,
         "course",
-        ("pause", "pause", "Stop a job after a checkpoint; `resume` goes on with it."),
+        ("pause", "pause", "Stop a job after a checkpoint; `resume` continues it."),
         ("resume", "resume", "Continue a paused, cancelled or failed job from a checkpoint."),
         ("cancel", "cancel", "Stop a job for good, after a checkpoint."),
         ("kill", "kill", "Stop a job at once, without a checkpoint."),

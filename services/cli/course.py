@@ -59,7 +59,7 @@ def cancel(job: Job, *, checkpoint: Keep = _USUAL, grace: Grace = 60.0) -> None:
 
 @answers
 def pause(job: Job, *, checkpoint: Keep = _USUAL, grace: Grace = 60.0) -> None:
-    """Stop a job after a checkpoint; `resume` goes on with it.
+    """Stop a job after a checkpoint; `resume` continues it.
 
     Example:
       meshloom pause my-model --checkpoint required

@@ -1,4 +1,4 @@
-"""Having the ranks of a running job looked into, and waiting for the verdict."""
+"""Inspecting the ranks of a running job, and waiting for the diagnosis."""
 
 from datetime import datetime
 from typing import Final

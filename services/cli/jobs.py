@@ -119,7 +119,7 @@ def diagnose(
 ) -> None:
     """Find out why a job hangs or has failed.
 
-    It names the first rank in trouble, the cause, and what to do. Ranks that run are looked into now.
+    It names the first rank in trouble, the cause, and what to do. Running ranks are inspected now.
 
     Example:
       meshloom diagnose last --stacks

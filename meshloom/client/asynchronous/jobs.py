@@ -179,7 +179,7 @@ class AsyncJob:
         return (await self._rest.attempts(self.id)).items
 
     async def diagnosis(self) -> DiagnosisView:
-        """The verdict on its newest attempt that failed or was looked into."""
+        """The verdict on its newest attempt that failed or was inspected."""
         return await self._rest.diagnosis(self.id)
 
     async def checkpoints(self) -> Sequence[AsyncCheckpoint]:
@@ -194,7 +194,7 @@ class AsyncJob:
     async def pause(
         self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0
     ) -> Self:
-        """Stop it so that ``resume`` goes on with it.
+        """Stop it so that ``resume`` continues it.
 
         Args:
             checkpoint: Whether it takes one before.

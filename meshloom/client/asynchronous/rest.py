@@ -178,11 +178,11 @@ class AsyncRestClient(AsyncTransport):
         return await self.get(f"/v1/jobs/{job_id}/ranks", RankList)
 
     async def diagnose(self, job_id: str) -> None:
-        """Have its running ranks looked into."""
+        """Have its running ranks inspected."""
         await self._act(job_id, "diagnose", None)
 
     async def diagnosis(self, job_id: str) -> DiagnosisView:
-        """The verdict on its newest attempt that failed or was looked into."""
+        """The verdict on its newest attempt that failed or was inspected."""
         return await self.get(f"/v1/jobs/{job_id}/diagnosis", DiagnosisView)
 
     async def attempts(self, job_id: str) -> AttemptList:
@@ -311,7 +311,7 @@ class AsyncRestClient(AsyncTransport):
         return await self._act(job_id, "cancel", stop)
 
     async def pause(self, job_id: str, stop: StopRequest) -> JobView:
-        """Stop the job so that ``resume`` goes on with it."""
+        """Stop the job so that ``resume`` continues it."""
         return await self._act(job_id, "pause", stop)
 
     async def resume(self, job_id: str, resume: ResumeRequest) -> JobView:

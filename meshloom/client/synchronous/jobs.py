@@ -174,7 +174,7 @@ class Job:
         return (self._rest.attempts(self.id)).items
 
     def diagnosis(self) -> DiagnosisView:
-        """The verdict on its newest attempt that failed or was looked into."""
+        """The verdict on its newest attempt that failed or was inspected."""
         return self._rest.diagnosis(self.id)
 
     def checkpoints(self) -> Sequence[Checkpoint]:
@@ -187,7 +187,7 @@ class Job:
         self._rest.take_checkpoint(self.id)
 
     def pause(self, *, checkpoint: CheckpointPolicy = "best_effort", grace_s: float = 60.0) -> Self:
-        """Stop it so that ``resume`` goes on with it.
+        """Stop it so that ``resume`` continues it.
 
         Args:
             checkpoint: Whether it takes one before.

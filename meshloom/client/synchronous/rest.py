@@ -178,11 +178,11 @@ class RestClient(Transport):
         return self.get(f"/v1/jobs/{job_id}/ranks", RankList)
 
     def diagnose(self, job_id: str) -> None:
-        """Have its running ranks looked into."""
+        """Have its running ranks inspected."""
         self._act(job_id, "diagnose", None)
 
     def diagnosis(self, job_id: str) -> DiagnosisView:
-        """The verdict on its newest attempt that failed or was looked into."""
+        """The verdict on its newest attempt that failed or was inspected."""
         return self.get(f"/v1/jobs/{job_id}/diagnosis", DiagnosisView)
 
     def attempts(self, job_id: str) -> AttemptList:
@@ -309,7 +309,7 @@ class RestClient(Transport):
         return self._act(job_id, "cancel", stop)
 
     def pause(self, job_id: str, stop: StopRequest) -> JobView:
-        """Stop the job so that ``resume`` goes on with it."""
+        """Stop the job so that ``resume`` continues it."""
         return self._act(job_id, "pause", stop)
 
     def resume(self, job_id: str, resume: ResumeRequest) -> JobView:

@@ -211,7 +211,7 @@ class OtelTracing:
 
 
 class _TracedJobs:
-    """A store of jobs that tells of its writes; all else is the store's own."""
+    """Wraps a store of jobs: reports each write to the traces, and passes everything else on."""
 
     def __init__(self, jobs: JobStore, tracing: OtelTracing) -> None:
         self._jobs = jobs
