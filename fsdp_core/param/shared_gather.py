@@ -10,7 +10,8 @@ a rank's slice is its part of them, and nothing is copied.
 
 Nobody may write a slice before all others have copied it, or have ended to compute with it. So each rank
 counts in its segment the gathers of the group that it has landed, and those that it has released, and
-whoever is about to write waits for the others' counts.
+whoever is about to write waits for the others' counts. A rank whose model is gone counts no more, and
+nobody waits for it: garbage is collected at other times on other ranks.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class SharedSlices:
         self._rows: tuple[_Row, ...] = ()
         self._segments: tuple[mmap.mmap, ...] = ()
         self._counters: list[Counters] = []
+        self._departure = self._departs()
         self._landed = 0
         self._released = 0
         self._are_copied = True
@@ -133,6 +135,8 @@ class SharedSlices:
         self._rows = rows
         self._segments = self._axis.peers.exchange(_end(rows))
         self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
+        self._departure.detach()
+        self._departure = self._departs()
         self._landed = self._released = 0
         self._are_copied = not all(map(_is_one_copy, rows))
         rank = self._axis.rank
@@ -150,6 +154,12 @@ class SharedSlices:
             own_place = row.whole_place + rank * row.numel * row.dtype.itemsize
             self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
         _guard_optimizers(self)
+
+    def _departs(self) -> weakref.finalize[[], SharedSlices]:
+        own = self._counters[self._axis.rank : self._axis.rank + 1]
+        departure = weakref.finalize(self, _leave, own)
+        departure.atexit = False  # a process that ends is noticed as such
+        return departure
 
     def issue(self, what: str) -> None:
         """Announces that this rank's slices may be read.
@@ -271,6 +281,11 @@ class SharedSlices:
         for whole in wholes:
             whole.free()
         return _Plan(casts, targets, sources, WholeMemory(wholes))
+
+
+def _leave(counters: list[Counters]) -> None:
+    for each in counters:
+        each.leave()
 
 
 _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()

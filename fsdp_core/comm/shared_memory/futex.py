@@ -20,11 +20,13 @@ _WAIT: Final = 0
 _WAKE: Final = 1
 _EVERYONE: Final = 0x7FFFFFFF
 _MODULUS: Final = 1 << 32
+_NEVER_COUNTED: Final = 1 << 30
+"""More than any wait is ahead of or behind the word that it waits for."""
 _SPINS: Final = 40
 """Looks before the kernel is asked: about as long as one system call takes."""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage may be collected, and `leave` be called, while it is held
 
 
 class _Timespec(ctypes.Structure):
@@ -54,6 +56,11 @@ class Counters:
         _order_memory()
         self._words[index] = value % _MODULUS
         self._call(index, _WAKE, _EVERYONE, None)
+
+    def leave(self) -> None:
+        """This process counts no more: whatever others wait for in its words has been reached."""
+        for index, value in enumerate(self._words):
+            self.publish(index, value + _NEVER_COUNTED)
 
     def has_reached(self, index: int, value: int) -> bool:
         """Whether a word has been set to `value` or a later one."""
