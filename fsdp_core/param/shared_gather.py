@@ -155,7 +155,7 @@ class SharedSlices:
             self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
         _guard_optimizers(self)
 
-    def _departs(self) -> weakref.finalize[[], SharedSlices]:
+    def _departs(self) -> weakref.finalize[[list[Counters]], SharedSlices]:
         own = self._counters[self._axis.rank : self._axis.rank + 1]
         departure = weakref.finalize(self, _leave, own)
         departure.atexit = False  # a process that ends is noticed as such
