@@ -14,6 +14,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
+from services.contract.messages.rank_pipe import ThroughputUnit
 from services.contract.words.bounds import Incarnation, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
@@ -78,7 +79,8 @@ class ProbeFailure(Message):
 class ModelProbed(Message):
     """The answer to a probe: exactly one of ``profile`` (with all else) and ``failure`` is there.
 
-    ``sequence_tokens``: tokens that a sequence of the data predicts.
+    ``sequence_tokens``: tokens that a sequence of the data predicts; 1 where it has none, which
+    ``throughput_unit`` says.
     """
 
     kind: Literal["model_probed"] = "model_probed"
@@ -88,6 +90,7 @@ class ModelProbed(Message):
     profile: Profile | None = None
     optimizer: OptimizerFacts | None = None
     sequence_tokens: int | None = Field(default=None, ge=1)
+    throughput_unit: ThroughputUnit = "tokens"
     failure: ProbeFailure | None = None
 
 
