@@ -6,14 +6,14 @@ import typer
 
 from meshloom.client import RestClient as Client
 from services.cli import tables
-from services.cli.code_folder import Code, with_code
 from services.cli.connect import connect
 from services.cli.diagnosing import looked_into
 from services.cli.output import answers, as_data
 from services.cli.references import Job, checkpoint_id_of, job_id_of
-from services.cli.spec_file import read_model, read_overrides
+from services.cli.request_bodies import read_model
 from services.cli.terminal import console
 from services.cli.tracebacks import own_place
+from services.cli.uploading import Code, with_code
 from services.cli.watching import Follow, follow_to_its_end, print_failure, submitted
 from services.contract.api.requests import CloneRequest
 from services.contract.api.views import DiagnosisView, EventPage, JobView
@@ -218,6 +218,8 @@ def clone(
 
       meshloom clone my-model --from best -f
     """
+    from services.cli.spec_file import read_overrides  # noqa: PLC0415 (no other command here needs YAML)
+
     patch = read_overrides(overrides or [])
     with connect() as client:
         patch = with_code(client, patch, code)

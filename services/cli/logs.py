@@ -18,7 +18,6 @@ from services.cli.terminal import console, errors, one_line
 from services.cli.times import Since, Until
 from services.contract.api.views import LogView
 
-
 _MOST_OF_THE_CONTROLLER: Final = 1_000
 _LONGEST_TEXT: Final = 200
 _OF_PATTERNS: Final = frozenset(r".^$*+?{}[]\|()")

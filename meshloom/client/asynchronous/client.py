@@ -7,7 +7,7 @@ from typing import Any, Self
 from meshloom.client.asynchronous.checkpoints import AsyncCheckpoints
 from meshloom.client.asynchronous.jobs import AsyncJobs
 from meshloom.client.asynchronous.rest import AsyncRestClient
-from meshloom.client.settings import client_settings
+from meshloom.client.settings import ClientSettings
 from services.contract.api.plan_views import PlanSummary, PlanView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
@@ -204,7 +204,7 @@ class AsyncClient:
         patience_s: float = 10.0,
     ) -> None:
         if base_url is None:
-            settings = client_settings()
+            settings = ClientSettings.from_environment()
             # The environment's token is for the environment's controller, and goes nowhere else.
             base_url, token = settings.base_url, token or settings.token
         self.rest = AsyncRestClient(base_url, token, timeout_s=timeout_s, patience_s=patience_s)

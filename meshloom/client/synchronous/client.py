@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from meshloom.client.settings import client_settings
+from meshloom.client.settings import ClientSettings
 from meshloom.client.synchronous.checkpoints import Checkpoints
 from meshloom.client.synchronous.jobs import Jobs
 from meshloom.client.synchronous.rest import RestClient
@@ -204,7 +204,7 @@ class Client:
         patience_s: float = 10.0,
     ) -> None:
         if base_url is None:
-            settings = client_settings()
+            settings = ClientSettings.from_environment()
             # The environment's token is for the environment's controller, and goes nowhere else.
             base_url, token = settings.base_url, token or settings.token
         self.rest = RestClient(base_url, token, timeout_s=timeout_s, patience_s=patience_s)

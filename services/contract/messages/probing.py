@@ -1,6 +1,7 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
-from typing import Annotated, Any, Final, Literal
+import functools
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, WrapValidator
 from pydantic_core import SchemaValidator
@@ -32,11 +33,20 @@ def _failing_fast(schema: Any) -> Any:  # noqa: ANN401 (any part of a core schem
     return changed
 
 
-# The engine's dataclasses know nothing of pydantic, so ``FailFast`` cannot stand in them.
-_PROFILE: Final = SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
-"""Reports the first error of each list: a profile comes from a process that ran user code, and a
-million errors would take a gigabyte."""
-Profile = Annotated[ModelProfile, WrapValidator(lambda value, _: _PROFILE.validate_python(value))]
+@functools.cache
+def _profile_validator() -> SchemaValidator:
+    """What checks a profile, and reports the first error of each list.
+
+    A profile comes from a process that ran user code, and a million errors would take a gigabyte. It is made when
+    the first profile comes: clients import this module and read none.
+    """
+    # The engine's dataclasses know nothing of pydantic, so ``FailFast`` cannot stand in them.
+    return SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
+
+
+Profile = Annotated[
+    ModelProfile, WrapValidator(lambda value, _: _profile_validator().validate_python(value))
+]
 
 
 class ProbeModel(Message):

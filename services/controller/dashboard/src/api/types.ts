@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document dacfb652c5b83a63473e74d728c1f87c2acfb9ffa4dac744974b826bffcc04d3
-// types 473a3b7a98579af2d6bda0da710c12336e4901cdbdecdebb3ba77ed5e32b22d2
+// document e38c3a6f154ce4132a36af3b02c1427d4a8beb4231ac1433860edaf7f623016b
+// types 4397ff823b8c3dc0756c792c2e162c8916fed0d2655d0816b3e5fcb0742a91c8
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2335,7 +2335,7 @@ export interface components {
          * @description Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
          *
          *     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
-         *     them; all seconds are multiplied by it.
+         *     them; all seconds are multiplied by it. ``tokens_per_s`` counts what ``throughput_unit`` says.
          */
         StepTimeView: {
             /** Compute S */
@@ -2347,6 +2347,12 @@ export interface components {
              * @default 1
              */
             scale: number;
+            /**
+             * Throughput Unit
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
             /** Tokens Per S */
             tokens_per_s: number;
             /** Total S */
