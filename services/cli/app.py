@@ -105,6 +105,7 @@ COMMANDS: Final = (
         ("tokens", "tokens", "Make, list and revoke access tokens."),
         ("audit", "audit", "List who changed what, and who was refused."),
     ),
+    *_of(_ADMIN, "webhooks", ("webhooks", "webhooks", "Send events of jobs to a URL.")),
     *_of(_ADMIN, "doctor", ("doctor", "doctor", "Check, from here, all that a job needs.")),
     *_of(_ADMIN, "tokenizing", ("data", "data", "Prepare data for training.")),
 )

@@ -12,6 +12,7 @@ from services.cli import access, checkpoint_tables, cluster_tables, plan_tables,
 from services.cli.layout import Column, Details, Exact, FittedTable
 from services.cli.output import Format, chosen
 from services.cli.terminal import Terminal
+from services.cli.webhooks import webhooks_table
 from services.contract.api.views import JobPage, Progress
 from tests.cli import views
 
@@ -48,6 +49,10 @@ CASES: dict[str, tuple[Callable[[], RenderableType], list[str]]] = {
     "audit": (
         lambda: access.audit_table(views.audit()),
         [f"/v1/checkpoints/{views.ids(0)['checkpoint']}/verify"],
+    ),
+    "webhooks": (
+        lambda: webhooks_table(views.webhooks()),
+        [views.ids(0)["webhook"], "x" * 40],
     ),
     "attempts": (lambda: tables.attempts_table(views.attempts()), ["restarts_exhausted"]),
     "ranks": (lambda: tables.ranks_table(views.ranks()), ["65535", "999999"]),

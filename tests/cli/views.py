@@ -22,9 +22,16 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
+from services.contract.api.webhooks import WebhookList, WebhookView
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import Inventory
-from services.contract.words.ids import checkpoint_id, new_job_id, new_plan_id, new_token_id
+from services.contract.words.ids import (
+    checkpoint_id,
+    new_job_id,
+    new_plan_id,
+    new_token_id,
+    new_webhook_id,
+)
 from services.contract.words.states import (
     CheckpointState,
     ExitReason,
@@ -53,6 +60,7 @@ def ids(number: int) -> dict[str, str]:
         "checkpoint": checkpoint_id(job, 999_999_999, 9_999),
         "plan": new_plan_id(number + 1, some),
         "token": new_token_id(number + 1, some),
+        "webhook": new_webhook_id(number + 1, some),
     }
 
 
@@ -198,6 +206,23 @@ def tokens() -> TokenList:
         expires_at=NOW,
     )
     return TokenList(items=(token,))
+
+
+def webhooks() -> WebhookList:
+    hook = WebhookView(
+        id=ids(0)["webhook"],
+        url="https://a-receiver-with-a-long-name." + "sub." * 10 + "example.com:8443",
+        kinds=("checkpoint.*", "job.failed", "job.succeeded"),
+        labels=("team=vision",),
+        format="standard",
+        created_by="somebody-with-a-name-of-many-parts@somewhere.example.com",
+        created_at=NOW,
+        delivered=123_456_789,
+        dropped=12_345,
+        delivered_at=NOW - timedelta(days=100),
+        last_error=REASON,
+    )
+    return WebhookList(items=(hook, hook.model_copy(update={"disabled": True})))
 
 
 def audit() -> AuditPage:
