@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document dacfb652c5b83a63473e74d728c1f87c2acfb9ffa4dac744974b826bffcc04d3
-// types 473a3b7a98579af2d6bda0da710c12336e4901cdbdecdebb3ba77ed5e32b22d2
+// document 050c8711f2c67d586558cd4e43a8430930e5505e44ad670eedb6ded352f4dea1
+// types 6bc4e389de74ecb2964999b6ac16c3ba8e49bdcdf6557661a8514449b35c168b
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -1524,11 +1524,13 @@ export interface components {
         };
         /**
          * NodeList
-         * @description All known nodes.
+         * @description A page of the known nodes, by name.
          */
         NodeList: {
             /** Items */
             items: components["schemas"]["NodeView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
         };
         /**
          * NodeState
