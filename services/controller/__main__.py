@@ -43,6 +43,7 @@ from services.controller.use_cases.plans import Drawing
 
 _log = structlog.get_logger()
 _GRACE_S = 1
+_TICK_S = 1.0
 
 
 class ControllerServer(uvicorn.Server):
@@ -61,6 +62,13 @@ class ControllerServer(uvicorn.Server):
         """End: the streams first, for uvicorn waits for them."""
         self._stopping.set()
         super().handle_exit(sig, frame)
+
+    async def main_loop(self) -> None:
+        """Serve until told to end. It looks each second, where uvicorn's own looks ten times."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._stopping.wait()
 
 
 def main() -> None:

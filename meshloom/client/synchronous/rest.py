@@ -44,6 +44,7 @@ from services.contract.storage.exports import ExportManifest
 
 _NO_CONTENT: Final = 204
 _LARGEST_PAGE: Final = 200
+_LARGEST_PAGE_OF_NODES: Final = 1000
 _PLANNED_WITHIN_S: Final = 90.0
 _KEPT_WITHIN_S: Final = 120.0
 _UPLOADING_PATIENCE_S: Final = 30.0
@@ -261,8 +262,14 @@ class RestClient(Transport):
         return self.get(f"/v1/jobs/{job_id}/events", EventPage, asked)
 
     def nodes(self) -> NodeList:
-        """All nodes."""
-        return self.get("/v1/nodes", NodeList)
+        """All nodes, by name."""
+        page = self.get("/v1/nodes", NodeList, {"limit": _LARGEST_PAGE_OF_NODES})
+        found = page.items
+        while page.next_cursor is not None:
+            asked = {"limit": _LARGEST_PAGE_OF_NODES, "cursor": page.next_cursor}
+            page = self.get("/v1/nodes", NodeList, asked)
+            found += page.items
+        return NodeList(items=found)
 
     def node(self, node_id: str) -> NodeView:
         """One node."""
