@@ -6,6 +6,8 @@ from fsdp_core.errors import DesyncError
 from services.controller.domain.decisions import diagnose
 from services.worker.rank.checkpoints.writer import CheckpointWriteError
 from services.worker.rank.loop.context import NonFiniteLossError
+from services.worker.rank.process.failures import traceback_of
+from services.worker.rank.process.host_memory import refusal_behind
 
 
 def name(kind: type[BaseException]) -> str:
@@ -17,3 +19,16 @@ def test_the_classes_that_verdicts_name_are_where_they_say() -> None:
     assert name(CheckpointWriteError) == diagnose._CHECKPOINT_WRITE
     assert name(DesyncError) == diagnose._DESYNC
     assert {name(MemoryError), name(torch.OutOfMemoryError)} == diagnose._MEMORY_TYPES
+
+
+def test_of_an_error_behind_thousands_of_others_the_last_is_told_and_the_first_is_found() -> None:
+    error: Exception = MemoryError("the first")
+    for number in range(20_000):
+        following = ValueError(f"number {number}")
+        following.__context__ = error
+        error = following
+    told = traceback_of(error)
+    assert told.startswith("… 20000 exceptions that led to this one are left out")
+    assert told.endswith("ValueError: number 19999\n")
+    assert len(told) < 1_000
+    assert isinstance(refusal_behind(error), MemoryError)

@@ -49,7 +49,7 @@ from services.worker.rank.models.several import ALONE, checked_module
 from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.probe.first_samples import FirstSamples, SampleError, check
 from services.worker.rank.probe.passes import ProbeContext, pass_for_real
-from services.worker.rank.process.failures import one_line, traceback_of
+from services.worker.rank.process.failures import chain_of, one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
 from services.worker.rank.process.probe_program import take_question
 from services.worker.rank.process.user_path import add_code
@@ -294,7 +294,7 @@ class NotFollowedError(Exception):
 def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFailure:
     said = f"{course.part}: {one_line(error)}"
     traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
-    if any(map(_is_out_of_memory, _chain(error))):
+    if any(map(_is_out_of_memory, chain_of(error))):
         advice = (
             f"{said} (the probe may take {seat.memory_bytes // _MIB} MiB; parameters are made on "
             "the meta device and take none, unless the model makes them on a device that it names "
@@ -328,22 +328,13 @@ def _raised_for_real(
         with limited_memory(_REAL_BYTES), fakes.fake_ranks(ranks):
             make()
     except Exception as again:  # noqa: BLE001 what it is says whether it counts
-        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))
+        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, chain_of(again)))
         return None if is_the_nodes else again
     return None
 
 
 def _is_alike(one: BaseException, other: BaseException) -> bool:
     return type(one) is type(other) and str(one) == str(other)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document dacfb652c5b83a63473e74d728c1f87c2acfb9ffa4dac744974b826bffcc04d3
-// types 473a3b7a98579af2d6bda0da710c12336e4901cdbdecdebb3ba77ed5e32b22d2
+// document 507c83353111abb9ed90942c6233e9b9de8e026fa253fb77409a22643602036e
+// types 89691b376beb168b7b677908f857d25b78715446893b2048aa8b9a9004f7ffad
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -646,7 +646,7 @@ export interface components {
          * @description Why a job or an attempt ended.
          * @enum {string}
          */
-        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "out_of_memory" | "infeasible";
         /**
          * ExportedFile
          * @description One file of an export.
