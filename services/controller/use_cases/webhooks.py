@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from services.contract.api.access import Scope
 from services.contract.api.views import EventView
 from services.contract.api.webhooks import (
@@ -41,6 +43,7 @@ MOST_OF_ONE: Final = 10
 _RANDOM_BYTES: Final = 10
 _BATCH: Final = 100
 _BEGINNING: Final = "0-0"
+_log = structlog.get_logger()
 
 
 async def create_webhook(
@@ -168,14 +171,20 @@ class Delivery:
         """Send one event, once.
 
         Raises:
-            DeliveryError: The receiver did not take it.
+            DeliveryError: The receiver did not take it, or it could not be sent.
         """
         now_ms = await self.ports.clock.now_ms()
         stored = await self.ports.jobs.several([event.job_id])
-        body = body_of(self.webhook, event, stored[0].job.spec.name if stored else None)
-        message = message_id(self.webhook, event)
-        headers = headers_of(self.webhook, message, body, now_ms // 1000)
-        await self.sender.send(self.webhook.url, headers, body)
+        try:
+            body = body_of(self.webhook, event, stored[0].job.spec.name if stored else None)
+            message = message_id(self.webhook, event)
+            headers = headers_of(self.webhook, message, body, now_ms // 1000)
+            await self.sender.send(self.webhook.url, headers, body)
+        except DeliveryError:
+            raise
+        except Exception as error:  # whoever may submit chose the URL: it must not end the term
+            _log.exception("webhook_fault", webhook_id=self.webhook.id)
+            raise DeliveryError(f"{type(error).__name__}: {error}") from error
 
     async def delivered(self, entry: FeedEntry) -> bool:
         """The receiver took the event; False if the webhook was removed meanwhile."""
