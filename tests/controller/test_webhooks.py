@@ -31,12 +31,12 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports
 from services.controller.domain.access.token import LOCAL, Principal
 from services.controller.domain.decisions.dispatch import first_decision
-from services.controller.domain.errors import DeposedError
+from services.controller.domain.errors import DeposedError, StateConflictError
 from services.controller.domain.job.job import Job
 from services.controller.loops import webhooks
 from services.controller.ports.jobs import Actor
 from services.controller.ports.webhooks import AddressRefusedError, DeliveryError
-from services.controller.use_cases.webhooks import Delivery, create_webhook
+from services.controller.use_cases.webhooks import MOST_OF_ONE, Delivery, create_webhook
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.histories import spec
@@ -447,3 +447,19 @@ async def test_slow_receivers_of_some_subjects_leave_turns_to_others() -> None:
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     assert sender.asked == 8
+
+
+@pytest.mark.anyio
+async def test_of_webhooks_that_are_registered_at_once_no_more_are_kept_than_one_may_have(
+    redis_url: str,
+) -> None:
+    server = MemoryServer(lambda: 1)
+    async with redis_ports(redis_url) as kept:
+        for ports in (kept, memory_ports(server)):
+            wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+            sender, sue = _Stubborn(""), Principal("sue", Scope.SUBMITTER)
+            made = [create_webhook(ports, sender, wanted, sue) for _ in range(MOST_OF_ONE + 5)]
+            answers = await asyncio.gather(*made, return_exceptions=True)
+            assert sum(isinstance(one, StateConflictError) for one in answers) == 5
+            assert len(await ports.webhooks.every()) == MOST_OF_ONE
+            assert await create_webhook(ports, sender, wanted, LOCAL)

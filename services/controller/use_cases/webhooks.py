@@ -34,7 +34,12 @@ from services.controller.domain.errors import (
 )
 from services.controller.ports.coordination import Ports
 from services.controller.ports.event_feed import FeedEntry
-from services.controller.ports.webhooks import AddressRefusedError, DeliveryError, WebhookSender
+from services.controller.ports.webhooks import (
+    AddressRefusedError,
+    DeliveryError,
+    Most,
+    WebhookSender,
+)
 from services.controller.use_cases.event_feed import EventFilter, chosen
 from services.controller.use_cases.present import maybe_moment, moment
 
@@ -61,13 +66,6 @@ async def create_webhook(
     except AddressRefusedError as error:
         fault = Fault(pointer="/url", detail=str(error), code="address_refused")
         raise InvalidRequestError([fault]) from error
-    known = await ports.webhooks.every()
-    own = [webhook for webhook in known if webhook.created_by == asks.subject]
-    if len(known) >= MOST_WEBHOOKS or len(own) >= MOST_OF_ONE:
-        raise StateConflictError(
-            f"there are {len(known)} webhooks, {len(own)} of them by {asks.subject}; there may be "
-            f"{MOST_WEBHOOKS}, {MOST_OF_ONE} by one subject: delete one first"
-        )
     now_ms = await ports.clock.now_ms()
     webhook = Webhook(
         id=new_webhook_id(now_ms, ports.entropy(_RANDOM_BYTES)),
@@ -81,7 +79,11 @@ async def create_webhook(
         secret=secret_text(ports.entropy(SECRET_BYTES)),
     )
     deliveries = Deliveries(cursor=await ports.events.newest())
-    await ports.webhooks.put(webhook, deliveries)
+    if not await ports.webhooks.put(webhook, deliveries, Most(MOST_WEBHOOKS, MOST_OF_ONE)):
+        raise StateConflictError(
+            f"there may be {MOST_WEBHOOKS} webhooks, {MOST_OF_ONE} of them by one subject, and there "
+            f"are as many, in all or by {asks.subject}: delete one first"
+        )
     return WebhookCreated(**_view(webhook, deliveries).model_dump(), secret=webhook.secret)
 
 

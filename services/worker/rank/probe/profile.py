@@ -37,6 +37,7 @@ from services.contract.jobs.plans import default_micro_batch
 from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.system.mask import Mask
 from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened
 from services.worker.rank import registry
 from services.worker.rank.data import batches
@@ -292,8 +293,9 @@ class NotFollowedError(Exception):
 
 
 def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFailure:
-    said = f"{course.part}: {one_line(error)}"
-    traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
+    mask = Mask(seat.secrets)
+    said = f"{course.part}: {one_line(error, mask)}"
+    traceback = shortened(mask.text(traceback_of(error)), TRACEBACK_CHARACTERS)
     if any(map(_is_out_of_memory, chain_of(error))):
         advice = (
             f"{said} (the probe may take {seat.memory_bytes // _MIB} MiB; parameters are made on "
@@ -311,7 +313,7 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
     # What a pass says of shapes without values is in other words than what a rank will say.
     if again is None or not (course.is_a_pass or _is_alike(again, error)):
         return ProbeFailure(code="raised", reason=said, traceback=traceback)
-    certain = f"{course.part}: {one_line(again)}"
+    certain = f"{course.part}: {one_line(again, mask)}"
     return ProbeFailure(code="wrong_spec", reason=certain, traceback=traceback)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
+from services.contract.system.mask import NOTHING_MASKED, Mask
 from services.contract.words.bounds import ERROR_CHARACTERS, shortened
 from services.worker.rank.process.user_path import why_not_imported
 
@@ -12,9 +13,14 @@ _RUNPY: Final = "<frozen runpy>"
 _MOST_LINKS: Final = 100
 
 
-def one_line(error: BaseException) -> str:
-    """Its class and the first line of what it says, and what its user may not know of it."""
-    first, *_ = str(error).splitlines() or [""]
+def one_line(error: BaseException, mask: Mask = NOTHING_MASKED) -> str:
+    """Its class and the first line of what it says, and what its user may not know of it.
+
+    Args:
+        error: What was raised.
+        mask: Takes secrets out before the line is cut: half of one is none that an agent would know.
+    """
+    first, *_ = mask.text(str(error)).splitlines() or [""]
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return shortened(f"{said}{why_not_imported(error)}", ERROR_CHARACTERS)
 
