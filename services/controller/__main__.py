@@ -37,6 +37,7 @@ from services.controller.loops.leader import Leader
 from services.controller.loops.leadership import run_term
 from services.controller.loops.observer import Observer
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import Quota
 from services.controller.ports.tracing import Tracing
 from services.controller.settings import Settings
 from services.controller.use_cases.plans import Drawing
@@ -105,7 +106,12 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
     async with (
-        redis_ports(settings.redis_address, settings.max_streams, kept_s) as bare_ports,
+        redis_ports(
+            settings.redis_address,
+            settings.max_streams,
+            kept_s,
+            quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
+        ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,
         contextlib.AsyncExitStack() as tracing_ends,
     ):
@@ -139,7 +145,6 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             drawing,
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
-            settings.max_unfinished_jobs,
             FolderExports(settings.checkpoint_root),
             webhooks,
             tracing,
