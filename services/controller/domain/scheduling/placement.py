@@ -7,7 +7,7 @@ one copy of the parameters (dp_shard) only where no node has room for a copy.
 Three outcomes: there is room; there is none now, and why; there can never be any, and why.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -31,6 +31,7 @@ class NodeUsage:
 
     ``has_lease``: the life of its agent that is on record holds the node's lease. Without one the
     node may be dead: its record stays ``READY`` until that is certain.
+    ``is_reserved``: it is being provisioned by a pool, or given back to it.
     """
 
     node: Node
@@ -38,11 +39,13 @@ class NodeUsage:
     accelerators_taken: frozenset[int] = frozenset()
     jobs: tuple[str, ...] = ()
     has_lease: bool = True
+    is_reserved: bool = False
 
     @property
     def is_open(self) -> bool:
         """Whether a gang may be sent there now."""
-        return self.node.state == NodeState.READY and self.has_lease and self.node.drain is None
+        is_ready = self.node.state == NodeState.READY and self.has_lease
+        return is_ready and self.node.drain is None and not self.is_reserved
 
     def capacity(self, device: DeviceType) -> int:
         """How many ranks the node takes when idle."""
@@ -147,11 +150,17 @@ class Never:
 
 
 def usages_of(
-    nodes: Iterable[Node], jobs: Iterable[Job], leases: Mapping[str, Lease]
+    nodes: Iterable[Node],
+    jobs: Iterable[Job],
+    leases: Mapping[str, Lease],
+    reserved: Collection[NodeId] = (),
 ) -> tuple[NodeUsage, ...]:
     """The nodes with what the living attempts of ``jobs`` take of them, by node id."""
     usages = {
-        node.id: NodeUsage(node, has_lease=_holds(leases.get(node.id), node)) for node in nodes
+        node.id: NodeUsage(
+            node, has_lease=_holds(leases.get(node.id), node), is_reserved=node.id in reserved
+        )
+        for node in nodes
     }
     for job in jobs:
         attempt = job.attempt
@@ -304,10 +313,12 @@ def _why_not_now(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsa
 def _why_closed(ranks: int, able: Sequence[NodeUsage]) -> str:
     closed = {s.node.id: s for s in able if not s.is_open}.values()
     draining = [s.node.id for s in closed if s.node.shown_state == NodeState.DRAINING]
-    absent = [s.node.id for s in closed if s.node.id not in draining]
-    why = [
-        f"{words}: {', '.join(names)}"
-        for words, names in (("lost or silent", absent), ("draining", draining))
-        if names
-    ]
+    reserved = [s.node.id for s in closed if s.is_reserved and s.node.id not in draining]
+    absent = [s.node.id for s in closed if s.node.id not in [*draining, *reserved]]
+    parts = (
+        ("lost or silent", absent),
+        ("draining", draining),
+        ("provisioned or given back", reserved),
+    )
+    why = [f"{words}: {', '.join(names)}" for words, names in parts if names]
     return f"the nodes that could take {ranks} ranks are {'; '.join(why)}"
