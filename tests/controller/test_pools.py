@@ -1,7 +1,7 @@
 """Nodes of pools, on virtual time: when they are asked for, when gangs run there, when they go back."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -11,7 +11,7 @@ from services.contract.words.states import JobState, ReservationState
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.events import CancelAsked
-from services.controller.domain.scheduling.placement import GangRequest
+from services.controller.domain.scheduling.placement import GangRequest, NotNow
 from services.controller.domain.scheduling.reservations import Fit
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.pool_list import list_pools
@@ -25,16 +25,20 @@ OVER = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 SHORT = {"train": {"steps": 8, "global_batch": 12}}
 
 
-def play(cluster: PooledCluster, course: Callable[[PooledCluster], Awaitable[None]]) -> None:
+def play(
+    cluster: PooledCluster, course: Callable[[PooledCluster], Coroutine[object, object, None]]
+) -> None:
     asyncio.run(course(cluster))
 
 
 async def ended(cluster: PooledCluster, job_id: str, within_s: int = 200) -> JobState:
     for _ in range(within_s):
-        job = await cluster.job(job_id)
-        if job.state in OVER:
-            return job.state
+        if (await cluster.job(job_id)).state in OVER:
+            break
         await cluster.seconds(1)
+    job = await cluster.job(job_id)
+    if job.state in OVER:
+        return job.state
     raise AssertionError(f"not ended within {within_s} s: {job.state}, {job.reason}")
 
 
@@ -246,6 +250,7 @@ def test_a_job_is_refused_only_if_no_pool_could_take_it() -> None:
     async def course(cluster: PooledCluster) -> None:
         drafting = Drafting("ada", EntryPoints())
         _, outcome = await draft_job(cluster.ports, spec(**{**FOUR, "plan": "default"}), drafting)
+        assert isinstance(outcome, NotNow)
         assert outcome.reason == "no known node can take it; pool burst is asked for nodes"
         with pytest.raises(InvalidRequestError, match="ranks need"):
             await draft_job(cluster.ports, spec(resources={"ranks": 12}, plan="default"), drafting)
