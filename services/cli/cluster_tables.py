@@ -59,7 +59,6 @@ def pools_table(pools: PoolList) -> FittedTable[tuple[PoolView, ReservationView 
         Column("nodes", _pool_nodes, drop=1),
         Column("state", lambda row: row[1].state.value if row[1] else "", drop=2),
         Column("since", lambda row: short_age(row[1].requested_at) if row[1] else "", drop=4),
-        Column("for", lambda row: row[1].job_id or "" if row[1] else "", drop=3),
         Column("why", _pool_reason, fit="note"),
     )
     return FittedTable(columns, rows)
@@ -73,7 +72,10 @@ def _pool_nodes(row: tuple[PoolView, ReservationView | None]) -> str:
 def _pool_reason(row: tuple[PoolView, ReservationView | None]) -> str:
     pool, reserved = row
     trouble = f"the pool does not answer: {pool.trouble}" if pool.trouble else ""
-    return "; ".join(filter(None, [reserved.reason if reserved else "", trouble]))
+    if reserved is None:
+        return trouble
+    job = f"for {reserved.job_id}" if reserved.job_id else ""
+    return "; ".join(filter(None, [job, reserved.reason, trouble]))
 
 
 def capacity_table(capacity: CapacityView) -> FittedTable[NodeCapacity | CapacityView]:
