@@ -118,7 +118,7 @@ def main() -> None:
     told = {"address": cluster.address, "raylets": raylets, "gcs": gcs}
     print(json.dumps(told), file=answers, flush=True)
     sys.stdin.read()
-    cluster.shutdown()  # type: ignore[no-untyped-call] # Ray's
+    cluster.shutdown()
 
 
 if __name__ == "__main__":
