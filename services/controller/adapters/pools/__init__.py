@@ -17,15 +17,15 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
 
     Args:
         path: Of the file.
-        variables: Of the controller's environment, for those of the agents.
+        variables: Of the controller's environment, for those of the agents and for Slurm's commands.
 
     Raises:
         PoolsFileError: It cannot be used.
     """
     file = read_pools_file(path)
-    pools = [_open(config, file.owner) for config in file.pools]
+    pools = [_open(config, file.owner, variables) for config in file.pools]
     return [RunnablePool(pool, agents_of(file.agent, pool.limits, variables)) for pool in pools]
 
 
-def _open(config: SlurmPoolConfig, owner: str) -> NodePool:
-    return SlurmPool(config, owner)
+def _open(config: SlurmPoolConfig, owner: str, variables: Mapping[str, str]) -> NodePool:
+    return SlurmPool(config, owner, variables=variables)
