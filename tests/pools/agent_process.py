@@ -12,16 +12,26 @@ import sys
 from pathlib import Path
 
 _RANK = """
-trap 'touch "$1.signalled"; exit' TERM USR1
-sleep 600 &
-wait
+import signal, sys
+from pathlib import Path
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: Path(sys.argv[1]).touch())
+print(flush=True)
+sys.stdin.read()
 """
 
 
 def main() -> None:
     """Run until SIGTERM."""
     path = Path(sys.argv[1])
-    rank = subprocess.Popen(["bash", "-c", _RANK, "rank", path], start_new_session=True)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", _RANK, path.with_suffix(".signalled")],
+        stdin=subprocess.PIPE,  # it ends with the agent
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert rank.stdout is not None
+    rank.stdout.readline()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     path.with_suffix(".rank").write_text(str(rank.pid))
     path.with_suffix(".agent").write_text(f"{os.getpid()}\n")
@@ -29,7 +39,7 @@ def main() -> None:
     path.with_suffix(".told").touch()
     while len(sys.argv) > 2:
         signal.pause()
-    os.killpg(rank.pid, signal.SIGKILL)
+    rank.kill()
     rank.wait()
 
 

@@ -1,7 +1,7 @@
 """A real Slurm on one machine: munged, slurmctld, and a slurmd for each node, in a folder, on own ports.
 
 Debian's slurmd is built for several on one machine (``-N`` names the node). Everything dies with the test,
-by the cluster's mark in the environments of its processes, those of batch jobs among them.
+batch jobs among it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
@@ -25,8 +25,7 @@ from tests.waiting import until
 
 _PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "sinfo")
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_MARK: Final = "SLURM_CLUSTER_MARK"
-_NODE: Final = "SLURM_CLUSTER_NODE"
+_MARK: Final = "MARK_OF_SLURM_CLUSTER"
 
 
 def why_not_here() -> str | None:
@@ -43,7 +42,7 @@ class SlurmCluster:
 
     Attributes:
         folder: Of all files. Short and readable for all: munge demands both of its socket's path.
-        mark: In the environments of all processes whose environment has ``marks``.
+        mark: The value of ``marks``.
         variables: With which Slurm's commands find this cluster.
         controller: slurmctld.
         nodes: The slurmds by node.
@@ -78,7 +77,7 @@ class SlurmCluster:
 
     @property
     def marks(self) -> Mapping[str, str]:
-        """What marks a process as one of this cluster; slurmd and what it starts have it."""
+        """What marks a process as one of this cluster's."""
         return {_MARK: self.mark}
 
     def say(self, *command: str) -> str:
@@ -98,18 +97,22 @@ class SlurmCluster:
         return self.say("squeue", "-h", "--states=all", f"--name={name}", "-o", "%T").split()
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """Live processes of batch jobs, of one node or of all: slurmstepd and all below it."""
-        own = {part.process.pid for part in self._running() if part.process is not None}
-        found: dict[int, psutil.Process] = {}
+        """Live processes of batch jobs, of one node or of all: slurmstepd and all below it.
+
+        Of all nodes, also those with ``marks``, which may have escaped.
+        """
+        spool = f"{self.folder}/spool/{node or ''}"
+        found: set[psutil.Process] = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                if process.pid in own or environment.get(_MARK) != self.mark:
-                    continue
-                if _NODE in environment and node in {None, environment[_NODE]}:
-                    for each in (process, *process.children(recursive=True)):
-                        found[each.pid] = each
-        return [process for process in found.values() if not gone([process])]
+                if process.name() == "slurmstepd":
+                    # Its title lies where its environment was; its socket is what tells whose it is.
+                    sockets = process.net_connections("unix")
+                    if any(str(each.laddr).startswith(spool) for each in sockets):
+                        found.update((process, *process.children(recursive=True)))
+                elif node is None and process.environ().get(_MARK) == self.mark:
+                    found.add(process)
+        return [process for process in found if not gone([process])]
 
     def kill_node(self, name: str) -> None:
         """``kill -9`` of all that a machine's loss would end."""
@@ -137,8 +140,8 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def without_controller(self) -> Iterator[None]:
-        """slurmctld dead until the block ends."""
-        self.controller.kill()
+        """slurmctld stopped until the block ends; killed, it would forget what it has not written yet."""
+        self.controller.stop()
         try:
             yield
         finally:
@@ -149,17 +152,10 @@ class SlurmCluster:
         stack.callback(part.stop)
         part.start()
 
-    def _running(self) -> Sequence[Part]:
-        nodes = getattr(self, "nodes", {}).values()
-        return [*nodes, *([self.controller] if hasattr(self, "controller") else [])]
-
     def _part(self, name: str, program: str, *words: str | Path) -> Part:
         path = shutil.which(program, path=_PATH)
         assert path is not None
-        environment = {**self.variables, **self.marks}
-        if program == "slurmd":
-            environment[_NODE] = name
-        return Part(name, [path, *words], environment, self.folder / f"{name}.log")
+        return Part(name, [path, *words], self.variables, self.folder / f"{name}.log")
 
     def _start_munge(self, stack: contextlib.ExitStack) -> Path:
         key = self.folder / "munge.key"
@@ -204,9 +200,9 @@ MpiDefault=none
 SelectType=select/cons_tres
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
-SlurmdTimeout=6
+SlurmdTimeout=5
 MessageTimeout=5
-KillWait=2
+KillWait=1
 CompleteWait=0
 ReturnToService=2
 SlurmdParameters=config_overrides

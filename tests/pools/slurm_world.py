@@ -1,7 +1,7 @@
 """Slurm as the conformance suite sees it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
 import psutil
@@ -27,6 +27,10 @@ class SlurmWorld:
 
     def __exit__(self, *_: object) -> None:
         self._cluster.__exit__()
+
+    @property
+    def marks(self) -> Mapping[str, str]:
+        return self._cluster.marks
 
     def pool(self, *, grace_s: float = 20, unknown_kind: bool = False) -> NodePool:
         options = ("--partition=nowhere",) if unknown_kind else ()

@@ -51,6 +51,7 @@ wait "$srun"
 def _node_program(agents: Mapping[NodeId, AgentProcess]) -> str:
     """What bash runs on each node: the agent, until it ends or a line comes by standard input.
 
+    Bash outlives the agent, for without cgroups Slurm knows its processes by their parents only.
     An agent that ends unasked fails its task, so that Slurm ends the others: ranks of one gang run
     on all of them.
     """
@@ -75,7 +76,7 @@ agent() {{
     exec "$@"
 }}
 asked=
-trap 'asked=1; kill -TERM "$agent"' USR1
+trap 'asked=1; kill -TERM "$agent"' USR1 TERM
 agent 5<&- &
 agent=$!
 {{ read -r _ <&5; kill -USR1 $$; }} &
