@@ -39,6 +39,7 @@ from services.controller.loops.leader import Leader
 from services.controller.loops.leadership import run_term
 from services.controller.loops.observer import Observer
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import Quota
 from services.controller.ports.pools import RunnablePool
 from services.controller.ports.tracing import Tracing
 from services.controller.settings import Settings
@@ -46,6 +47,7 @@ from services.controller.use_cases.plans import Drawing
 
 _log = structlog.get_logger()
 _GRACE_S = 1
+_TICK_S = 1.0
 
 
 class ControllerServer(uvicorn.Server):
@@ -64,6 +66,13 @@ class ControllerServer(uvicorn.Server):
         """End: the streams first, for uvicorn waits for them."""
         self._stopping.set()
         super().handle_exit(sig, frame)
+
+    async def main_loop(self) -> None:
+        """Serve until told to end. It looks each second, where uvicorn's own looks ten times."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._stopping.wait()
 
 
 def main() -> None:
@@ -109,7 +118,12 @@ async def serve(
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
     async with (
-        redis_ports(settings.redis_address, settings.max_streams, kept_s) as bare_ports,
+        redis_ports(
+            settings.redis_address,
+            settings.max_streams,
+            kept_s,
+            quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
+        ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,
         contextlib.AsyncExitStack() as ends,
     ):
@@ -151,7 +165,6 @@ async def serve(
             drawing,
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
-            settings.max_unfinished_jobs,
             FolderExports(settings.checkpoint_root),
             webhooks,
             tracing,

@@ -105,6 +105,12 @@ class Settings(BaseSettings):
         le=1_000_000,
         description="Jobs that have not ended, for each owner; a further one gets 409.",
     )
+    max_jobs: int = Field(
+        default=50_000,
+        ge=1,
+        le=10_000_000,
+        description="Jobs that are kept of each owner, those that have ended included; a further one gets 409.",
+    )
     max_connections: int = Field(
         default=512,
         ge=8,

@@ -66,7 +66,7 @@ EVENT_FEED: Final = "ml:events"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
 # Another number has all indexes built again.
-JOB_INDEX_FORMAT: Final = "1"
+JOB_INDEX_FORMAT: Final = "2"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
@@ -132,6 +132,11 @@ def jobs_in_state(state: str) -> str:
 def jobs_of_owner(owner: str) -> str:
     """The jobs of an owner."""
     return f"ml:jobs:owner:{owner}"
+
+
+def jobs_not_ended(owner: str) -> str:
+    """The jobs of an owner that have not ended."""
+    return f"ml:jobs:not-ended:{owner}"
 
 
 def jobs_with_label(label: str) -> str:

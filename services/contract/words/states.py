@@ -40,6 +40,7 @@ class ExitReason(StrEnum):
     RESIZED = "resized"
     HANG = "hang"
     NON_FINITE_LOSS = "nan"
+    OUT_OF_MEMORY = "out_of_memory"
     INFEASIBLE = "infeasible"
 
 

@@ -41,14 +41,14 @@ from services.controller.domain.scheduling.elastic import (
     shrinkage,
 )
 from services.controller.domain.scheduling.node import Lease, Node, Watch
-from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.placement import Placed, Reserved, usages_of
 from services.controller.domain.scheduling.queue import (
     PREEMPTION_GRACE_S,
     Preempt,
     Waiting,
     schedule,
 )
-from services.controller.domain.scheduling.reservations import Want, closed_nodes
+from services.controller.domain.scheduling.reservations import Want, reserved_nodes
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
@@ -77,7 +77,7 @@ class _View:
     jobs: tuple[Job, ...]
     nodes: tuple[Node, ...]
     leases: Mapping[str, str]
-    reserved: frozenset[str]
+    reserved: Mapping[str, Reserved]
 
     def is_same(self, other: "_View") -> bool:
         """Whether nothing changed. Records are frozen: one that changed is another object."""
@@ -163,7 +163,9 @@ class Reconciler:
         ]
         world = World(jobs, known, leases, now_ms)
         reservations = await self._pools.review(reservations, world)
-        scheduled = await self._serve_queue(jobs, known, leases, closed_nodes(reservations), now_ms)
+        scheduled = await self._serve_queue(
+            jobs, known, leases, reserved_nodes(reservations), now_ms
+        )
         await self._pools.request(reservations, scheduled.wants, world)
         await self._grow(scheduled.growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
@@ -277,7 +279,7 @@ class Reconciler:
         jobs: Sequence[Job],
         known: Mapping[str, Node],
         leases: Mapping[str, Lease],
-        reserved: frozenset[str],
+        reserved: Mapping[str, Reserved],
         now_ms: int,
     ) -> _Scheduled:
         """Do what is due to those that wait.

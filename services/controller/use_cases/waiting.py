@@ -13,7 +13,7 @@ from services.controller.domain.scheduling.placement import NodeUsage, Placed, u
 from services.controller.domain.scheduling.queue import Turn, turns
 from services.controller.domain.scheduling.reservations import (
     Reservation,
-    closed_nodes,
+    reserved_nodes,
     why_waiting,
 )
 from services.controller.ports.coordination import Ports
@@ -28,7 +28,7 @@ async def current_usages(
         active = [stored.job for stored in await ports.jobs.active()]
     nodes = await ports.nodes.nodes()
     leases = await ports.nodes.leases([node.id for node in nodes])
-    return usages_of(nodes, active, leases, closed_nodes(await reservations_now(ports)))
+    return usages_of(nodes, active, leases, reserved_nodes(await reservations_now(ports)))
 
 
 async def reservations_now(ports: Ports) -> Sequence[Reservation]:

@@ -15,7 +15,7 @@ from services.contract.words.ids import NodeId
 from services.contract.words.states import NodeState, PoolKind, ReservationState
 from services.controller.domain.record import Record
 from services.controller.domain.scheduling.node import Node
-from services.controller.domain.scheduling.placement import GangRequest
+from services.controller.domain.scheduling.placement import GangRequest, Reserved
 
 REFUSED_MS: Final = 60_000
 """So long a pool is not asked again for a job for which it has brought no nodes."""
@@ -121,14 +121,13 @@ class Sighting:
     reason: str
 
 
-def closed_nodes(reservations: Iterable[Reservation]) -> frozenset[NodeId]:
-    """Nodes on which no gang is placed: not all of their reservation are there, or it is given back."""
-    return frozenset(
-        node_id
-        for reservation in reservations
-        if reservation.state != ReservationState.READY
-        for node_id in reservation.node_ids
-    )
+def reserved_nodes(reservations: Iterable[Reservation]) -> Mapping[NodeId, Reserved]:
+    """The nodes of pools, by id: until all of a reservation are there, no gang is placed on any."""
+    return {
+        node_id: Reserved(each.pool, each.state == ReservationState.READY)
+        for each in reservations
+        for node_id in each.node_ids
+    }
 
 
 def able_pool(gang: GangRequest, pools: Iterable[PoolLimits]) -> tuple[PoolLimits, Fit] | None:
