@@ -38,6 +38,7 @@ class Cluster:
     Args:
         folder: Empty, for all files.
         slots: The nodes and how many CPU ranks each takes.
+        settings: More variables of the controller.
 
     Attributes:
         redis: The server.
@@ -47,11 +48,12 @@ class Cluster:
         client: Speaks to the controller.
     """
 
-    def __init__(self, folder: Path, slots: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path, slots: Mapping[str, int], **settings: str) -> None:
         self.folder = folder
         self.links: dict[str, ChaosProxy] = {}
         self.nodes: dict[str, Node] = {}
         self._slots = slots
+        self._settings = settings
         self._environment = {
             name: value
             for name, value in child_environment().items()
@@ -169,6 +171,7 @@ class Cluster:
             "MESHLOOM_HOST": "127.0.0.1",
             "MESHLOOM_PORT": str(port),
             "MESHLOOM_GROW_AFTER_S": "1",
+            **self._settings,
         }
         command = [sys.executable, "-m", "services.controller"]
         self.url = f"http://127.0.0.1:{port}"

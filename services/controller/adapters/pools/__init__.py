@@ -21,7 +21,7 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
 
     Args:
         path: Of the file.
-        variables: Of the controller's environment, for those of the agents.
+        variables: Of the controller's environment, for those of the agents and for Slurm's commands.
 
     Raises:
         PoolsFileError: It cannot be used.
@@ -40,4 +40,4 @@ def _open(
                 f"pool {config.name}: Ray is not installed: pip install 'meshloom[ray]'"
             )
         return RayPool(config, owner, variables)
-    return SlurmPool(config, owner)
+    return SlurmPool(config, owner, variables=variables)

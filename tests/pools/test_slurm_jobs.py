@@ -1,0 +1,94 @@
+"""Jobs on nodes that Slurm brings: a real Slurm, controller, Redis, agents and ranks."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.contract.api.pools import ReservationView
+from services.contract.words.states import JobState, ReservationState
+from tests.chaos.conftest import LONG, paced
+from tests.cluster import Cluster
+from tests.parts import ROOT
+from tests.pools.slurm_cluster import SlurmCluster, why_not_here
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.redis,
+    pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
+]
+
+
+@pytest.fixture
+def slurm() -> Iterator[SlurmCluster]:
+    with SlurmCluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Cluster]:
+    """Without any node; its pool may have all of Slurm's."""
+    environment = {
+        **slurm.marks,
+        "MESHLOOM_REDIS_URL": "${MESHLOOM_REDIS_URL}",
+        "MESHLOOM_HOME": f"{tmp_path}/homes/${{node_id}}",
+        "MESHLOOM_CHECKPOINT_ROOT": f"{tmp_path}/checkpoints",
+        "MESHLOOM_ADDRESS": "127.0.0.1",
+        "MESHLOOM_USER_PATH": f"{ROOT}/tests/chaos/user_models",
+    }
+    pool: dict[str, object] = {
+        "name": "hpc",
+        "kind": "slurm",
+        "cpu_slots": 1,
+        "max_nodes": 4,
+        "idle_timeout_s": 2,
+    }
+    file = tmp_path / "pools.yaml"
+    pool["options"] = [f"--output={tmp_path}/%x.log"]
+    agent = {
+        "command": [sys.executable, "-m", "services.worker.agent"],
+        "environment": environment,
+    }
+    file.write_text(json.dumps({"agent": agent, "pools": [pool]}))  # JSON is YAML
+    with Cluster(tmp_path, {}, MESHLOOM_POOLS_FILE=str(file), **slurm.variables) as cluster:
+        yield cluster
+
+
+def reservations(cluster: Cluster) -> tuple[ReservationView, ...]:
+    (pool,) = cluster.client.pools().items
+    return pool.reservations
+
+
+def test_a_job_waits_trains_survives_a_lost_node_and_gives_all_nodes_back(
+    slurm: SlurmCluster, cluster: Cluster, tmp_path: Path
+) -> None:
+    wrap = "--wrap=sleep 600"
+    taken = slurm.say("sbatch", "--parsable", "--nodes=3", "-o", "/dev/null", wrap).strip()
+    until(lambda: len(slurm.idle_nodes()) == 1)
+    job = cluster.submit(**{**LONG, "checkpoint": {"every_steps": 10}}, model=paced(tmp_path, 0.1))
+    waiting = "waiting for 2 nodes of pool hpc: Resources"
+    cluster.job_when(job.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
+    assert not cluster.client.nodes().items
+
+    slurm.say("scancel", taken)
+    cluster.committed(job.id)
+    (first,) = reservations(cluster)
+    assert (first.state, len(first.node_ids)) == (ReservationState.READY, 2)
+
+    rank = cluster.rank_pid(job.id, 1, attempt=1)
+    (lost,) = (name for name in slurm.nodes if rank in slurm.processes(name))
+    slurm.kill_node(lost)
+    done = cluster.rested(job.id)
+    assert done.state is JobState.SUCCEEDED, done.failure
+    _, *_, last = cluster.client.attempts(job.id).items
+    assert last.resumed_from is not None
+    assert first.id not in {each.id for each in reservations(cluster)}
+
+    until(lambda: not reservations(cluster))
+    until(lambda: not cluster.client.nodes().items)
+    slurm.mend()
+    until(lambda: len(slurm.idle_nodes()) == 4)
+    assert not slurm.processes()
