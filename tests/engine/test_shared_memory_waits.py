@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import OrderedDict
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard
 from fsdp_core.comm.shared_memory import axis
+from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gangs, RankContext
-from tests.engine.test_shared_memory import ONE_COPY, POLICIES, local_values, sharded, train
+from tests.engine.test_shared_memory import COPIED, ONE_COPY, POLICIES, local_values, sharded, train
 from tests.engine.test_ways_of_backward import Raising
 
 pytestmark = pytest.mark.ranks
@@ -140,3 +144,42 @@ def check_lost_reductions(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
         gc.collect()
     dist.barrier()
     assert all(map(torch.equal, train(ctx, sharded(ctx, policy)), train(ctx, sharded(ctx, None))))
+
+
+def test_threads_without_an_order_are_told_so(gangs: Gangs) -> None:
+    """Each rank starts the same two threads, each with a model on the one mesh, in another order."""
+    told = gangs(2).run(check_threads)
+    assert [each.startswith("Ranks ran different units") for each in told[0] + told[1]] == [
+        True
+    ] * 4
+
+
+def check_threads(ctx: RankContext) -> list[str]:
+    # A group of its own, for it is of no use afterwards.
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    models = []
+    for name in ("first", "other"):
+        model = nn.Sequential(OrderedDict([(name, nn.Linear(3, 3))]))
+        fully_shard(model, mesh=mesh, shared_memory=COPIED)
+        models.append(model)
+    told: list[str] = []
+    threads = []
+    for model in models if ctx.rank == 0 else models[::-1]:
+        begun = threading.Event()
+        threads.append(threading.Thread(target=_run_out_of_step, args=(model, begun, told)))
+        threads[-1].start()
+        assert begun.wait(60)
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def _run_out_of_step(model: nn.Module, begun: threading.Event, told: list[str]) -> None:
+    unit = cast("FSDPModule", model)
+    handle = unit.unshard(async_op=True)
+    begun.set()
+    assert handle is not None
+    try:
+        handle.wait()
+    except DesyncError as error:
+        told.append(str(error))
