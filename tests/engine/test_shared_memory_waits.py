@@ -46,7 +46,7 @@ def check_many_uses(ctx: RankContext) -> None:
         for unit in (*model, model):
             fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
             kept.extend(nn.Linear(5, 5) for _ in range(7 * ctx.rank))
-        model.set_reshard_after_backward(False)
+        cast("FSDPModule", model).set_reshard_after_backward(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             torch.autograd.backward(model(ctx.batch(step, 3, 5)).square().mean())
@@ -134,12 +134,12 @@ def check_lost_reductions(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(6)))
         for unit in (*model, model):
             fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
-        model.set_reduce_scatter_max_input_buffers(4)
+        cast("FSDPModule", model).set_reduce_scatter_max_input_buffers(4)
         x = Raising.of(ctx.batch(0, 3, 7).requires_grad_())
         with pytest.raises(ZeroDivisionError):
             torch.autograd.backward(model(x).sum())
         if ctx.rank == 1:
-            model.reset_iter_state()
+            cast("FSDPModule", model).reset_iter_state()
         del model, x
         gc.collect()
     dist.barrier()
