@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import OrderedDict
+from datetime import timedelta
 from typing import cast
 
 import pytest
@@ -13,11 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard
+from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard, torch_private
 from fsdp_core.comm.shared_memory import axis
 from fsdp_core.errors import DesyncError
-from tests.engine.gang import Gangs, RankContext
-from tests.engine.test_shared_memory import COPIED, ONE_COPY, POLICIES, local_values, sharded, train
+from fsdp_core.runtime.fsdp_state import state_of
+from tests.engine.gang import Gang, Gangs, RankContext
+from tests.engine.test_shared_memory import (
+    COPIED,
+    ONE_COPY,
+    POLICIES,
+    local_tensor,
+    local_values,
+    sharded,
+    train,
+)
 from tests.engine.test_ways_of_backward import Raising
 
 pytestmark = pytest.mark.ranks
@@ -29,6 +39,115 @@ UNITS = 12
 def _on_the_host(device: str) -> None:
     if device != "cpu":
         pytest.skip("memory of the host is shared by CPU ranks")
+
+
+class _ByMasters(torch.optim.SGD):
+    """Updates copies in another dtype, and writes them back."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        self.written = params
+        super().__init__([p.detach().double() for p in params], lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        del closure
+        for param, master in zip(self.written, self.param_groups[0]["params"], strict=True):
+            updated = local_tensor(master).sub_(local_tensor(cast("torch.Tensor", param.grad)))
+            local_tensor(param).copy_(updated)
+
+
+class _Watching(nn.Module):
+    """Reads its parameter again and again on rank 1, once the other rank is about to write."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            torch_private.default_store().wait([WRITING], timedelta(seconds=30))
+            for _ in range(3000):
+                assert torch.equal(self.weight, torch.ones(512)), "written while it was read"
+        return x * self.weight.sum()
+
+
+WRITING = "tests/shared_memory/writing"
+
+
+@pytest.mark.parametrize("way", ["step", "load", "step by copies"])
+def test_nobody_writes_what_another_computes_with(way: str) -> None:
+    gang = Gang(2, "cpu")
+    gang.run(check_guarded, way)
+    gang.close()
+
+
+def check_guarded(ctx: RankContext, way: str) -> None:
+    model = _Watching(ctx.rank)
+    fully_shard(model, mesh=ctx.mesh, shared_memory=ONE_COPY, reshard_after_forward=True)
+    kind = _ByMasters if way == "step by copies" else torch.optim.SGD
+    optimizer = kind(list(model.parameters()), lr=1.0)
+    with torch.no_grad():
+        model(torch.ones(()))  # which ends on rank 0 while rank 1 still computes
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    if ctx.rank == 0:
+        torch_private.default_store().set(WRITING, "")
+    if way != "load":
+        optimizer.step()
+    else:
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        if ctx.rank == 1:
+            model.rank = 0
+        assert model(torch.ones(())).item() == 0
+
+
+@POLICIES
+def test_a_gather_in_flight_does_not_outlive_an_update(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    """What it announced are the values from before; a rank that lands it late would mix both."""
+    gangs(2).run(check_early_gather, policy)
+
+
+def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    model, plain = sharded(ctx, policy), sharded(ctx, None)
+    for each in (model, plain):
+        torch.autograd.backward(each(ctx.batch(0, 3, 7)).square().mean())
+    handle = cast("FSDPModule", model[0]).unshard(async_op=True)
+    state = state_of(model[0])
+    assert state is not None
+    assert state.groups[0].is_gathering
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+    assert not state.groups[0].is_gathering
+    assert handle is not None
+    handle.wait()
+    with torch.no_grad():
+        assert torch.equal(model(ctx.batch(1, 3, 7)), plain(ctx.batch(1, 3, 7)))
+
+
+def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:
+    """Or an optimizer that is fast could change a slice that another rank is copying."""
+    gangs(2).run(check_copied)
+
+
+def check_copied(ctx: RankContext) -> None:
+    model = sharded(ctx, COPIED)
+    train(ctx, model)
+    state = state_of(model)
+    assert state is not None
+    comm = state.context.comm
+    with torch.no_grad():
+        model(ctx.batch(0, 3, 7))
+    assert not comm.uncopied
+    unit = cast("FSDPModule", model[0])
+    handle = unit.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert not comm.uncopied
+    unit.reshard()
 
 
 def test_ranks_end_their_uses_in_any_order(gangs: Gangs) -> None:
@@ -77,20 +196,24 @@ def check_gone(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     train(ctx, sharded(ctx, policy))
 
 
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
 @POLICIES
 def test_an_optimizer_of_one_rank_alone_waits_for_nobody(
-    gangs: Gangs, policy: SharedMemoryPolicy
+    gangs: Gangs, policy: SharedMemoryPolicy, kind: str
 ) -> None:
-    gangs(2).run(check_local_optimizer, policy)
+    gangs(2).run(check_local_optimizer, policy, kind)
 
 
-def check_local_optimizer(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+def check_local_optimizer(ctx: RankContext, policy: SharedMemoryPolicy, kind: str) -> None:
     model, plain = sharded(ctx, policy), sharded(ctx, None)
     for each in (model, plain):
         with torch.no_grad():
             each(ctx.batch(0, 3, 7))  # after which the root stays unsharded
+    group = dist.new_group([0])
     if ctx.rank == 0:
         probe = nn.Linear(3, 3)
+        if kind == "sharded":
+            fully_shard(probe, mesh=DeviceMesh.from_group(group, "cpu"))
         optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
         torch.autograd.backward(probe(torch.ones(1, 3)).sum())
         optimizer.step()
