@@ -28,7 +28,7 @@ from tests.engine.test_shared_memory import (
     sharded,
     train,
 )
-from tests.engine.test_ways_of_backward import Raising
+from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
 
