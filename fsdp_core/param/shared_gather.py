@@ -349,12 +349,14 @@ def _written_by(
     used = [slices for slices in guarded if slices.is_in_use]
     if not used:
         return []
-    owners = {start: slices for slices in used for start in slices.storages}
+    owners: dict[int | None, SharedSlices] = {}
+    for slices in used:
+        owners.update(dict.fromkeys(slices.storages, slices))
     written: dict[SharedSlices, None] = {}
     groups: set[str] = set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         local = param.to_local() if isinstance(param, DTensor) else param
-        if (owner := owners.get(local.untyped_storage().data_ptr())) is not None:
+        if (owner := owners.get(torch_private.storage_start(local))) is not None:
             written[owner] = None
         elif isinstance(param, DTensor):
             groups.update(group.group_name for group in param.device_mesh.get_all_groups())

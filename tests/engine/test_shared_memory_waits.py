@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard, torch_private
+from fsdp_core import FSDPModule, Int8Weight, SharedMemoryPolicy, fully_shard, torch_private
 from fsdp_core.comm.shared_memory import axis
 from fsdp_core.errors import DesyncError
 from fsdp_core.runtime.fsdp_state import state_of
@@ -218,6 +218,32 @@ def check_local_optimizer(ctx: RankContext, policy: SharedMemoryPolicy, kind: st
         torch.autograd.backward(probe(torch.ones(1, 3)).sum())
         optimizer.step()
     assert all(map(torch.equal, train(ctx, model), train(ctx, plain)))
+
+
+def test_an_optimizer_may_have_slices_without_memory_of_their_own(gangs: Gangs) -> None:
+    """A tensor subclass wraps others; units beside it share memory."""
+    gangs(2).run(check_wrapped)
+
+
+def check_wrapped(ctx: RankContext) -> None:
+    traces = []
+    for policy in (None, ONE_COPY):
+        torch.manual_seed(0)
+        first = nn.Linear(8, 8)
+        first.weight = nn.Parameter(Int8Weight(first.weight.detach()))
+        model = nn.Sequential(first, nn.Linear(8, 8))
+        for unit in (first, model):
+            fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            torch.autograd.backward(model(ctx.batch(step, 3, 8)).square().mean())
+            with torch.no_grad():
+                model(ctx.batch(step, 3, 8))  # after which the root stays unsharded
+            optimizer.step()
+            optimizer.zero_grad()
+            cast("FSDPModule", model).reshard()
+        traces.append(model(ctx.batch(2, 3, 8)).detach())
+    assert torch.equal(*traces)
 
 
 @POLICIES
