@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 import meshloom
-from meshloom.client import RefusedError, RestClient, UnreachableError
+from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
 from meshloom.client.downloads import PartialFile
+from meshloom.client.settings import ClientSettings
+from services.contract.api.views import NodeList
 from services.contract.storage.exports import ExportedFile
+from tests.cli import views
 from tests.e2e.conftest import free_port
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -69,6 +72,19 @@ def test_a_busy_controller_is_asked_again_until_patience_ends(server: _Server) -
     with RestClient(server.url, patience_s=0) as client, pytest.raises(RefusedError, match="503"):
         client.version()
     assert len(server.asked) == 4
+
+
+def test_nodes_are_those_of_all_pages(server: _Server) -> None:
+    first, second = every = views.nodes().items
+    pages = [
+        NodeList(items=(first,), next_cursor="behind="),
+        NodeList(items=(second,)),
+    ]
+    server.replies = [(200, {}, page.model_dump_json().encode()) for page in pages]
+    with RestClient(server.url) as client:
+        assert client.nodes() == NodeList(items=every)
+    paths = [path for path, _ in server.asked]
+    assert paths == ["/v1/nodes?limit=1000", "/v1/nodes?limit=1000&cursor=behind%3D"]
 
 
 def test_an_answer_that_did_not_change_is_not_sent_again(server: _Server) -> None:
@@ -129,6 +145,22 @@ def test_nobody_at_the_address_is_one_sentence_with_the_remedy() -> None:
         client.version()
     assert url in str(error.value)
     assert "MESHLOOM_URL" in str(error.value)
+
+
+def test_where_the_controller_is_has_one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("URL", "PORT", "TOKEN"):
+        monkeypatch.delenv(f"MESHLOOM_{name}", raising=False)
+    assert ClientSettings.from_environment().base_url == "http://127.0.0.1:8400"
+    monkeypatch.setenv("MESHLOOM_PORT", "8401")
+    monkeypatch.setenv("MESHLOOM_TOKEN", "")
+    settings = ClientSettings.from_environment()
+    assert (settings.base_url, settings.token) == ("http://127.0.0.1:8401", None)
+    monkeypatch.setenv("MESHLOOM_URL", "https://controller.example.org/")
+    assert ClientSettings.from_environment().base_url == "https://controller.example.org"
+    for wrong in ("abc", "70000"):
+        monkeypatch.setenv("MESHLOOM_PORT", wrong)
+        with pytest.raises(ClientError, match=f"MESHLOOM_PORT: .*{wrong}"):
+            meshloom.Client()
 
 
 def test_the_token_of_the_environment_is_sent_to_the_controller_of_the_environment_alone(

@@ -311,7 +311,7 @@ def test_batches_of_any_nesting_are_followed(
     }
     found = ask(options=options)
     assert found.profile is not None, found.failure
-    assert found.sequence_tokens == 1
+    assert (found.sequence_tokens, found.throughput_unit) == (1, "samples")
     # Forward and backward of three layers on one picture, whatever it comes in.
     weights = 8 * 8 + 8 * 8 + 8 * 4
     assert found.profile.flops.slope == pytest.approx(3 * 2 * weights - 2 * 8 * 8, rel=0.2)
@@ -321,7 +321,7 @@ def test_models_of_transformers_are_followed_as_they_are(tmp_path: Path) -> None
     saved("llama", tmp_path)
     found = ask(options={"model": at("hf_causal_lm", config=str(tmp_path))})
     assert found.profile is not None, found.failure
-    assert found.sequence_tokens == LENGTH
+    assert (found.sequence_tokens, found.throughput_unit) == (LENGTH, "tokens")
     assert "model.layers.0" in {unit.module for unit in found.profile.units}
     assert not found.profile.built_whole
 

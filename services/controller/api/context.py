@@ -1,7 +1,7 @@
 """What routes need, handed to them by FastAPI."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -31,7 +31,7 @@ class Context:
     epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``most_priority``: the highest that submitters may give a job. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces.
+    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``most_priority``: the highest that submitters may give a job. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
     """
 
     ports: Ports
@@ -47,6 +47,7 @@ class Context:
     exports: ExportStore | None = None
     webhooks: WebhookSender | None = None
     tracing: Tracing | None = None
+    silent_pools: Mapping[str, str] = field(default_factory=dict)
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     turns: Turns = field(default_factory=Turns)
 

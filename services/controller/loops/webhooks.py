@@ -27,6 +27,7 @@ _AT_ONCE: Final = 16
 # A receiver may take its time: those of one subject must not take everybody's turns.
 _AT_ONCE_OF_ONE: Final = 4
 _LOOK_EVERY_S: Final = 2.0
+_LOOK_WITHOUT_ANY_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0
 # One event that a receiver never takes must not hold up all that follow it for ever.
 _GIVEN_UP_AFTER_S: Final = 86_400.0
@@ -85,7 +86,9 @@ class _Rounds:
                 continue
             delivery = Delivery(self._ports, self._sender, self._epoch, webhook, deliveries)
             self._tasks[name] = asyncio.create_task(self._catch_up(delivery))
-        await self._ports.events.wait(newest, _LOOK_EVERY_S)
+        # A new one has nothing to be sent before the next event.
+        rest_s = _LOOK_EVERY_S if webhooks or self._tasks else _LOOK_WITHOUT_ANY_S
+        await self._ports.events.wait(newest, rest_s)
 
     async def stop(self) -> None:
         """End all tasks."""

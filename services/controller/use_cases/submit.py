@@ -15,12 +15,14 @@ from services.controller.domain.job.spec_rules import against_the_rules
 from services.controller.domain.job.support import unsupported
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.elastic import place_most
-from services.controller.domain.scheduling.placement import Never, NotNow, Placed, usages_of
+from services.controller.domain.scheduling.placement import GangRequest, Never, NotNow, Placed
+from services.controller.domain.scheduling.reservations import able_pool
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
+from services.controller.use_cases.waiting import current_usages
 
 _RANDOM_BYTES = 10
 _TO_BE_PLANNED = "queued; its layout is chosen first (POST /v1/plans answers without a job)"
@@ -114,10 +116,12 @@ async def _predict(ports: Ports, spec: JobSpec, drafting: Drafting) -> Placed | 
         default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
-    active = [stored.job for stored in await ports.jobs.active()]
-    nodes = await ports.nodes.nodes()
-    leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place_most(spec, usages_of(nodes, active, leases))
+    outcome = place_most(spec, await current_usages(ports))
+    able = able_pool(GangRequest.of(spec), ports.pools)
+    if isinstance(outcome, Never) and able is not None:
+        pool, fit = able
+        reason = f"no known node can take it; pool {pool.name} is asked for nodes"
+        outcome = NotNow(fit.device, reason, blocks=False)
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):

@@ -14,6 +14,7 @@ from services.controller.adapters.redis.event_feed import RedisEventFeed
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
+from services.controller.adapters.redis.reservations import RedisReservations
 from services.controller.adapters.redis.telemetry import RedisTelemetry
 from services.controller.adapters.redis.webhooks import RedisWebhooks
 from services.controller.ports.coordination import Ports
@@ -33,6 +34,7 @@ async def redis_ports(
         yield Ports(
             jobs=RedisJobs(clients, telemetry_kept_s, quota=quota),
             nodes=RedisNodes(clients),
+            reservations=RedisReservations(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
             codes=RedisCode(clients),

@@ -367,6 +367,22 @@ return 'ok'
 """
 )
 
+PUT_RESERVATION: Final = (
+    _REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, reservations; ARGV: epoch, id, record ('' removes it), the state it was read in
+-- ('' where there was none), wake channel. States only go on, so one tells a record from a later one.
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+local state = known and cjson.decode(known)['state'] or ''
+if state ~= ARGV[4] then return 'stale' end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[2], ARGV[2])
+else redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) end
+redis.call('PUBLISH', ARGV[5], ARGV[2])
+return 'ok'
+"""
+)
+
 LEASES: Final = """
 -- KEYS: leases; ARGV: how much is read of each, which its agent may have made half a GiB
 -- Answers who holds each, and how long yet; -2: nobody, -3: it has another type.

@@ -111,10 +111,12 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
         found: dict[str, Any] = {"failure": _failure(error, course, seat)}
     else:
+        tokens = batches.predicted_tokens(sample)
         found = {
             "profile": profile,
             "optimizer": optimizer,
-            "sequence_tokens": batches.predicted_tokens(sample) or 1,
+            "sequence_tokens": tokens or 1,
+            "throughput_unit": "samples" if tokens is None else "tokens",
         }
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
 
