@@ -247,10 +247,10 @@ def test_a_shard_on_a_storage_that_knows_no_holes_is_read(
 ) -> None:
     seek = os.lseek
 
-    def refuse_holes(descriptor: int, position: int, whence: int) -> int:
-        if whence in {os.SEEK_HOLE, os.SEEK_DATA}:
+    def refuse_holes(descriptor: int, position: int, from_where: int) -> int:
+        if from_where in {os.SEEK_HOLE, os.SEEK_DATA}:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return seek(descriptor, position, whence)
+        return seek(descriptor, position, from_where)
 
     monkeypatch.setattr(os, "lseek", refuse_holes)
     path, content = tmp_path / "shard", b"x" * 100
