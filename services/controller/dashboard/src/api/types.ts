@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document e38c3a6f154ce4132a36af3b02c1427d4a8beb4231ac1433860edaf7f623016b
-// types 4397ff823b8c3dc0756c792c2e162c8916fed0d2655d0816b3e5fcb0742a91c8
+// document c0e3c63fad85f2d429282995e02833f219a75844238fceb1320c5efcce3382f4
+// types 6c173377480f6c72e12fd71ec99ecd6d49231abec0f0f6ca97ad7903c173941c
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -823,6 +823,8 @@ export interface components {
         /**
          * Inventory
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
+         *
+         *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
          */
         Inventory: {
             /**
@@ -838,6 +840,8 @@ export interface components {
             hostname: string;
             /** Memory Bytes */
             memory_bytes: number;
+            /** Storage Id */
+            storage_id: string | null;
             /** Versions */
             versions: {
                 [key: string]: string;
